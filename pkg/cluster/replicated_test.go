@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -279,6 +280,59 @@ func TestReplicatedNoRoom(t *testing.T) {
 	}
 	for _, m := range all {
 		w.tally(m.machine)
+	}
+}
+
+// TestReplicatedRefused: a leg that a node refuses is made on another one. Where none takes it, all of the volume is taken back, wherever the controller dies in that; and what is asked for then is made anew.
+func TestReplicatedRefused(t *testing.T) {
+	w, full := newEnvironment(t), &sync.Map{}
+	cut := &cutter{}
+	var machines []*machine
+	for i := range 3 {
+		name := fmt.Sprint("node-", i+1)
+		machines = append(machines, w.begin(&machine{name: name, hook: func(operation string, _ blockdev.Ref) error {
+			if is, _ := full.Load(name); operation == "Create" && is == true {
+				return fmt.Errorf("%w: the disk is full", errdefs.ErrNoSpace)
+			}
+			return nil
+		}, with: func(o *agent.Options) {
+			o.Exporter, o.Network = &given{to: map[volume.ID]volume.Grant{}}, &v1alpha1.Network{Name: "storage", Address: "10.0.0.7:4420"}
+		}}))
+	}
+	wrap(t, func(c *rest.Config) { c.Wrap(cut.wrap) })
+	s := w.knowing(machines...)
+	full.Store("node-2", true)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	if homes := w.homes("v"); !slices.Equal(homes, []string{"node-1", "node-3"}) {
+		t.Errorf("its legs are on %v", homes)
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for n, more := 1, true; more; n++ {
+		full.Store("node-3", true)
+		cut.arm(n, n%2 == 0)
+		_, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+		if more = cut.mend(); !more {
+			if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "1 node has room for one of 2 replicas") || !strings.Contains(err.Error(), "the disk is full") {
+				t.Error(err)
+			}
+			if w.whole("v") != nil || len(w.legsOf("v")) > 0 {
+				t.Error("a part of it is there")
+			}
+			if n < 9 {
+				t.Errorf("it took %d writes", n-1)
+			}
+		}
+		full.Store("node-3", false)
+		v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+		if err != nil {
+			t.Fatalf("after write %d: %v", n, err)
+		}
+		w.isMade(t, s, "v", v, 2)
+		check.OK(t, s.Delete(w.ctx, v.ID))
+	}
+	for _, m := range machines {
+		w.tally(m)
 	}
 }
 
@@ -719,4 +773,65 @@ func TestReplicatedStaleClaim(t *testing.T) {
 	if claims := w.claims("attached"); !slices.Equal(claims, []string{"node-1 1", "node-1 1"}) {
 		t.Errorf("the legs of what is attached are claimed for %q", claims)
 	}
+}
+
+// TestReplicatedRestored: of an object that is restored without its status nobody says that all legs have what was written, and none is made anew or deleted.
+func TestReplicatedRestored(t *testing.T) {
+	w, _, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	r := w.whole("v")
+	copied := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
+	copied.Spec.Delete = "another" // of a backup from when that one was being deleted
+	copied.Spec.Claim = nil
+	check.OK(t, w.Delete(w.ctx, r))
+	check.OK(t, w.Create(w.ctx, copied))
+	w.eventually("the store knows the copy", func() bool {
+		return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrNotFound) && w.whole("v").Spec.Delete == ""
+	})
+	fails(t, second(s.Create(w.ctx, replicas("v", 2, "node-1"))), errdefs.ErrDataLoss)
+	if r := w.whole("v"); r == nil || r.Status.Made != nil || len(w.legsOf("v")) != 2 {
+		t.Errorf("it is %+v, with %d legs", r, len(w.legsOf("v")))
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestReplicatedAbandoned: a volume with replicas that nobody knows of, as its claim was deleted before it was told of, is deleted if it was never used; one of which there is a first leg alone, too.
+func TestReplicatedAbandoned(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	for _, name := range []string{"pvc-unknown", "pvc-used", "pvc-begun"} {
+		one := replicas(name, 2)
+		one.For = volume.Requester{Namespace: "default", Name: "nobody"}
+		v, err := s.Create(w.ctx, one)
+		check.OK(t, err)
+		if name == "pvc-used" {
+			check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+			check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+		}
+	}
+	other := w.legsOf("pvc-begun")[1]
+	check.OK(t, w.Delete(w.ctx, w.whole("pvc-begun")))
+	w.edited(other.Name, func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
+	w.sweeping()
+	w.eventually("what nobody knows of is gone", func() bool {
+		return w.whole("pvc-unknown") == nil && len(w.legsOf("pvc-unknown")) == 0 && len(w.legsOf("pvc-begun")) == 0
+	})
+	time.Sleep(abandonGrace)
+	if r := w.whole("pvc-used"); r == nil || r.Going() || len(w.legsOf("pvc-used")) != 2 {
+		t.Errorf("what was used is %+v", r)
+	}
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// edited changes the spec of a Volume.
+func (w *environment) edited(key string, edit func(v *v1alpha1.Volume)) {
+	w.Helper()
+	v := &v1alpha1.Volume{}
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: key}, v))
+	before := v.DeepCopy()
+	edit(v)
+	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
 }

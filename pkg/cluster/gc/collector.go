@@ -1,7 +1,7 @@
 // Package gc is the garbage collector of a cluster's objects, which runs in the controller. It gives up what is to be
 // deleted on nodes that are gone for good, has blank volumes deleted that no claim and no PersistentVolume knows of,
 // takes back claims that no VolumeAttachment is for, and deletes groups of snapshots that were never written down in
-// full. It deletes no bytes: those are the node's to judge. docs/cluster.md says who deletes what.
+// full. It deletes no bytes that anybody can have used: those are the node's to judge. docs/cluster.md says who deletes what.
 package gc
 
 import (

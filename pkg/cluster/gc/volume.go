@@ -5,6 +5,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -15,14 +16,16 @@ import (
 )
 
 // collectVolume asks the node of a volume to delete it, if neither the claim that it was made
-// for nor a PersistentVolume of it exists, whatever its name. The node does so only if it is blank.
+// for nor a PersistentVolume of it exists, whatever its name. The node does so only if it is blank. One with
+// replicas is deleted if there never was a claim of it.
 func (c *Collector) collectVolume(ctx context.Context, known *census, key string) error {
 	v := &v1alpha1.Volume{}
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if whole, err := c.isWhole(ctx, v); err != nil || whole {
-		return err
+	whole, err := c.whole(ctx, v)
+	if err != nil || whole != nil && (whole.Going() || whole.Spec.Claims+v.Spec.Claims+whole.Status.Opened > 0) {
+		return err // that one is being deleted, or was used
 	}
 	switch {
 	case !provisioned(v): // the one of before, of this name, was
@@ -62,19 +65,29 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 	if client.IgnoreNotFound(err) != nil {
 		return err
 	}
+	if whole != nil {
+		klog.FromContext(ctx).Info("Nobody knows of a volume with replicas, which was never used: deleting it", "volume", cluster.VolumeID(v).String(), "claim", v.Spec.ClaimRef.Namespace+"/"+v.Spec.ClaimRef.Name)
+		before := whole.DeepCopy()
+		whole.Spec.Delete = whole.UID
+		return kube.IgnoreConflict(c.kube.Client.Patch(ctx, whole, kube.LockingPatch(before)))
+	}
 	klog.FromContext(ctx).Info("Nobody knows of a volume: its node deletes it if it is blank", "volume", cluster.VolumeID(v).String(), "claim", v.Spec.ClaimRef.Namespace+"/"+v.Spec.ClaimRef.Name)
 	before := v.DeepCopy()
 	v.Spec.Abandoned = true
 	return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
 }
 
-// isWhole reports whether a volume is a leg of one that is there: nobody looks for it alone then. The first leg is made before that, and may be all that was.
-func (c *Collector) isWhole(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+// whole is the object of the volume that a volume is a leg of; nil if there is none, as for the first leg before all others.
+func (c *Collector) whole(ctx context.Context, v *v1alpha1.Volume) (*v1alpha1.ReplicatedVolume, error) {
 	if v.Spec.ReplicaOf == "" {
-		return false, nil
+		return nil, nil
 	}
-	err := c.kube.Live.Get(ctx, client.ObjectKey{Name: v.Spec.ReplicaOf}, &v1alpha1.ReplicatedVolume{})
-	return err == nil, client.IgnoreNotFound(err)
+	r := &v1alpha1.ReplicatedVolume{}
+	err := c.kube.Live.Get(ctx, client.ObjectKey{Name: v.Spec.ReplicaOf}, r)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	return r, err
 }
 
 // NeverUsed reports whether nobody can have used a volume that is asked for: the claim that it is for is

@@ -118,6 +118,10 @@ func (p *Replicator) look(ctx context.Context, key string) (again time.Duration,
 	switch {
 	case r.Deleting():
 		return lookAgain, p.remove(ctx, r, legs)
+	case r.Spec.Delete != "": // of an object that this one is a copy of
+		before := r.DeepCopy()
+		r.Spec.Delete = ""
+		return lookAgain, p.patch(ctx, r, before)
 	case r.Status.Made == nil || r.Going():
 		return 0, nil // whoever asked for it asks again
 	}

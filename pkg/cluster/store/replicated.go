@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -271,11 +272,18 @@ func (s *Store) createLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, fi
 	return nil
 }
 
-// setMade writes down that all legs are there; nil without an error if the object was changed meanwhile.
+// setMade writes down that all legs are there; nil without an error if the object was changed meanwhile. ErrDataLoss for an object that was restored without its status: legs that somebody has used may differ.
 func (s *Store) setMade(ctx context.Context, r *v1alpha1.ReplicatedVolume, copied bool) (*v1alpha1.ReplicatedVolume, error) {
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	if r.Spec.Claims > 0 || slices.ContainsFunc(legs, func(v *v1alpha1.Volume) bool { return v.Spec.Claims > 0 }) {
+		return nil, fmt.Errorf("%w: volume %s was used, and its object does not say any more which of its replicas have all that was written (status.legs): restore that from a backup of it", errdefs.ErrDataLoss, cluster.ReplicatedID(r))
+	}
 	before := r.DeepCopy()
 	cluster.SetLegs(r, copied)
-	err := s.kube.Client.Status().Patch(ctx, r, kube.LockingPatch(before))
+	err = s.kube.Client.Status().Patch(ctx, r, kube.LockingPatch(before))
 	if err != nil {
 		return nil, kube.APIError("write down that volume "+r.Name+" is made", kube.IgnoreConflict(err))
 	}
