@@ -19,7 +19,7 @@ import (
 func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	out := volume.Volume{ID: VolumeID(v), Pool: v.Spec.Pool, Name: v.Spec.Name, Size: v.Spec.Size, Thin: v.Spec.Provisioning == string(blockdev.Thin), Source: SourceOf(v),
 		Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: EncryptionOf(v), Mutable: map[string]string{}, Node: v.Spec.NodeName,
-		Access: volume.Access(v.Spec.Access), HomeTimeout: HomeTimeoutOf(v)}
+		Access: volume.Access(v.Spec.Access), HomeTimeout: HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf}
 	maps.Copy(out.Mutable, v.Spec.Mutable)
 	if v.Status.Created != nil {
 		out.Size, out.Thin, out.Created = v.Status.Size, v.Status.Thin, v.Status.Created.Time

@@ -34,7 +34,9 @@ type Spec struct {
 	Access     Access
 	// HomeTimeout: see Volume.
 	HomeTimeout time.Duration
-	Mutable     map[string]string
+	// ReplicaOf: see Volume. It makes no difference to Check: what is there may have become a leg since, or be about to.
+	ReplicaOf string
+	Mutable   map[string]string
 	// Nodes that it has to be usable on, the best first; empty: any.
 	Nodes []string
 	// Ephemeral: it belongs to the pod whose volume is published at this path, and goes

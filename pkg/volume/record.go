@@ -40,6 +40,8 @@ const (
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export
 	labelRead       = "read"        // many read it: see reading
 	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
+	labelReplicaOf  = "replica.of"  // of which volume it is a leg
+	labelMarks      = "marks"       // whether all that was written to a leg is marked: see marking
 	labelMade       = "made"        // when a volume was made, or a snapshot cut, that has moved since
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
@@ -62,6 +64,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 		Access: Access(r.Labels[labelAccess]), HomeTimeout: homeTimeoutOf(r.Labels[labelTimeout]),
 		separate:  r.Labels[labelSeparate] != "",
 		Claim:     Claim{Node: r.Labels[labelClaimNode], ReadOnly: r.Labels[labelClaimRO] != "", Mode: r.Labels[labelClaimMode]},
+		ReplicaOf: r.Labels[labelReplicaOf],
 		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
 		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}
 	if e, is, err := exportOf(r); is && err == nil {
@@ -101,6 +104,10 @@ func (s Spec) labels() map[string]string {
 	}
 	setLabel(labels, labelAccess, string(s.Access))
 	setLabel(labels, labelTimeout, homeTimeoutLabel(s.HomeTimeout))
+	setLabel(labels, labelReplicaOf, s.ReplicaOf)
+	if s.ReplicaOf != "" && s.Source == (ID{}) {
+		labels[labelMarks] = never
+	}
 	setLabel(labels, labelEphemeral, s.Ephemeral)
 	setLabel(labels, labelNamespace, s.For.Namespace)
 	setLabel(labels, labelClaim, s.For.Name)

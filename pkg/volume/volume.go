@@ -99,9 +99,11 @@ type Volume struct {
 	Access     Access
 	// HomeTimeout is how long what another node writes and reads waits for a home that is away; 0: for ever.
 	HomeTimeout time.Duration
-	Mutable     map[string]string
-	Claim       Claim // of no node if it is not claimed
-	Exported    Grant // to no node if it is not exported
+	// ReplicaOf is the name of the volume with several legs that it is one of (docs/replication.md); empty: of none.
+	ReplicaOf string
+	Mutable   map[string]string
+	Claim     Claim // of no node if it is not claimed
+	Exported  Grant // to no node if it is not exported
 	// Readers are the nodes whose claims are those of many (Claim.Many); while there are any, Claim is of none.
 	Readers []string
 	// Read: many read it on this node, or from here.

@@ -91,7 +91,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		wanted := volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
 			Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: cluster.EncryptionOf(v), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v),
-			Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v)}
+			Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf}
 		if fetched(v) {
 			made, err = a.fetch(ctx, v, wanted)
 		} else {
@@ -324,6 +324,11 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	refused := v.Common().Refused(v.Generation) != nil
+	if v.Spec.ReplicaOf != "" && have.ReplicaOf != v.Spec.ReplicaOf { // it has become a leg, which is for good
+		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.SetReplicaOf(ctx, id, v.Spec.ReplicaOf) }); err != nil {
+			return err
+		}
+	}
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
 		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
