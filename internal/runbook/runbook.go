@@ -55,6 +55,7 @@ var pages = map[string]string{
 	"DeviceChanged":      "volume-degraded",
 	"ImageLonger":        "volume-degraded",
 	"LimitsNotKept":      "volume-degraded",
+	"MarksLost":          "volume-degraded",
 
 	// Of nodes.
 	"AgentSilent":  "agent-down",

@@ -34,6 +34,9 @@ type Kind string
 const (
 	Volume   Kind = "vol"
 	Snapshot Kind = "snap"
+	// Marks is what is kept beside the volume of the same key, of what was written to it (docs/decisions/replicas.md). It is no part of the volume: it is not listed, copied or
+	// grown with it, and goes when it is deleted itself.
+	Marks Kind = "marks"
 )
 
 // Ref names one object of a pool. Key is 32 lower-case hexadecimal digits (see
@@ -56,9 +59,9 @@ var keyPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
 // ValidKey reports whether key fits the grammar of keys.
 func ValidKey(key string) bool { return keyPattern.MatchString(key) }
 
-// Validate returns errdefs.ErrInvalid unless it names a volume or snapshot that a pool may have.
+// Validate returns errdefs.ErrInvalid unless it names an object that a pool may have.
 func (r Ref) Validate() error {
-	if (r.Kind != Volume && r.Kind != Snapshot) || !ValidKey(r.Key) {
+	if (r.Kind != Volume && r.Kind != Snapshot && r.Kind != Marks) || !ValidKey(r.Key) {
 		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", errdefs.ErrInvalid, r.String())
 	}
 	return nil
@@ -327,11 +330,19 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ, Founded); false if it cannot, or is
+// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ, Founded, Marker); false if it cannot, or is
 // not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)
 	return more, ok
+}
+
+// Marker is a Pool of volumes of other nodes, which keep the marks of those that are legs.
+type Marker interface {
+	// Marks is what was written to a volume since an era, as its home tells; ErrUnsupported from homes that know of no marks.
+	Marks(ctx context.Context, ref Ref, since uint32) ([]Extent, error)
+	// BeginEra begins an era, and returns its number; ErrUnsupported where no marks are kept.
+	BeginEra(ctx context.Context, ref Ref) (uint32, error)
 }
 
 // Extent is a range of bytes of a volume or snapshot.

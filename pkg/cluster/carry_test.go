@@ -328,6 +328,14 @@ func (carriedExports) SetLabels(context.Context, volume.ID, int64, map[string]st
 	return blockdev.Record{}, errdefs.ErrUnsupported
 }
 
+func (carriedExports) Marks(context.Context, volume.ID, int64, uint32) ([]blockdev.Extent, error) {
+	return nil, errdefs.ErrUnsupported
+}
+
+func (carriedExports) BeginEra(context.Context, volume.ID, int64) (uint32, error) {
+	return 0, errdefs.ErrUnsupported
+}
+
 func (c carriedExports) Close(_ context.Context, id volume.ID, generation int64) error {
 	return c.of(id.Key).do(fmt.Sprint("close ", generation), func() {})
 }

@@ -323,9 +323,13 @@ func TestReachedRefused(t *testing.T) {
 		"SetLabels of what is not as said": func() error {
 			return second(home.SetLabels(w.ctx, v.ID, generation, map[string]string{"flags": "x"}, nil))
 		},
-		"Open as another node":     func() error { return second(w.homeOf(a, a).Open(w.ctx, v.ID, generation)) },
-		"Record as another node":   func() error { return second(w.homeOf(a, a).Record(w.ctx, v.ID, generation)) },
-		"Open of another's volume": func() error { return second(w.homeOf(b, b).Open(w.ctx, v.ID, generation)) },
+		"Marks of another generation":    func() error { return second(home.Marks(w.ctx, v.ID, generation-1, 0)) },
+		"Marks as another node":          func() error { return second(w.homeOf(a, a).Marks(w.ctx, v.ID, generation, 0)) },
+		"BeginEra of another generation": func() error { return second(home.BeginEra(w.ctx, v.ID, generation+1)) },
+		"BeginEra as another node":       func() error { return second(w.homeOf(a, a).BeginEra(w.ctx, v.ID, generation)) },
+		"Open as another node":           func() error { return second(w.homeOf(a, a).Open(w.ctx, v.ID, generation)) },
+		"Record as another node":         func() error { return second(w.homeOf(a, a).Record(w.ctx, v.ID, generation)) },
+		"Open of another's volume":       func() error { return second(w.homeOf(b, b).Open(w.ctx, v.ID, generation)) },
 	} {
 		if err := ask(); err == nil || errors.Is(err, errdefs.ErrUnavailable) {
 			t.Errorf("%s: %v", what, err)

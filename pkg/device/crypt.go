@@ -145,9 +145,9 @@ func (c crypt) fit(ctx context.Context, d *dm.Device, below blockdev.Device, key
 	return err
 }
 
-// below returns what the device is over: the volume's seat, or else the pool's device; false if neither is it.
+// below returns what the device is over: the volume's seat, or else what marks, or the pool's device; false if none is it.
 func (c crypt) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
-	return belowOf(ctx, d, seat(c), bottom{c.pool, c.ref})
+	return belowOf(ctx, d, seat(c), marked(c), bottom{c.pool, c.ref})
 }
 
 func (c crypt) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {

@@ -86,7 +86,8 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 	if err := dm.HasTarget(mirrorTarget); err != nil {
 		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
 	}
-	from, there, err := belowOf(ctx, d, bottom{s.pool, s.ref})
+	t, _ := s.top() // there is one, as there is a seat
+	from, there, err := t.underSeat(ctx, d)
 	if err == nil && !there {
 		err = fmt.Errorf("%w: its seat is not over a device of its pool", errdefs.ErrPrecondition)
 	}
@@ -343,7 +344,7 @@ func (s Stack) switchTo(ctx context.Context, to Stack) error {
 		return err
 	}
 	if !was {
-		if _, still, err := belowOf(ctx, d, bottom{s.pool, s.ref}); err != nil || still {
+		if _, still, err := from.underSeat(ctx, d); err != nil || still {
 			return errors.Join(err, fmt.Errorf("%w: it is not mirrored", errdefs.ErrPrecondition))
 		}
 	}
@@ -397,7 +398,7 @@ func (s seat) moves(ctx context.Context) (bool, error) {
 	if _, is, err := mirrorOf(d.Name); err != nil || is {
 		return is, err
 	}
-	_, its, err := belowOf(ctx, d, bottom{s.pool, s.ref})
+	_, its, err := s.underSeat(ctx, d)
 	return err == nil && !its, err
 }
 

@@ -143,7 +143,14 @@ func (p *pair) mirrored() device.Mirrored {
 	p.Helper()
 	m, is, err := p.stack().Mirrored(p.Context())
 	check.OK(p, err)
-	if !is || m.Old != p.from.device().Number || m.New != p.to.device().Number || m.Total != p.from.size || m.Synced > m.Total {
+	old := p.from.device().Number
+	if p.options.Marking != nil {
+		name, _ := p.names()
+		marks, err := dm.Find(name + "-marks")
+		check.OK(p, err)
+		old = marks.Number
+	}
+	if !is || m.Old != old || m.New != p.to.device().Number || m.Total != p.from.size || m.Synced > m.Total {
 		p.Fatalf("mirrored %v: %+v", is, m)
 	}
 	return m

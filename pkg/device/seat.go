@@ -87,7 +87,7 @@ func (s seat) grow(ctx context.Context, _ luks.Key) error {
 	if err != nil || d == nil || !d.Live {
 		return err
 	}
-	below, there, err := belowOf(ctx, d, bottom{s.pool, s.ref})
+	below, there, err := s.underSeat(ctx, d)
 	if err == nil && there {
 		err = s.fit(d, below)
 	}

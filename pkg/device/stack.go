@@ -1,5 +1,5 @@
 // Package device is what stands between the bytes of a volume and those who use them: a stack of devices, each over the one
-// below it. The lowest is the device that the volume's pool attaches. Over it is a seat, if the volume may move while it is used. The highest, where the kernel has a device mapper, is one
+// below it. The lowest is the device that the volume's pool attaches. Over it is one that marks what is written, if the volume is a leg, and a seat, if it may move while it is used. The highest, where the kernel has a device mapper, is one
 // of our own (top), which everybody above sees: it is mounted, or handed out. Without a device mapper the pool's device is the
 // whole stack.
 //
@@ -120,7 +120,7 @@ func (s Stack) layers(ctx context.Context) []layer {
 	layers := []layer{bottom{s.pool, s.ref}}
 	if names, ok := blockdev.As[blockdev.Stackable](s.pool); ok && s.stacks.hasMapper() {
 		t := top{s.stacks, names, s.pool, s.ref}
-		layers = append(layers, seat{t}, crypt{t}, t)
+		layers = append(layers, marked{t}, seat{t}, crypt{t}, t)
 	}
 	return layers
 }
@@ -137,9 +137,15 @@ func (s Stack) wanted(ctx context.Context, o Options) ([]layer, error) {
 		}
 		return layers, nil
 	}
-	seated, err := s.seated(ctx, layers, o)
+	seated, err := s.has(ctx, layers, isSeat, o.Seat)
+	if err != nil {
+		return nil, err
+	}
+	marks, err := s.has(ctx, layers, isMarked, o.Marking != nil)
 	return slices.DeleteFunc(layers, func(l layer) bool {
 		switch l.(type) {
+		case marked:
+			return !marks
 		case seat:
 			return !seated
 		case crypt:
@@ -149,16 +155,16 @@ func (s Stack) wanted(ctx context.Context, o Options) ([]layer, error) {
 	}), err
 }
 
-// seated reports whether a volume has a seat, or is to get one: what is up without one stays so until it is detached.
-func (s Stack) seated(ctx context.Context, layers []layer, o Options) (bool, error) {
+// has reports whether a volume has a layer that not all have, or is to get it, as is asked for: what is up without it stays so until it is detached.
+func (s Stack) has(ctx context.Context, layers []layer, is func(layer) bool, asked bool) (bool, error) {
 	up := false
 	for _, l := range slices.Backward(layers[1:]) {
 		devices, _, err := l.attached(ctx)
 		if err != nil {
 			return false, s.errorOf(l, err)
 		}
-		if isSeat(l) {
-			return len(devices) > 0 || o.Seat && !up, nil
+		if is(l) {
+			return len(devices) > 0 || asked && !up, nil
 		}
 		up = up || len(devices) > 0
 	}
@@ -177,6 +183,8 @@ type Options struct {
 	// Seat: the volume gets a seat, so that it may move while it is used (Stack.Mirror), where the kernel has a device mapper. One that is attached
 	// stays as it is, with a seat or without.
 	Seat bool
+	// Marking: what is written to the volume is marked, where the kernel has a device mapper. One that is attached stays as it is, with marks or without.
+	Marking *Marking
 	// Guarded: the device fails all that is written to it, whoever has it: the volume is read by many. It is kept.
 	Guarded bool
 }
@@ -219,7 +227,7 @@ func present(number uint64) bool {
 const attachTries = 5
 
 // Attach makes the volume a device of this machine, or finds the one that is there. Closing the device is the end of the caller's
-// hold on it. errdefs.ErrInUse if it is attached with another Keep; errdefs.ErrPrecondition as Severed; for the rest as blockdev.Pool.Attach.
+// hold on it. errdefs.ErrInUse if it is attached with another Keep; errdefs.ErrPrecondition as Severed; ErrMarks; for the rest as blockdev.Pool.Attach.
 func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	for try := 0; ; try++ {
 		device, err := s.attach(ctx, o)
@@ -269,7 +277,7 @@ func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockd
 	seated := slices.ContainsFunc(layers, isSeat)
 	for i, l := range layers {
 		last := i == len(layers)-1
-		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last, Encryption: o.Encryption, Seat: seated, Guarded: o.Guarded})
+		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last, Encryption: o.Encryption, Seat: seated, Marking: o.Marking, Guarded: o.Guarded})
 		if failure := device.Close(); failure != nil {
 			err = errors.Join(err, failure, above.Close())
 		}
@@ -307,7 +315,7 @@ func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 
 // Grow brings all of the stack to the size of the pool's device, after blockdev.Pool.Expand, which leaves that with the size
 // of the volume. It is needed again after a crash between the two. One that is encrypted and attached needs its key for that:
-// luks.ErrNoKey without.
+// luks.ErrNoKey without. ErrMarks if there is no room for the marks of what is larger.
 func (s Stack) Grow(ctx context.Context, key luks.Key) error {
 	for _, l := range s.layers(ctx) {
 		if err := l.grow(ctx, key); err != nil {
@@ -360,6 +368,17 @@ func (s Stack) Detach(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// DetachLowest is Detach of what is left below a seat that is over other devices now.
+func (s Stack) DetachLowest(ctx context.Context) error {
+	if t, can := s.top(); can {
+		m := marked{t}
+		if err := m.detach(ctx); err != nil {
+			return s.errorOf(m, err)
+		}
+	}
+	return s.pool.Detach(ctx, s.ref)
 }
 
 // Health is what is wrong with the volume, by its pool and by its devices; empty means none known.
@@ -425,8 +444,15 @@ func (s *Stacks) Recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := s.probe(); err != nil {
 		return err
 	}
-	seats, err := s.seats(pool)
-	for _, l := range seats { // first: what is over one of them grows with it
+	markings, err := s.markings(pool)
+	for _, l := range markings { // first: what is over one of them grows with it
+		if err := l.recover(ctx); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not put right what marks what is written to a volume; the next attach does, or the next start", "pool", pool.Name(), "object", l.ref.String())
+		}
+	}
+	seats, failure := s.seats(pool)
+	err = errors.Join(err, failure)
+	for _, l := range seats { // as these
 		if err := l.recover(ctx); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not put right the seat of a volume; the next start tries again", "pool", pool.Name(), "object", l.ref.String())
 		}

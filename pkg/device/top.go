@@ -188,9 +188,9 @@ func shown(d *dm.Device, kept bool) (devices []blockdev.Device, below []uint64, 
 	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size, Kept: kept}}, below, err
 }
 
-// below returns what a top is over: the volume's open device if it is encrypted, or else its seat or the pool's device; false if none is it.
+// below returns what a top is over: the volume's open device if it is encrypted, or else its seat, what marks, or the pool's device; false if none is it.
 func (t top) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
-	return belowOf(ctx, d, crypt{t}, seat{t}, bottom{t.pool, t.ref})
+	return belowOf(ctx, d, crypt{t}, seat{t}, marked{t}, bottom{t.pool, t.ref})
 }
 
 func (t top) grow(ctx context.Context, _ luks.Key) error {

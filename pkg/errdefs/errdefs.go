@@ -44,6 +44,9 @@ var (
 	ErrUnsupported = errors.New("not supported")
 )
 
+// ErrUnknownCall is an ErrUnavailable: who was asked is of a version that does not know the call.
+var ErrUnknownCall = fmt.Errorf("%w: the call is not known there", ErrUnavailable)
+
 // Recast returns an error of one kind that was caused by another one, of which it has the words
 // only: to who asked, it would mean something else.
 func Recast(kind, cause error, format string, args ...any) error {

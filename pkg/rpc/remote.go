@@ -207,7 +207,9 @@ func fromStatus(ctx context.Context, address string, err error) error {
 		}
 	}
 	switch s.Code() {
-	case codes.Unauthenticated, codes.PermissionDenied, codes.Unimplemented:
+	case codes.Unimplemented:
+		return fmt.Errorf("%w: %s: %s; bring both nodes to one version", errdefs.ErrUnknownCall, address, s.Message())
+	case codes.Unauthenticated, codes.PermissionDenied:
 		return fmt.Errorf("%w: %s does not let this caller in: %s", errdefs.ErrUnavailable, address, s.Message())
 	}
 	return fmt.Errorf("%s: %s: %s", address, s.Code(), s.Message())

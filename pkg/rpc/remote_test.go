@@ -107,6 +107,9 @@ func TestRemoteErrors(t *testing.T) {
 	if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); !errors.Is(err, errdefs.ErrUnavailable) {
 		t.Error(err)
 	}
+	if _, err := c.NodeGetInfo(t.Context(), &csi.NodeGetInfoRequest{}); !errors.Is(err, errdefs.ErrUnknownCall) || Code(err) != Code(errdefs.ErrUnavailable) {
+		t.Errorf("a call that is not known: %v", err)
+	}
 	next = nil
 	if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: strings.Repeat("v", remoteRequest)}); err == nil {
 		t.Error("a request of any size is taken")

@@ -68,7 +68,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	defer func() { end(err) }()
 	options := device.Options{Keep: keep, Attributes: queueSettings(v.Mutable), Seat: v.Access == AccessAny}
 	if v.Encryption.Scheme == NotEncrypted {
-		return l.lay(ctx, stack, options)
+		return l.layLeg(ctx, v, stack, options)
 	}
 	if !slices.Contains(Schemes, v.Encryption.Scheme) {
 		return blockdev.Device{}, fmt.Errorf("%w: its record says encryption %q, which this driver does not know; use the newer one that made it", errdefs.ErrUnsupported, v.Encryption.Scheme)
@@ -85,7 +85,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	}
 	defer release()
 	options.Encryption = &device.Encryption{Key: key, Discards: v.Encryption.Discards}
-	attached, err := l.lay(ctx, stack, options)
+	attached, err := l.layLeg(ctx, v, stack, options)
 	if err == nil {
 		err = l.separate(ctx, v, attached)
 	}
@@ -124,6 +124,18 @@ func (l *Local) outlived(ctx context.Context, stack device.Stack) (is bool, err 
 // mounted reports whether one of some devices is mounted, or its node is bound somewhere; then it need not be open.
 func (l *Local) mounted(devices []blockdev.Device) bool {
 	return slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
+}
+
+// layLeg is lay, and of a leg with its marks.
+func (l *Local) layLeg(ctx context.Context, v Volume, stack device.Stack, o device.Options) (blockdev.Device, error) {
+	if v.ReplicaOf == "" {
+		return l.lay(ctx, stack, o)
+	}
+	pool, record, err := l.anyRecord(ctx, v.ID)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	return l.layMarked(ctx, pool, record, o, func(o device.Options) (blockdev.Device, error) { return l.lay(ctx, stack, o) })
 }
 
 // lay is stack.Attach. Devices that are over nothing any more, and that nobody has, go first: a stage that was cut short left them.

@@ -156,5 +156,5 @@ func (e *Everywhere) DetachLeg(ctx context.Context, id ID) error {
 	if err != nil {
 		return err
 	}
-	return pool.Detach(ctx, ref)
+	return e.Local.stacks.Of(pool, ref).DetachLowest(ctx)
 }

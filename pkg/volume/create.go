@@ -36,7 +36,7 @@ type Spec struct {
 	HomeTimeout time.Duration
 	// Replicas says on how many nodes it is to be.
 	Replicas Replicas
-	// ReplicaOf is the key of the volume that it is to be a leg of; empty: it is one of its own.
+	// ReplicaOf: see Volume. It makes no difference to Check: what is there may have become a leg since, or be about to.
 	ReplicaOf string
 	Mutable   map[string]string
 	// Nodes that it has to be usable on, the best first; empty: any.

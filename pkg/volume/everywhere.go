@@ -157,6 +157,16 @@ func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Devi
 	return e.of(ctx, v.ID).Format(ctx, v, device, want)
 }
 
+// Marks: see Local. Of what is another node's that one is asked.
+func (e *Everywhere) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Extent, error) {
+	return e.of(ctx, id).Marks(ctx, id, since)
+}
+
+// BeginEra: see Local. Of what is another node's that one is asked.
+func (e *Everywhere) BeginEra(ctx context.Context, id ID) (uint32, error) {
+	return e.of(ctx, id).BeginEra(ctx, id)
+}
+
 // Attached: see Local.
 func (e *Everywhere) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) {
 	return e.of(ctx, id).Attached(ctx, id)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
@@ -89,6 +91,14 @@ func (p *pair) Record(ctx context.Context, pool string, ref blockdev.Ref) (block
 
 func (p *pair) SetLabels(ctx context.Context, pool string, ref blockdev.Ref, before, after map[string]string) (blockdev.Record, error) {
 	return p.home.SwapLabels(ctx, id(pool, ref), before, after)
+}
+
+func (p *pair) Marks(ctx context.Context, pool string, ref blockdev.Ref, since uint32) ([]blockdev.Extent, error) {
+	return p.home.Marks(ctx, id(pool, ref), since)
+}
+
+func (p *pair) BeginEra(ctx context.Context, pool string, ref blockdev.Ref) (uint32, error) {
+	return p.home.BeginEra(ctx, id(pool, ref))
 }
 
 func (p *pair) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool, error) {
@@ -272,4 +282,37 @@ func TestUserLabels(t *testing.T) {
 	if r, err := l.Record(t.Context(), v.ID); err != nil || r.Labels["target"] != "/pods/1" || r.Labels["flags"] != "" {
 		t.Errorf("the record is %+v, %v", r, err)
 	}
+}
+
+// TestReachedLegMarks: what another node writes to a leg is marked at its home, and asked for there; the devices of that node mark nothing.
+func TestReachedLegMarks(t *testing.T) {
+	p := newPair(t)
+	v, err := p.home.Create(t.Context(), volume.Spec{Name: "leg", Size: volume.Range{Required: legSize}, Access: volume.AccessAny, ReplicaOf: "ff"})
+	check.OK(t, err)
+	g := &leg{TB: t, pool: p.pool, l: p.user, v: v, written: map[uint32]map[int64]bool{0: {}}}
+	g.attach()
+	marked := dm.HasTarget("linear") == nil && era.Available() == nil
+	for range 2 {
+		g.put(3)
+		if begun := g.begin(); begun != 0 != marked {
+			t.Errorf("era %d begins, and there are marks: %v", begun, marked)
+		}
+		g.put(5, 6)
+		g.safe("written")
+		if marked {
+			for since := range g.written {
+				g.exact(since, "written")
+			}
+			names, err := dm.Names("")
+			if marks := slices.DeleteFunc(names, func(name string) bool { return !strings.HasSuffix(name, "-marks") }); err != nil || len(marks) != 1 {
+				t.Errorf("marked is by %v, %v", marks, err)
+			}
+		}
+		g.detach()
+		g.attach()
+	}
+	g.safe("attached again")
+	g.detach()
+	p.unused(v.ID)
+	check.OK(t, p.home.Delete(t.Context(), v.ID))
 }

@@ -744,7 +744,9 @@ func (l *Local) attachExport(ctx context.Context, pool blockdev.Pool, record blo
 	if err != nil {
 		return Exported{}, blockdev.Device{}, err
 	}
-	attached, err := l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{Keep: true})
+	attached, err := l.layMarked(ctx, pool, record, device.Options{Keep: true}, func(o device.Options) (blockdev.Device, error) {
+		return l.stacks.Of(pool, record.Ref).Attach(ctx, o)
+	})
 	if err != nil {
 		return Exported{}, blockdev.Device{}, err
 	}

@@ -2,8 +2,11 @@ package volume
 
 import (
 	"context"
+	"fmt"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -18,6 +21,12 @@ func (l *Local) RetryExports(ctx context.Context) { l.retryExports(ctx) }
 
 // EndUnsaid is one, too.
 func (l *Local) EndUnsaid(ctx context.Context) error { return l.endUnsaid(ctx) }
+
+// WithoutMarks has this machine be one that marks nothing, until with is called.
+func WithoutMarks() (with func()) {
+	marksAvailable = func() error { return fmt.Errorf("%w: there is no era", errdefs.ErrUnsupported) }
+	return func() { marksAvailable = era.Available }
+}
 
 // Mounts is the table of mounts, for who mounts by himself.
 func (l *Local) Mounts() *mount.Table { return l.mounts }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -59,7 +60,7 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 	record, err := pool.Expand(tracked, ref, want+overhead)
 	end()
 	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
-		err = l.stacks.Of(pool, ref).Grow(ctx, key)
+		err = l.growStack(ctx, pool, record, key)
 	}
 	if err == nil {
 		err = l.resized(ctx, id, record)
@@ -68,6 +69,18 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 		return Volume{}, err
 	}
 	return fromRecord(pool.Name(), l.node, record), nil
+}
+
+// growStack is stack.Grow; a leg goes on without marks if there is no room for those of what is larger.
+func (l *Local) growStack(ctx context.Context, pool blockdev.Pool, record blockdev.Record, key Key) error {
+	stack := l.stacks.Of(pool, record.Ref)
+	err := stack.Grow(ctx, key)
+	if errors.Is(err, device.ErrMarks) {
+		if err = l.unmark(ctx, pool, &record, stack); err == nil {
+			err = stack.Grow(ctx, key)
+		}
+	}
+	return err
 }
 
 // Range of sizes in bytes; 0 means not limited on that side.

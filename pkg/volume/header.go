@@ -199,6 +199,11 @@ func clearSignatures(device string) error {
 // on the disk.
 func (l *Local) remove(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	record, err := pool.Get(ctx, ref)
+	if err != nil || record.Labels[labelReplicaOf] != "" {
+		if err := deleteMarks(ctx, pool, ref); err != nil { // first: nobody knows of them without the record
+			return err
+		}
+	}
 	switch {
 	case err == nil && schemeOf(record) != NotEncrypted && (unfinished(record) || parseHeader(record.Labels[labelHeader]).State != Blank):
 		err = pool.Erase(ctx, ref)

@@ -2,8 +2,10 @@ package volume
 
 import (
 	"context"
+	"slices"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
@@ -16,9 +18,15 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 	}
 	stack := l.stacks.Of(pool, ref)
 	problems, err := stack.Health(ctx)
-	if err != nil || len(problems) > 0 {
+	if err != nil || slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Reason != device.ReasonMarksLost }) {
 		return problems, err
 	}
+	above, err := l.healthAbove(ctx, id, stack)
+	return append(above, problems...), err
+}
+
+// healthAbove is the health of a volume whose devices are well.
+func (l *Local) healthAbove(ctx context.Context, id ID, stack device.Stack) ([]blockdev.Problem, error) {
 	v, err := l.Get(ctx, id)
 	if err != nil {
 		return nil, err
@@ -31,7 +39,7 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 		return nil, err
 	}
 	for _, device := range devices {
-		if problems, _, err = l.filesystemHealth(device, v.Format.Type); len(problems) > 0 || err != nil {
+		if problems, _, err := l.filesystemHealth(device, v.Format.Type); len(problems) > 0 || err != nil {
 			return problems, err
 		}
 	}

@@ -59,19 +59,19 @@ func (l *Local) DataRanges(ctx context.Context, id ID) ([]blockdev.Extent, error
 	var ranges []blockdev.Extent
 	err = differ.Allocated(short, record.Ref, 0, func(e blockdev.Extent) error {
 		if ranges = append(ranges, e); len(ranges) >= 2*mostRanges {
-			ranges = coarser(ranges)
+			ranges = coarser(ranges, mostRanges)
 		}
 		return nil
 	})
 	if err != nil && short.Err() != nil && ctx.Err() == nil {
 		return whole, nil // the pool has to read it all
 	}
-	return coarser(ranges), err
+	return coarser(ranges, mostRanges), err
 }
 
 // coarser leaves out the smallest gaps between ranges until they are as many as there may be.
-func coarser(ranges []blockdev.Extent) []blockdev.Extent {
-	if len(ranges) <= mostRanges {
+func coarser(ranges []blockdev.Extent, most int) []blockdev.Extent {
+	if len(ranges) <= most {
 		return ranges
 	}
 	gap := func(i int) int64 { return ranges[i].Offset - ranges[i-1].Offset - ranges[i-1].Length }
@@ -80,10 +80,10 @@ func coarser(ranges []blockdev.Extent) []blockdev.Extent {
 		gaps = append(gaps, gap(i))
 	}
 	slices.Sort(gaps)
-	least := gaps[len(gaps)-mostRanges+1] // and larger ones stay
+	least := gaps[len(gaps)-most+1] // and larger ones stay
 	fewer := ranges[:1:1]
 	for i := 1; i < len(ranges); i++ {
-		if last := &fewer[len(fewer)-1]; gap(i) < least || len(fewer) == mostRanges {
+		if last := &fewer[len(fewer)-1]; gap(i) < least || len(fewer) == most {
 			last.Length = ranges[i].Offset + ranges[i].Length - last.Offset
 		} else {
 			fewer = append(fewer, ranges[i])

@@ -43,7 +43,7 @@ var usedLabels = []string{labelTarget, labelFlags}
 
 // movedLabels are all others that the record of a volume may have, but for those of mutable parameters.
 var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelDiscards, labelHeader, labelSeparate, labelAccess, labelTimeout,
-	labelSource, labelNamespace, labelClaim, labelPV, labelMade, labelCame}
+	labelSource, labelNamespace, labelClaim, labelPV, labelMade, labelCame, labelReplicaOf, labelMarks, labelLeg}
 
 // AnyClaims is for Seal: whatever count a seal is for, it stays.
 const AnyClaims = -1
@@ -141,6 +141,9 @@ func (l *Local) describe(ctx context.Context, pool blockdev.Pool, record blockde
 		labels[labelMade] = record.Created.UTC().Format(time.RFC3339Nano)
 	}
 	setLabel(labels, labelSource, sourceOf(pool.Name(), record).String())
+	if labels[labelReplicaOf] != "" {
+		labels[labelMarks] = markingOf(record).off().label() // they stay behind
+	}
 	return Origin{ID: id, Pool: pool.Name(), Size: record.Size, Sector: sector, Contents: contentsOf(record),
 		Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]), Labels: labels}, nil
 }

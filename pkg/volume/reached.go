@@ -47,6 +47,7 @@ func shown(r blockdev.Record) blockdev.Record {
 	delete(r.Labels, labelExport)
 	delete(r.Labels, labelSealed)
 	delete(r.Labels, labelRead)
+	delete(r.Labels, labelMarks)
 	delete(r.Labels, labelPool)
 	return r
 }

@@ -159,7 +159,9 @@ func (l *Local) settle(ctx context.Context, pool blockdev.Pool, record blockdev.
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil || v.Filesystem == "" {
 		return err
 	}
-	attached, err := l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{})
+	attached, err := l.layMarked(ctx, pool, record, device.Options{}, func(o device.Options) (blockdev.Device, error) {
+		return l.stacks.Of(pool, record.Ref).Attach(ctx, o)
+	})
 	if err != nil {
 		return err
 	}

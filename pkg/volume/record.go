@@ -43,6 +43,7 @@ const (
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export
 	labelRead       = "read"        // many read it: see reading
 	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
+	labelMarks      = "marks"       // whether all that was written to a leg is marked: see marking
 	labelMade       = "made"        // when a volume was made, or a snapshot cut, that has moved since
 	labelCame       = "came"        // which seals a volume that has moved was brought by: see came
 	labelNamespace  = "pvc.namespace"
@@ -106,6 +107,9 @@ func (s Spec) labels() map[string]string {
 	setLabel(labels, labelAccess, string(s.Access))
 	setLabel(labels, labelTimeout, homeTimeoutLabel(s.HomeTimeout))
 	setLabel(labels, labelReplicaOf, s.ReplicaOf)
+	if s.ReplicaOf != "" && s.Source == (ID{}) {
+		labels[labelMarks] = never
+	}
 	setLabel(labels, labelEphemeral, s.Ephemeral)
 	setLabel(labels, labelNamespace, s.For.Namespace)
 	setLabel(labels, labelClaim, s.For.Name)

@@ -111,7 +111,7 @@ func (c *nodes) gone() {
 	if left := drivertest.Gone(devices); len(left) > 0 {
 		c.Errorf("left in the kernel: %v", left)
 	}
-	for _, kind := range []string{"volumes", "snapshots"} {
+	for _, kind := range []string{"volumes", "snapshots", "marks"} {
 		if files, _ := filepath.Glob(filepath.Join(c.dir, "pool-of-*", kind, "*")); len(files) > 0 {
 			c.Errorf("left in the pools: %v", files)
 		}

@@ -114,7 +114,7 @@ func (d directory) leftovers() []string {
 	_ = filepath.WalkDir(string(d), func(path string, _ os.DirEntry, err error) error {
 		name, _ := filepath.Rel(string(d), path)
 		switch name {
-		case ".", "lock", "pool", "volumes", "snapshots":
+		case ".", "lock", "pool", "volumes", "snapshots", "marks":
 		default:
 			found = append(found, "file "+path)
 		}

@@ -11,16 +11,24 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 const (
 	target = "era"
 	tool   = "era_invalidate" // thin-provisioning-tools
+	page   = 4096             // what the kernel keeps its metadata in, in bytes
 )
 
 // Block is what is to be marked at a time in a device that is made with a size, in bytes: 1 MiB, and more if there would be more than a million. It stays, when the device grows.
@@ -46,44 +54,209 @@ func Available() error {
 	return nil
 }
 
-// Make makes a device over another one, with its metadata on a third: zeros at its beginning are none yet, all else has to be those of this device, with the same block. Each time it is made, or gets another size, an era begins.
+// swapping is held while the table of a device is replaced: who asks the kernel how a device is in the moment in which it is suspended for that, waits for ever, and so does the replacing.
+var swapping sync.RWMutex
+
+// Make makes a device over another one, with its metadata on a third: zeros at its beginning are none yet, all else has to be those of this device, with the same block. Each time it is made, or grows, an era begins.
+//
+// It takes no discards, nor does what is laid over it: of each, the kernel would mark the first block and no other.
 func Make(name, uuid string, size, block int64, metadata, below uint64) error {
-	return dm.Make(name, uuid, []dm.Line{{Length: size, Kind: target, Text: fmt.Sprintf("%s %s %d", dm.Number(metadata), dm.Number(below), block/512)}})
+	if err := dm.Make(name, uuid, lines(size, block, metadata, below)); err != nil {
+		return err
+	}
+	return NoDiscards(name)
+}
+
+func lines(size, block int64, metadata, below uint64) []dm.Line {
+	return []dm.Line{{Length: size, Kind: target, Text: fmt.Sprintf("%s %s %d", dm.Number(metadata), dm.Number(below), block/512)}}
+}
+
+// NoDiscards is the last step of Make and of Grow: a crash may have come before it.
+func NoDiscards(name string) error {
+	d, err := dm.Find(name)
+	if err == nil && d == nil {
+		err = fmt.Errorf("%w: there is no device %s", errdefs.ErrNotFound, name)
+	}
+	if err != nil {
+		return err
+	}
+	return queue.Write(d.Path(), "discard_max_bytes", "0")
+}
+
+// Grow brings a device, which may be in use, to a larger size, over the same devices, of which the one below has it. ErrNoSpace if its metadata have no room for that; then all is as before. With any other error
+// it is to be ended.
+func Grow(name string, size int64) error {
+	t, err := tableOf(name)
+	if err != nil {
+		return err
+	}
+	have, err := sizeOf(t.metadata)
+	if err != nil {
+		return err
+	}
+	if need := Room(size, t.block); have < need {
+		return fmt.Errorf("%w: the metadata of device %s have %d bytes, and need %d for %d", errdefs.ErrNoSpace, name, have, need, size)
+	}
+	swapping.Lock()
+	defer swapping.Unlock()
+	if err := dm.Suspend(name); err != nil { // first: a table that is loaded reads the metadata, and those of now are on the disk from then on
+		return err
+	}
+	err = errors.Join(dm.Load(name, lines(size, t.block, t.metadata, t.below)), dm.Resume(name, dm.NoScan))
+	if err != nil {
+		return err
+	}
+	return NoDiscards(name)
+}
+
+// End has a device, which may be in use, show what is below it, and mark nothing. It does nothing to one that is none.
+func End(name string) error {
+	t, err := tableOf(name)
+	if errors.Is(err, errdefs.ErrPrecondition) {
+		return nil
+	}
+	d, failure := dm.Find(name)
+	if err = errors.Join(err, failure); err != nil || d == nil {
+		return err
+	}
+	size, err := d.Size()
+	if err != nil {
+		return err
+	}
+	swapping.Lock()
+	defer swapping.Unlock()
+	return dm.Make(name, "", dm.Linear(t.below, size))
+}
+
+// Clear has a device be metadata that are none yet, durably.
+func Clear(path string) error {
+	return metadata(path, os.O_RDWR, func(f *os.File, page []byte) error {
+		if _, err := f.WriteAt(page, 0); err != nil {
+			return err
+		}
+		return f.Sync()
+	})
+}
+
+// Begun reports whether there are metadata on a device. What they are worth, the kernel finds when a device is made with them.
+func Begun(path string) (is bool, err error) {
+	err = metadata(path, os.O_RDONLY, func(f *os.File, page []byte) error {
+		_, err := f.ReadAt(page, 0)
+		is = slices.ContainsFunc(page, func(b byte) bool { return b != 0 })
+		return err
+	})
+	return is, err
+}
+
+// metadata opens a device for metadata, past the page cache, as the kernel writes them.
+func metadata(path string, flags int, use func(f *os.File, page []byte) error) error {
+	first, free, err := direct.Memory(page)
+	if err != nil {
+		return err
+	}
+	defer free()
+	f, err := direct.Open(path, flags)
+	if err == nil {
+		err = errors.Join(use(f, first), f.Close())
+	}
+	if err != nil {
+		return fmt.Errorf("metadata of marks at %s: %w", path, errdefs.FromErrno(err))
+	}
+	return nil
 }
 
 // Begin begins an era, and returns its number: what is written from now on is written since it. What is under way may be marked in it, or in the one before.
 func Begin(name string) (era uint32, err error) {
-	if err := dm.Message(name, "checkpoint"); err != nil {
+	if err := tell(name, "checkpoint"); err != nil {
 		return 0, err
 	}
-	return current(name)
+	state, err := StateOf(name)
+	return state.Era, err
 }
 
-// current is the era that is now, and after it whether there is a snapshot of the metadata.
-func current(name string) (era uint32, err error) {
-	kind, text, err := dm.Target(name)
+// awake is ErrUnavailable for a device that is suspended, which answers nobody before that ends. The caller has swapping.
+func awake(name string) error {
+	d, err := dm.Find(name)
+	if err == nil && d == nil {
+		err = fmt.Errorf("%w: there is no device %s", errdefs.ErrNotFound, name)
+	}
+	if err == nil && d.Suspended {
+		err = fmt.Errorf("%w: device %s is suspended; end that with: dmsetup resume %s", errdefs.ErrUnavailable, name, name)
+	}
+	return err
+}
+
+// tell is dm.Message.
+func tell(name, message string) error {
+	swapping.RLock()
+	defer swapping.RUnlock()
+	if err := awake(name); err != nil {
+		return err
+	}
+	return dm.Message(name, message)
+}
+
+// status is dm.Target.
+func status(name string) (kind, text string, err error) {
+	swapping.RLock()
+	defer swapping.RUnlock()
+	if err := awake(name); err != nil {
+		return "", "", err
+	}
+	return dm.Target(name)
+}
+
+// State is how a device is.
+type State struct {
+	Era       uint32 // that is now
+	Block     int64  // what is marked at a time, in bytes
+	Used, All int64  // of the room for its metadata, in their blocks
+}
+
+// StateOf tells how a device is. ErrPrecondition if it is none, ErrUnavailable if it is suspended; ErrDataLoss if its metadata have failed.
+func StateOf(name string) (s State, err error) {
+	kind, text, err := status(name)
 	if err == nil && kind != target {
-		err = fmt.Errorf("%w: its target is %s", errdefs.ErrPrecondition, kind)
+		err = fmt.Errorf("%w: its target is %q", errdefs.ErrPrecondition, kind)
 	}
 	// "8 15/512 6 -"; "Error" if its metadata failed
 	if err == nil {
-		var unit, used, all int64
-		if _, failure := fmt.Sscanf(text, "%d %d/%d %d", &unit, &used, &all, &era); failure != nil {
+		if _, failure := fmt.Sscanf(text, "%d %d/%d %d", new(int64), &s.Used, &s.All, &s.Era); failure != nil {
 			err = fmt.Errorf("%w: the kernel says of it %q", errdefs.ErrDataLoss, text)
 		}
 	}
-	if err != nil {
-		return 0, fmt.Errorf("era of device %s: %w", name, err)
+	if err == nil {
+		var t table
+		t, err = tableOf(name)
+		s.Block = t.block
 	}
-	return era, nil
+	if err != nil {
+		return State{}, fmt.Errorf("era of device %s: %w", name, err)
+	}
+	return s, nil
 }
 
 // Since returns what was written to a device, which may be in use, since an era: in order, in whole blocks; since era 0, all of it. What is written while it looks may be missing. With any error
 // nothing is known: all may have been written. A crash leaves a snapshot of the metadata, which the next call takes away.
 func Since(ctx context.Context, name string, era uint32) (written []dm.Range, err error) {
-	metadata, block, size, err := parts(name)
+	d, err := dm.Find(name)
+	if err == nil && d == nil {
+		err = fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
+	}
+	var t table
 	if err == nil {
-		err = errors.Join(drop(name), dm.Message(name, "take_metadata_snap"))
+		t, err = tableOf(name)
+	}
+	var size int64
+	if err == nil {
+		size, err = d.Size()
+	}
+	var path string
+	if err == nil {
+		path, err = pathOf(t.metadata)
+	}
+	if err == nil {
+		err = errors.Join(drop(name), tell(name, "take_metadata_snap"))
 	}
 	if err != nil {
 		return nil, fmt.Errorf("marks of device %s: %w", name, err)
@@ -91,13 +264,13 @@ func Since(ctx context.Context, name string, era uint32) (written []dm.Range, er
 	defer func() { err = errors.Join(err, drop(name)) }()
 	whole := false
 	err = command.Lines(ctx, func(line []byte) error {
-		r, marked, err := parse(line, block, size)
+		r, marked, err := parse(line, t.block, size)
 		if marked && err == nil {
 			written = append(written, r)
 		}
 		whole = whole || strings.TrimSpace(string(line)) == "</blocks>"
 		return err
-	}, tool, "--metadata-snapshot", "--written-since", fmt.Sprint(era), metadata)
+	}, tool, "--metadata-snapshot", "--written-since", fmt.Sprint(era), path)
 	if err == nil && !whole {
 		err = fmt.Errorf("%w: %s did not say all", errdefs.ErrUnavailable, tool)
 	}
@@ -107,40 +280,47 @@ func Since(ctx context.Context, name string, era uint32) (written []dm.Range, er
 	return written, nil
 }
 
-// parts returns the path of the device that has the metadata, the size of a block, and that of the device.
-func parts(name string) (metadata string, block, size int64, err error) {
-	d, err := dm.Find(name)
-	if err == nil && d == nil {
-		err = fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
-	}
-	if err != nil {
-		return "", 0, 0, err
-	}
+// table is what a device was made with.
+type table struct {
+	metadata, below uint64
+	block           int64
+}
+
+func tableOf(name string) (t table, err error) {
 	kind, text, err := dm.Table(name)
-	var number string
-	if err == nil {
-		if _, failure := fmt.Sscanf(text, "%s %s %d", &number, new(string), &block); failure != nil || kind != target {
-			err = fmt.Errorf("%w: its target is %s", errdefs.ErrPrecondition, kind)
-		}
-	}
 	if err != nil {
-		return "", 0, 0, err
+		return table{}, err
 	}
-	path, err := os.Readlink("/sys/dev/block/" + number)
+	var numbers [4]uint32
+	if _, failure := fmt.Sscanf(text, "%d:%d %d:%d %d", &numbers[0], &numbers[1], &numbers[2], &numbers[3], &t.block); failure != nil || kind != target {
+		return table{}, fmt.Errorf("%w: the target of device %s is %q", errdefs.ErrPrecondition, name, kind)
+	}
+	return table{unix.Mkdev(numbers[0], numbers[1]), unix.Mkdev(numbers[2], numbers[3]), t.block * 512}, nil
+}
+
+// pathOf is where a device is.
+func pathOf(number uint64) (string, error) {
+	path, err := os.Readlink("/sys/dev/block/" + dm.Number(number))
+	return "/dev/" + filepath.Base(path), errdefs.FromErrno(err)
+}
+
+// sizeOf is the size of a device, in bytes.
+func sizeOf(number uint64) (int64, error) {
+	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(number) + "/size")
 	if err != nil {
-		return "", 0, 0, errdefs.FromErrno(err)
+		return 0, errdefs.FromErrno(err)
 	}
-	size, err = d.Size()
-	return "/dev/" + filepath.Base(path), block * 512, size, err
+	sectors, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64)
+	return sectors * 512, err
 }
 
 // drop takes away a snapshot of the metadata, if there is one.
 func drop(name string) error {
-	_, text, err := dm.Target(name)
+	_, text, err := status(name)
 	if err != nil || strings.HasSuffix(strings.TrimSpace(text), "-") {
 		return err
 	}
-	return dm.Message(name, "drop_metadata_snap")
+	return tell(name, "drop_metadata_snap")
 }
 
 // parse reads a line of the tool: a block, or a range of them of which the end is not one.

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 const (
@@ -143,9 +144,10 @@ func TestMarks(t *testing.T) {
 	h.since(third, 20)
 	h.since(second, 4, 20)
 
-	h.make(2 * size) // it grows
+	h.write(30)
+	check.OK(t, era.Grow(h.name, 2*size))
 	h.write(100)
-	h.since(third, 20, 100)
+	h.since(third, 20, 30, 100)
 
 	var all []int64
 	for b := range int64(2 * size / mib) {
@@ -155,7 +157,24 @@ func TestMarks(t *testing.T) {
 
 	// A call that was cut short.
 	check.OK(t, dm.Message(h.name, "take_metadata_snap"))
-	h.since(third, 20, 100)
+	h.since(third, 20, 30, 100)
+	if err := era.Grow(h.name, 1<<40); !errors.Is(err, errdefs.ErrNoSpace) {
+		t.Errorf("it grows to what its metadata have no room for: %v", err)
+	}
+	h.write(5)
+	h.since(third, 5, 20, 30, 100)
+
+	// Who is suspended is asked nothing: the kernel would answer when that has ended.
+	check.OK(t, dm.Suspend(h.name))
+	if _, err := era.StateOf(h.name); !errors.Is(err, errdefs.ErrUnavailable) {
+		t.Errorf("asked while it is suspended: %v", err)
+	}
+	check.OK(t, dm.Resume(h.name, dm.NoScan))
+	check.OK(t, errors.Join(era.End(h.name), era.End(h.name)))
+	if _, err := era.StateOf(h.name); !errors.Is(err, errdefs.ErrPrecondition) {
+		t.Errorf("asked after its end: %v", err)
+	}
+	h.write(6)
 }
 
 // TestMarksOutlivePower: a mark is on the disk before the write is, at any moment.
@@ -204,5 +223,23 @@ func TestNothingKnown(t *testing.T) {
 	}
 	if _, err := era.Since(context.Background(), h.name, 0); err == nil || strings.Contains(err.Error(), "panic") {
 		t.Errorf("marks that cannot be read: %v", err)
+	}
+}
+
+// TestGrowsWhileWritten: a device that grows while it is written to loses no mark.
+func TestGrowsWhileWritten(t *testing.T) {
+	need(t)
+	h := newHome(t, "era", "")
+	for round := range 20 {
+		begun := h.begin()
+		grown := make(chan error, 1)
+		go func() { grown <- era.Grow(h.name, size+int64(round+1)*mib) }()
+		var all []int64
+		for b := range int64(size / mib) {
+			h.write(b)
+			all = append(all, b)
+		}
+		check.OK(t, <-grown)
+		h.since(begun, all...)
 	}
 }

@@ -59,6 +59,9 @@ func (p *pool) validate(spec blockdev.Spec) error {
 	if err := spec.Validate(); err != nil {
 		return err
 	}
+	if p.directories[spec.Kind] == nil {
+		return fmt.Errorf("%w: the directory %s of the pool could not be made when it was opened", errdefs.ErrNoSpace, layout.Directories[spec.Kind])
+	}
 	if spec.Size <= 0 || spec.Size%blockdev.Granularity != 0 || spec.Size > blockdev.MaxSize {
 		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", errdefs.ErrOutOfRange, spec.Size, blockdev.Granularity, int64(blockdev.MaxSize))
 	}

@@ -33,6 +33,7 @@ import (
 //	DIRECTORY/volumes/KEY.rec     the record (internal/recordfile)
 //	DIRECTORY/volumes/KEY.img     the bytes
 //	DIRECTORY/snapshots/KEY.rec, KEY.img
+//	DIRECTORY/marks/KEY.rec, KEY.img
 //
 // A volume is attached as a loop device. The record goes through creating, ready and
 // deleting; an image whose record says creating or deleting belongs to nobody and is
@@ -92,7 +93,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err := p.lookAtFilesystem(ctx); err != nil {
 		return nil, err
 	}
-	for kind := range layout.Directories {
+	for kind := range p.directories {
 		if err := p.load(kind); err != nil {
 			return nil, err
 		}
@@ -118,11 +119,19 @@ func (p *pool) openDirectory(ctx context.Context, known blockdev.Known) (err err
 	if p.lock, err = directory.Lock(p.root); err != nil {
 		return err
 	}
+	if err := layout.Complete(p.root); err != nil {
+		klog.FromContext(ctx).Error(err, "The pool has no place for what is kept beside volumes; the next start tries again", "pool", p.name)
+	}
 	for kind, dir := range layout.Directories {
-		if p.directories[kind], err = p.root.Open(dir); err != nil {
+		opened, err := p.root.Open(dir)
+		if errors.Is(err, fs.ErrNotExist) && kind == blockdev.Marks {
+			continue
+		}
+		if err != nil {
 			return errdefs.FromErrno(err)
 		}
-		if p.directoryID[kind], err = directoryID(p.directories[kind]); err != nil {
+		p.directories[kind] = opened
+		if p.directoryID[kind], err = directoryID(opened); err != nil {
 			return err
 		}
 	}

@@ -80,6 +80,7 @@ var clauses = []struct {
 	{"Expand", expand},
 	{"ExpandRefuses", expandRefuses},
 	{"List", list},
+	{"Beside", beside},
 	{"SetLabels", setLabels},
 	{"Reopen", reopen},
 	{"Capacity", capacity},
@@ -143,7 +144,7 @@ func provisioning(f *fixture) (has map[bool]bool) {
 // finish removes all objects, and makes sure that nothing of them stays.
 func (f *fixture) finish() {
 	ctx := context.Background()
-	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
+	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot, blockdev.Marks} {
 		records, err := f.pool.List(ctx, kind, "", 0)
 		if err != nil {
 			f.Error(err)
@@ -1175,6 +1176,39 @@ func list(f *fixture) {
 	}
 }
 
+// beside: what is kept beside a volume is an object of its own, whatever becomes of the volume.
+func beside(f *fixture) {
+	spec := f.spec("a")
+	f.make(spec)
+	marks := spec
+	marks.Ref = blockdev.Ref{Kind: blockdev.Marks, Key: spec.Key}
+	f.make(marks)
+	f.copy(snap("s"), vol("a"), size)
+	for _, ref := range []blockdev.Ref{spec.Ref, marks.Ref} {
+		if listed, err := f.pool.List(f.Context(), ref.Kind, "", 0); err != nil || len(listed) != 1 || listed[0].Ref != ref {
+			f.Errorf("listed are %v, %v, want %s", listed, err, ref)
+		}
+	}
+	device, err := f.pool.Attach(f.Context(), marks.Ref, blockdev.Attachment{})
+	f.must(err)
+	WriteTo(f, device.Path, 0, []byte("marks"))
+	f.must(f.pool.Delete(f.Context(), spec.Ref))
+	f.fails(f.pool.Delete(f.Context(), marks.Ref), errdefs.ErrInUse, "deleted while it is attached")
+	f.must(device.Close())
+	f.restart()
+	device, err = f.pool.Attach(f.Context(), marks.Ref, blockdev.Attachment{})
+	f.must(err)
+	have := make([]byte, 5)
+	file, err := os.Open(device.Path)
+	f.must(err)
+	_, err = file.ReadAt(have, 0)
+	f.must(errors.Join(err, file.Close(), device.Close()))
+	if string(have) != "marks" {
+		f.Errorf("it has %q", have)
+	}
+	f.must(f.pool.Delete(f.Context(), marks.Ref))
+}
+
 func setLabels(f *fixture) {
 	spec := f.spec("a")
 	spec.Labels = map[string]string{"stays": "1", "goes": "2"}
@@ -1240,7 +1274,7 @@ func reopen(f *fixture) {
 	f.must(keptDevice.Close())
 
 	inventory := func() (all []blockdev.Record) {
-		for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
+		for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot, blockdev.Marks} {
 			records, err := f.pool.List(f.Context(), kind, "", 0)
 			f.must(err)
 			all = append(all, records...)

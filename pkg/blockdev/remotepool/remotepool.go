@@ -36,6 +36,9 @@ type Home interface {
 	Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error)
 	// SetLabels changes labels of the record from before to after; errdefs.ErrBusy if they are not as before.
 	SetLabels(ctx context.Context, pool string, ref blockdev.Ref, before, after map[string]string) (blockdev.Record, error)
+	// Marks and BeginEra: see blockdev.Marker.
+	Marks(ctx context.Context, pool string, ref blockdev.Ref, since uint32) ([]blockdev.Extent, error)
+	BeginEra(ctx context.Context, pool string, ref blockdev.Ref) (uint32, error)
 	// Ended reports whether the claim of a generation has ended, as those know who give claims.
 	Ended(ctx context.Context, ref blockdev.Ref, generation int64) (bool, error)
 	// Close has the export of a generation ended.
@@ -160,6 +163,7 @@ type known struct {
 var (
 	_ blockdev.Pool      = (*Pool)(nil)
 	_ blockdev.Stackable = (*Pool)(nil)
+	_ blockdev.Marker    = (*Pool)(nil)
 )
 
 // New returns the pool of the volumes that a node uses and others have.
@@ -238,6 +242,30 @@ func (p *Pool) check(ref blockdev.Ref) error {
 		err = fmt.Errorf("%w: no %s of another node is used here", errdefs.ErrNotFound, ref)
 	}
 	return err
+}
+
+// Marks: see blockdev.Marker.
+func (p *Pool) Marks(ctx context.Context, ref blockdev.Ref, since uint32) (written []blockdev.Extent, err error) {
+	if err := p.check(ref); err != nil {
+		return nil, err
+	}
+	err = patiently(ctx, func() (err error) {
+		written, err = p.home.Marks(ctx, p.name, ref, since)
+		return err
+	})
+	return written, err
+}
+
+// BeginEra: see blockdev.Marker.
+func (p *Pool) BeginEra(ctx context.Context, ref blockdev.Ref) (number uint32, err error) {
+	if err := p.check(ref); err != nil {
+		return 0, err
+	}
+	err = patiently(ctx, func() (err error) {
+		number, err = p.home.BeginEra(ctx, p.name, ref)
+		return err
+	})
+	return number, err
 }
 
 // SetLabels: see blockdev.Pool.

@@ -127,6 +127,14 @@ func (h *home) SetLabels(ctx context.Context, pool string, ref blockdev.Ref, bef
 	return h.Record(ctx, pool, ref)
 }
 
+func (h *home) Marks(context.Context, string, blockdev.Ref, uint32) ([]blockdev.Extent, error) {
+	return nil, fmt.Errorf("%w: no marks", errdefs.ErrUnsupported)
+}
+
+func (h *home) BeginEra(context.Context, string, blockdev.Ref) (uint32, error) {
+	return 0, fmt.Errorf("%w: no marks", errdefs.ErrUnsupported)
+}
+
 func (h *home) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool, error) {
 	return h.generation != generation, h.err
 }

@@ -141,6 +141,38 @@ func (e exports) SetLabels(ctx context.Context, id volume.ID, generation int64, 
 	return record, err
 }
 
+// marksFor answers what is asked of the marks of a volume by who it is exported to.
+func (e exports) marksFor(ctx context.Context, id volume.ID, generation int64, answer func() error) error {
+	return e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		many, err := e.exported(ctx, id, generation)
+		if err == nil && many {
+			err = fmt.Errorf("%w: volume %s is given to node %s to be read, and has no marks", errdefs.ErrPrecondition, id, port.CallerNode(ctx))
+		}
+		if err != nil {
+			return err
+		}
+		return answer()
+	})
+}
+
+// Marks: see export.Home.
+func (e exports) Marks(ctx context.Context, id volume.ID, generation int64, since uint32) (written []blockdev.Extent, err error) {
+	err = e.marksFor(ctx, id, generation, func() (err error) {
+		written, err = e.local.Marks(ctx, id, since)
+		return err
+	})
+	return written, err
+}
+
+// BeginEra: see export.Home.
+func (e exports) BeginEra(ctx context.Context, id volume.ID, generation int64) (number uint32, err error) {
+	err = e.marksFor(ctx, id, generation, func() (err error) {
+		number, err = e.local.BeginEra(ctx, id)
+		return err
+	})
+	return number, err
+}
+
 // Close: see export.Home. What is exported to others stays, and what is not exported needs no end. That it ended, the status says after it has.
 func (e exports) Close(ctx context.Context, id volume.ID, generation int64) error {
 	if err := e.check(); err != nil {

@@ -280,6 +280,26 @@ func (h homes) SetLabels(ctx context.Context, pool string, ref blockdev.Ref, bef
 	return record, err
 }
 
+// Marks: see remotepool.Home.
+func (h homes) Marks(ctx context.Context, pool string, ref blockdev.Ref, since uint32) (written []blockdev.Extent, err error) {
+	id := volume.ID{Kind: ref.Kind, Pool: pool, Key: ref.Key}
+	err = h.ask(ctx, id, func(ctx context.Context, home export.Home, generation int64) (err error) {
+		written, err = home.Marks(ctx, id, generation, since)
+		return err
+	})
+	return written, err
+}
+
+// BeginEra: see remotepool.Home.
+func (h homes) BeginEra(ctx context.Context, pool string, ref blockdev.Ref) (number uint32, err error) {
+	id := volume.ID{Kind: ref.Kind, Pool: pool, Key: ref.Key}
+	err = h.ask(ctx, id, func(ctx context.Context, home export.Home, generation int64) (err error) {
+		number, err = home.BeginEra(ctx, id, generation)
+		return err
+	})
+	return number, err
+}
+
 // Ended: see remotepool.Home.
 func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)

@@ -324,6 +324,11 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	refused := v.Common().Refused(v.Generation) != nil
+	if v.Spec.ReplicaOf != "" && have.ReplicaOf != v.Spec.ReplicaOf { // it has become a leg, which is for good
+		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.SetReplicaOf(ctx, id, v.Spec.ReplicaOf) }); err != nil {
+			return err
+		}
+	}
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
 		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {

@@ -75,6 +75,7 @@ var Table = []Entry{
 	{"NotExported", warning, volumes, "Another node uses the volume, and its home cannot export it, so that all that uses it waits."},
 	{HomeAway, warning, volumes, "The node of the volume does not answer the node that uses it, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
+	{"MarksLost", warning, volumes, "What is written to the volume, which is a leg, is not marked any more."},
 	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},
 

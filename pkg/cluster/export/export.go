@@ -35,6 +35,10 @@ type Home interface {
 	// SetLabels changes labels of such a record, all or none: from what is in before to what is in after, where what is in neither stays, and
 	// what is only in before is taken away. Only those of volume.UserLabels can be changed. errdefs.ErrBusy if they are others than before.
 	SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (blockdev.Record, error)
+	// Marks is what was written to a leg that is exported to the caller, since an era: see volume.Local.Marks.
+	Marks(ctx context.Context, id volume.ID, generation int64, since uint32) ([]blockdev.Extent, error)
+	// BeginEra begins an era of the marks of such a leg: see volume.Local.BeginEra. errdefs.ErrUnsupported, here and from Marks: the home keeps none, or is of a version that knows of none.
+	BeginEra(ctx context.Context, id volume.ID, generation int64) (number uint32, err error)
 	// Close ends what was exported for a generation.
 	Close(ctx context.Context, id volume.ID, generation int64) error
 }
@@ -66,6 +70,8 @@ const (
 	methodOpen      = "Open"
 	methodRecord    = "Record"
 	methodSetLabels = "SetLabels"
+	methodMarks     = "Marks"
+	methodBeginEra  = "BeginEra"
 	methodClose     = "Close"
 	methodModified  = "Modified"
 	methodHold      = "Hold"
@@ -78,6 +84,7 @@ type request struct {
 	Before     map[string]string `json:"before,omitempty"`
 	After      map[string]string `json:"after,omitempty"`
 	Mutable    map[string]string `json:"mutable,omitempty"`
+	Since      uint32            `json:"since,omitempty"` // an era
 }
 
 // Of: see call.Request.
@@ -88,6 +95,9 @@ type answer struct {
 	Record *record `json:"record,omitempty"`
 	Opened *Wire   `json:"opened,omitempty"`
 	Held   bool    `json:"held,omitempty"` // of Hold: until the caller has no more to say
+	// Written are ranges of Marks, each from a byte on and with a length; Era is of BeginEra, and 0 where no marks are kept.
+	Written [][2]int64 `json:"written,omitempty"`
+	Era     uint32     `json:"era,omitempty"`
 }
 
 // Wire is an Opened as it is sent, but for the record.
@@ -163,6 +173,20 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 		methodSetLabels: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			have, err := home.SetLabels(ctx, id, r.Generation, r.Before, r.After)
 			return answer{Record: fromRecord(have)}, err
+		},
+		methodMarks: func(ctx context.Context, id volume.ID, r request) (out answer, err error) {
+			written, err := home.Marks(ctx, id, r.Generation, r.Since)
+			for _, e := range written {
+				out.Written = append(out.Written, [2]int64{e.Offset, e.Length})
+			}
+			return out, err
+		},
+		methodBeginEra: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			era, err := home.BeginEra(ctx, id, r.Generation)
+			if errors.Is(err, errdefs.ErrUnsupported) { // several sentinels share its code
+				return answer{}, nil
+			}
+			return answer{Era: era}, err
 		},
 		methodClose: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			return answer{}, home.Close(ctx, id, r.Generation)
@@ -247,6 +271,38 @@ func (c client) SetLabels(ctx context.Context, id volume.ID, generation int64, b
 		return blockdev.Record{}, err
 	}
 	return out.Record.of(id)
+}
+
+// Marks: see Home.
+func (c client) Marks(ctx context.Context, id volume.ID, generation int64, since uint32) (written []blockdev.Extent, err error) {
+	out, err := c.call(ctx, methodMarks, request{Volume: id.String(), Generation: generation, Since: since})
+	if err != nil {
+		return nil, unknown(err)
+	}
+	for _, e := range out.Written {
+		if e[0] < 0 || e[1] <= 0 {
+			return nil, fmt.Errorf("%w: the answer says that %d bytes from %d on of volume %s were written", errdefs.ErrUnavailable, e[1], e[0], id)
+		}
+		written = append(written, blockdev.Extent{Offset: e[0], Length: e[1]})
+	}
+	return written, nil
+}
+
+// BeginEra: see Home.
+func (c client) BeginEra(ctx context.Context, id volume.ID, generation int64) (number uint32, err error) {
+	out, err := c.call(ctx, methodBeginEra, request{Volume: id.String(), Generation: generation})
+	if err == nil && out.Era == 0 {
+		err = fmt.Errorf("%w: the home of volume %s keeps no marks of it", errdefs.ErrUnsupported, id)
+	}
+	return out.Era, unknown(err)
+}
+
+// unknown is the error of a call that older homes do not know.
+func unknown(err error) error {
+	if errors.Is(err, errdefs.ErrUnknownCall) {
+		return errdefs.Recast(errdefs.ErrUnsupported, err, "the other node is of a version before marks")
+	}
+	return err
 }
 
 // Close: see Home.

@@ -131,7 +131,7 @@ func (n *node) image(kind string, key string) string {
 
 // left are the files of the volumes and snapshots that a pool has.
 func (n *node) left() (all []string) {
-	for _, kind := range []string{"volumes", "snapshots"} {
+	for _, kind := range []string{"volumes", "snapshots", "marks"} {
 		entries, _ := os.ReadDir(filepath.Join(n.pool, kind)) // there may be none yet
 		for _, e := range entries {
 			all = append(all, filepath.Join(n.name, kind, e.Name()))

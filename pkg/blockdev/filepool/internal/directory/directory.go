@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -149,7 +150,7 @@ func isEmpty(path string) (bool, error) {
 		return false, errdefs.FromErrno(err)
 	}
 	return !slices.ContainsFunc(entries, func(e fs.DirEntry) bool {
-		if e.Name() == layout.Directories[blockdev.Volume] || e.Name() == layout.Directories[blockdev.Snapshot] {
+		if slices.Contains(slices.Collect(maps.Values(layout.Directories)), e.Name()) {
 			below, err := os.ReadDir(filepath.Join(path, e.Name()))
 			return err != nil || len(below) > 0
 		}

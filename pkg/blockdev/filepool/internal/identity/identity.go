@@ -16,6 +16,7 @@ import (
 	"io/fs"
 	"os"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/frame"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
@@ -55,8 +56,8 @@ func New() string {
 func Read(root *os.Root) (id string, whole bool, err error) {
 	f, err := layout.Open(root, File)
 	if errors.Is(err, fs.ErrNotExist) {
-		for _, dir := range layout.Directories {
-			if _, err := root.Stat(dir); errors.Is(err, fs.ErrNotExist) {
+		for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} { // those of its time
+			if _, err := root.Stat(layout.Directories[kind]); errors.Is(err, fs.ErrNotExist) {
 				return "", false, ErrNoPool
 			} else if err != nil {
 				return "", false, errdefs.FromErrno(err)

@@ -3,6 +3,7 @@ package layout
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -20,8 +21,20 @@ func Sync(root *os.Root) error {
 	return errdefs.FromErrno(errors.Join(dir.Sync(), dir.Close()))
 }
 
-// Directories are those of the kinds of object.
-var Directories = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}
+// Directories are those of the kinds of object. Pools that older drivers made have none for marks.
+var Directories = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots", blockdev.Marks: "marks"}
+
+// Complete makes those that a pool of an older driver has not.
+func Complete(root *os.Root) error {
+	err := root.Mkdir(Directories[blockdev.Marks], 0o700)
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	return Sync(root)
+}
 
 // Record returns the path of the record of an object.
 func Record(ref blockdev.Ref) string { return Directories[ref.Kind] + "/" + ref.Key + ".rec" }

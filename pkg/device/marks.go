@@ -1,0 +1,279 @@
+package device
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Marking says where the marks of a volume are kept, of what is written to it and since when (package era).
+type Marking struct {
+	Metadata blockdev.Device // which the caller holds open
+	Block    int64           // what is marked at a time, in bytes
+}
+
+// ErrMarks is what an error of Attach and Grow is that is of the marks alone: without them, or after Unmark, there is none.
+var ErrMarks = errors.New("marks of what is written")
+
+// ReasonMarksLost is the reason of the problem of a volume that is attached with marks, which are not kept any more. Nothing else is wrong with it for that.
+const ReasonMarksLost = "MarksLost"
+
+// Marked is how a volume is attached.
+type Marked struct {
+	Attached bool // for writing: its pool's device alone, which goes with its last user, is none that anybody was given
+	era.State
+}
+
+// Kept reports whether all that is written is marked, and can be asked for.
+func (m Marked) Kept() bool { return m.Block > 0 }
+
+// marked is a device of the device mapper that shows the pool's own, and marks what is written to it. It is below all else, so that whoever writes to the volume is marked.
+//
+// It goes with its last user, as a crypt does. It is called as the top is, and a suffix. Where marks could not be kept any more, it shows what is below and nothing else (Unmark).
+type marked struct{ top }
+
+const markedSuffix = "-marks"
+
+func isMarked(l layer) bool { _, is := l.(marked); return is }
+
+func (m marked) find() (name, uuid string, d *dm.Device, err error) {
+	name, uuid, d, err = m.findAs(markedSuffix)
+	return name, uuid + markedSuffix, d, err
+}
+
+// ofMarks says of an error that it is of the marks.
+func ofMarks(err error) error {
+	if err == nil || dm.Vanished(err) {
+		return err
+	}
+	return fmt.Errorf("%w: %w", ErrMarks, err)
+}
+
+func (m marked) attach(_ context.Context, below blockdev.Device, o Options) (_ blockdev.Device, err error) {
+	name, uuid, d, err := m.find()
+	if err == nil && d != nil && !d.Live { // who made it was cut short
+		_, err = dm.Remove(name)
+		d = nil
+	}
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	if d == nil {
+		d, err = lay(name, false, func() error {
+			return era.Make(name, uuid, below.Size, o.Marking.Block, o.Marking.Metadata.Number, below.Number)
+		})
+		if err != nil {
+			return blockdev.Device{}, ofMarks(err)
+		}
+		defer func() {
+			if err != nil { // nobody has it
+				_, removed := dm.Remove(name)
+				err = errors.Join(err, removed)
+			}
+		}()
+	} else if err := errors.Join(m.fit(d, below), m.seal(d)); err != nil {
+		return blockdev.Device{}, err
+	}
+	return passing(d, below)
+}
+
+// fit brings the device to the size of what it is over.
+func (m marked) fit(d *dm.Device, below blockdev.Device) error {
+	size, err := d.Size()
+	if err != nil || size == below.Size {
+		return err
+	}
+	marks, err := m.marks(d)
+	switch {
+	case err != nil:
+		return err
+	case !marks:
+		return dm.Make(d.Name, "", dm.Linear(below.Number, below.Size))
+	}
+	return ofMarks(era.Grow(d.Name, below.Size))
+}
+
+// marks reports whether the device marks, and does not just show what is below it.
+func (m marked) marks(d *dm.Device) (bool, error) {
+	kind, _, err := dm.Table(d.Name) // also of one that is suspended, and so answers no more than that
+	return kind != "linear", err
+}
+
+// seal makes sure that the device passes no discards down, of which all but the first block would not be marked.
+func (m marked) seal(d *dm.Device) error {
+	if marks, err := m.marks(d); err != nil || !marks {
+		return err
+	}
+	return ofMarks(era.NoDiscards(d.Name))
+}
+
+func (m marked) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {
+	_, _, d, err := m.find()
+	if err != nil {
+		return nil, nil, err
+	}
+	return shown(d, false)
+}
+
+func (m marked) grow(ctx context.Context, _ luks.Key) error {
+	_, _, d, err := m.find()
+	if err != nil || d == nil || !d.Live {
+		return err
+	}
+	below, there, err := belowOf(ctx, d, bottom{m.pool, m.ref})
+	if err == nil && there {
+		err = m.fit(d, below)
+	}
+	if dm.Vanished(err) {
+		return nil
+	}
+	return err
+}
+
+func (m marked) suspend(context.Context) (func() error, error) { return nil, nil } // the top is
+
+func (m marked) detach(ctx context.Context) error {
+	_, _, d, err := m.find()
+	if err != nil || d == nil {
+		return err
+	}
+	_, err = removed(ctx, d)
+	return err
+}
+
+func (m marked) health(context.Context) ([]blockdev.Problem, error) {
+	if problems, err := m.healthOf(markedSuffix); err != nil || len(problems) > 0 {
+		return problems, err
+	}
+	name, _, d, err := m.find()
+	if err != nil || d == nil || !d.Live {
+		return nil, err
+	}
+	_, err = era.StateOf(name)
+	if err == nil || dm.Vanished(err) {
+		return nil, nil
+	}
+	return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: ReasonMarksLost, Message: fmt.Sprintf(
+		"what is written to %s of pool %s is not marked any more (%v): should it be away for a while, all of it is copied; marks begin anew when it is attached next", m.ref, m.pool.Name(), err)}}, nil
+}
+
+// recover puts right what a crash left, as of a crypt.
+func (m marked) recover(ctx context.Context) error {
+	_, _, d, err := m.find()
+	if err != nil || d == nil {
+		return err
+	}
+	if err := settle(d); err != nil || !d.Live {
+		return err
+	}
+	return errors.Join(m.grow(ctx, nil), m.seal(d))
+}
+
+// markings returns those of all volumes of a pool that have one.
+func (s *Stacks) markings(pool blockdev.Pool) ([]marked, error) {
+	tops, err := s.under(pool, markedSuffix)
+	var found []marked
+	for _, t := range tops {
+		found = append(found, marked{t})
+	}
+	return found, err
+}
+
+// Marked tells whether marks are kept of a volume that is attached, from the kernel alone.
+func (s Stack) Marked(ctx context.Context) (m Marked, err error) {
+	for _, l := range s.layers(ctx) {
+		devices, _, err := l.attached(ctx)
+		if err != nil {
+			return Marked{}, s.errorOf(l, err)
+		}
+		_, pools := l.(bottom)
+		m.Attached = m.Attached || slices.ContainsFunc(devices, func(d blockdev.Device) bool { return !d.ReadOnly && (!pools || d.Kept) })
+	}
+	t, can := s.top()
+	if !can || !m.Attached {
+		return m, nil
+	}
+	name, _, d, err := marked{t}.find()
+	if err != nil || d == nil || !d.Live {
+		return m, err
+	}
+	if state, err := era.StateOf(name); err == nil { // else none are kept
+		m.State = state
+	}
+	return m, nil
+}
+
+// marks is what tells of the marks of a volume that is attached with them; ErrUnsupported if there are none.
+func (s Stack) marks() (name string, err error) {
+	t, can := s.top()
+	var d *dm.Device
+	if can {
+		name, _, d, err = marked{t}.find()
+	}
+	if err == nil && (d == nil || !d.Live) {
+		err = fmt.Errorf("%w: it is not attached, or was without marks", errdefs.ErrUnsupported)
+	}
+	return name, err
+}
+
+// BeginEra begins an era of the marks of a volume: see era.Begin.
+func (s Stack) BeginEra() (number uint32, err error) {
+	err = s.moving("begin an era", func() error {
+		name, err := s.marks()
+		if err == nil {
+			number, err = era.Begin(name)
+		}
+		return err
+	})
+	return number, err
+}
+
+// Written is what was written to a volume since an era that there was: see era.Since.
+func (s Stack) Written(ctx context.Context, since uint32) (written []blockdev.Extent, err error) {
+	err = s.moving("look at what was written to it", func() error {
+		name, err := s.marks()
+		if err != nil {
+			return err
+		}
+		state, err := era.StateOf(name)
+		if err == nil && since > state.Era {
+			err = fmt.Errorf("%w: it is in era %d, and %d was asked for", errdefs.ErrPrecondition, state.Era, since)
+		}
+		if err != nil {
+			return err
+		}
+		ranges, err := era.Since(ctx, name, since)
+		for _, r := range ranges {
+			written = append(written, blockdev.Extent(r))
+		}
+		return err
+	})
+	return written, err
+}
+
+// Unmark has a volume that is attached go on without marks. It does nothing if there are none.
+func (s Stack) Unmark() error {
+	return s.moving("end its marks", func() error {
+		t, can := s.top()
+		if !can {
+			return nil
+		}
+		_, _, d, err := marked{t}.find()
+		if err != nil || d == nil || !d.Live {
+			return err
+		}
+		return era.End(d.Name)
+	})
+}
+
+// underSeat returns what a seat is over of the volume's own: the device that marks, or the pool's; false if it is over neither.
+func (t top) underSeat(ctx context.Context, seat *dm.Device) (blockdev.Device, bool, error) {
+	return belowOf(ctx, seat, marked{t}, bottom{t.pool, t.ref})
+}

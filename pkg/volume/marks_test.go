@@ -1,0 +1,488 @@
+package volume_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// leg is a volume that is one, and what was written to it, in MiB: since each era that was told, and 0.
+type leg struct {
+	testing.TB
+	pool    blockdev.Pool
+	l       *volume.Local
+	v       volume.Volume
+	path    string // of its device; empty while it is not attached
+	written map[uint32]map[int64]bool
+}
+
+const legSize = 16 * mib
+
+// overLegs runs a test over a leg in a pool of each kind.
+func overLegs(t *testing.T, spec volume.Spec, test func(g *leg)) {
+	check.OK(t, era.Available())
+	urls := kindURLs(t)
+	for _, kind := range []string{"xfs", "linear", "thin", "plain"} {
+		t.Run(kind, func(t *testing.T) {
+			g := &leg{TB: t, pool: open(t, kind, urls[kind]), written: map[uint32]map[int64]bool{0: {}}}
+			g.start()
+			spec.Name, spec.Size, spec.Access, spec.ReplicaOf = "leg", volume.Range{Required: legSize}, volume.AccessAny, "0123456789abcdef0123456789abcdef"
+			g.make(spec)
+			test(g)
+			g.detach()
+			check.OK(g, g.l.Delete(t.Context(), g.v.ID))
+			g.nothing()
+		})
+	}
+}
+
+func (g *leg) make(spec volume.Spec) {
+	g.Helper()
+	var err error
+	g.v, err = g.l.Create(g.Context(), spec)
+	check.OK(g, err)
+}
+
+// start starts the driver, the first time or again.
+func (g *leg) start() {
+	g.Helper()
+	mounts, err := mount.LoadTable()
+	check.OK(g, err)
+	g.l, err = volume.NewLocal(g.Context(), node, []blockdev.Pool{g.pool}, mounts, 0)
+	check.OK(g, err)
+}
+
+func (g *leg) attach() {
+	g.Helper()
+	check.OK(g, g.tryAttach())
+}
+
+func (g *leg) tryAttach() error {
+	v, err := g.l.Get(g.Context(), g.v.ID)
+	if err != nil {
+		return err
+	}
+	device, err := g.l.AttachRaw(g.Context(), v, nil, true)
+	if err == nil {
+		g.v, g.path = v, device.Path
+		err = device.Close()
+	}
+	return err
+}
+
+func (g *leg) detach() {
+	g.Helper()
+	check.OK(g, g.l.Detach(g.Context(), g.v.ID))
+	g.path = ""
+}
+
+// put writes into blocks, past the page cache.
+func (g *leg) put(blocks ...int64) {
+	g.Helper()
+	f, err := os.OpenFile(g.path, os.O_WRONLY|unix.O_DIRECT, 0)
+	check.OK(g, err)
+	defer f.Close()
+	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	check.OK(g, err)
+	for _, b := range blocks {
+		check.OK(g, second(f.WriteAt(page, b*mib+8192)))
+		for _, since := range g.written {
+			since[b] = true
+		}
+	}
+}
+
+// begin begins an era, if marks are kept.
+func (g *leg) begin() (number uint32) {
+	g.Helper()
+	number, err := g.l.BeginEra(g.Context(), g.v.ID)
+	if errors.Is(err, errdefs.ErrUnsupported) {
+		return 0
+	}
+	check.OK(g, err)
+	if g.written[number] != nil {
+		g.Errorf("era %d begins twice", number)
+	}
+	g.written[number] = map[int64]bool{}
+	return number
+}
+
+// marks are the blocks that count as written; all: it is the whole volume.
+func (g *leg) marks(since uint32) (have map[int64]bool, all bool) {
+	g.Helper()
+	extents, err := g.l.Marks(g.Context(), g.v.ID, since)
+	check.OK(g, err)
+	have = map[int64]bool{}
+	total := int64(0)
+	for _, e := range extents {
+		for at := e.Offset; at < e.Offset+e.Length; at += mib {
+			have[at/mib] = true
+		}
+		total += e.Length
+	}
+	now, err := g.l.Get(g.Context(), g.v.ID)
+	check.OK(g, err)
+	return have, total == now.Size
+}
+
+// safe makes sure that all that was written counts, since whatever era.
+func (g *leg) safe(when string) {
+	g.Helper()
+	for since, blocks := range g.written {
+		have, _ := g.marks(since)
+		for b := range blocks {
+			if !have[b] {
+				g.Fatalf("%s: since era %d block %d was written, and %v are marked", when, since, b, slices.Sorted(maps.Keys(have)))
+			}
+		}
+	}
+}
+
+// exact makes sure that just what was written counts.
+func (g *leg) exact(since uint32, when string) {
+	g.Helper()
+	if have, _ := g.marks(since); !maps.Equal(have, g.written[since]) {
+		g.Errorf("%s: since era %d %v are marked, want %v", when, since, slices.Sorted(maps.Keys(have)), slices.Sorted(maps.Keys(g.written[since])))
+	}
+}
+
+// whole makes sure that all of it counts as written.
+func (g *leg) whole(when string) {
+	g.Helper()
+	for since := range g.written {
+		if have, all := g.marks(since); !all {
+			g.Errorf("%s: since era %d %v are marked, want all", when, since, slices.Sorted(maps.Keys(have)))
+		}
+	}
+	if number := g.begin(); number != 0 {
+		g.Errorf("%s: era %d begins", when, number)
+	}
+}
+
+// nothing makes sure that nothing is left of a leg.
+func (g *leg) nothing() {
+	g.Helper()
+	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Marks} {
+		if left, err := g.pool.List(context.Background(), kind, "", 0); err != nil || len(left) > 0 {
+			g.Errorf("left are %v, %v", left, err)
+		}
+	}
+	if names, err := dm.Names(""); err != nil || slices.ContainsFunc(names, func(name string) bool { return bytes.HasSuffix([]byte(name), []byte("-marks")) }) {
+		g.Errorf("left are %v, %v", names, err)
+	}
+}
+
+// damage overwrites the metadata of a leg that is not attached.
+func (g *leg) damage(text []byte) {
+	g.Helper()
+	device, err := g.pool.Attach(g.Context(), blockdev.Ref{Kind: blockdev.Marks, Key: g.v.ID.Key}, blockdev.Attachment{})
+	if errors.Is(err, errdefs.ErrNotFound) {
+		return
+	}
+	check.OK(g, err)
+	f, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
+	check.OK(g, err)
+	check.OK(g, errors.Join(second(f.WriteAt(text, 0)), f.Sync(), f.Close(), device.Close()))
+}
+
+// TestLVMMarks: what is written to a leg is told, since each era, while it is attached; also after that, a start, and growth. Copies have none of it.
+func TestLVMMarks(t *testing.T) {
+	overLegs(t, volume.Spec{}, func(g *leg) {
+		g.whole("before it is attached")
+		g.attach()
+		g.exact(0, "new")
+		g.put(3, 5)
+		g.exact(0, "written")
+		first := g.begin()
+		g.put(5, 7)
+		g.exact(first, "written in an era")
+		g.start()
+		g.attach()
+		g.exact(first, "after a start")
+		if have, err := g.l.Health(t.Context(), g.v.ID); err != nil || len(have) > 0 {
+			g.Errorf("health %v, %v", have, err)
+		}
+		g.detach()
+		g.attach()
+		g.exact(0, "attached again")
+		g.exact(first, "attached again")
+		next := g.begin()
+		check.OK(g, second(g.l.Expand(t.Context(), g.v.ID, volume.Range{Required: legSize + 8*mib})))
+		g.put(9, 20)
+		for _, since := range []uint32{0, first, next} {
+			g.exact(since, "grown")
+		}
+
+		s, err := g.l.CreateSnapshot(t.Context(), "snapshot", g.v.ID)
+		check.OK(g, err)
+		copied := *g
+		copied.written = map[uint32]map[int64]bool{0: {}, first: {1: true}}
+		copied.make(volume.Spec{Name: "copy", Source: s.ID, Size: volume.Range{Required: s.Size}, Access: volume.AccessAny, ReplicaOf: "ff"})
+		copied.attach()
+		for since := range copied.written {
+			if _, all := copied.marks(since); !all {
+				g.Errorf("of a copy not all counts as written since %d", since)
+			}
+		}
+		again := copied.begin()
+		copied.put(2)
+		copied.exact(again, "a copy")
+		copied.detach()
+		check.OK(g, errors.Join(g.l.Delete(t.Context(), copied.v.ID), g.l.DeleteSnapshot(t.Context(), s.ID)))
+		listed, err := g.l.List(t.Context(), volume.ID{}, 0)
+		if err != nil || len(listed) != 1 {
+			g.Errorf("listed are %v, %v", listed, err)
+		}
+	})
+}
+
+// TestLVMMarksLost: what is lost of marks, or never was, counts as written, all of it; and they begin anew where they can.
+func TestLVMMarksLost(t *testing.T) {
+	overLegs(t, volume.Spec{}, func(g *leg) {
+		g.attach()
+		g.begin()
+		g.put(1)
+		for what, text := range map[string][]byte{"damaged": bytes.Repeat([]byte("damaged "), 1024), "cleared": make([]byte, 8192)} {
+			g.detach()
+			g.damage(text)
+			g.attach()
+			g.safe(what)
+			for since := range g.written {
+				if _, all := g.marks(since); !all {
+					g.Errorf("%s: since %d not all counts", what, since)
+				}
+			}
+			begun := g.begin()
+			g.put(2)
+			g.exact(begun, what+", and begun again")
+		}
+		g.detach()
+		check.OK(g, g.pool.Delete(t.Context(), blockdev.Ref{Kind: blockdev.Marks, Key: g.v.ID.Key}))
+		g.attach()
+		g.safe("gone")
+		begun := g.begin()
+		g.put(4)
+		g.exact(begun, "gone, and begun again")
+
+		g.detach()
+		with := volume.WithoutMarks()
+		defer with()
+		g.attach()
+		g.put(6)
+		g.whole("a kernel without")
+		g.detach()
+		with()
+		g.attach()
+		g.safe("a kernel that has it again")
+		begun = g.begin()
+		g.put(3)
+		g.exact(begun, "a kernel that has it again")
+	})
+}
+
+// TestLVMMarksLater: a volume that becomes a leg has marks when it is attached next, and what was written before counts.
+func TestLVMMarksLater(t *testing.T) {
+	urls := kindURLs(t)
+	g := &leg{TB: t, pool: open(t, "plain", urls["plain"]), written: map[uint32]map[int64]bool{0: {}}}
+	g.start()
+	g.make(volume.Spec{Name: "plain", Size: volume.Range{Required: legSize}, Access: volume.AccessAny, Provisioning: blockdev.Thin})
+	g.attach()
+	g.put(1)
+	check.OK(t, g.l.SetReplicaOf(t.Context(), g.v.ID, "ff"))
+	g.attach()
+	g.put(2)
+	g.whole("attached before")
+	g.detach()
+	g.attach()
+	begun := g.begin()
+	g.put(3)
+	g.exact(begun, "attached as a leg")
+	if _, all := g.marks(0); !all {
+		t.Error("not all counts since ever")
+	}
+
+	// There is no room for the marks of so much.
+	check.OK(t, second(g.l.Expand(t.Context(), g.v.ID, volume.Range{Required: 700 * mib})))
+	g.put(600)
+	g.whole("grown")
+	g.detach()
+	g.attach()
+	begun = g.begin()
+	g.put(650)
+	g.exact(begun, "grown, and attached again")
+	g.detach()
+	check.OK(t, g.l.Delete(t.Context(), g.v.ID))
+	g.nothing()
+}
+
+// cutPool is a pool of which nothing can be changed any more after some changes: its driver is about to die.
+type cutPool struct {
+	blockdev.Pool
+	left int
+}
+
+var errCut = errors.New("the driver died")
+
+func (p *cutPool) Unwrap() blockdev.Pool { return p.Pool }
+
+func (p *cutPool) step() error {
+	if p.left--; p.left < 0 {
+		return errCut
+	}
+	return nil
+}
+
+func (p *cutPool) Create(ctx context.Context, s blockdev.Spec) (blockdev.Record, error) {
+	if err := p.step(); err != nil {
+		return blockdev.Record{}, err
+	}
+	return p.Pool.Create(ctx, s)
+}
+
+func (p *cutPool) Delete(ctx context.Context, ref blockdev.Ref) error {
+	return errors.Join(p.step(), p.Pool.Delete(ctx, ref))
+}
+
+func (p *cutPool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
+	if err := p.step(); err != nil {
+		return blockdev.Record{}, err
+	}
+	return p.Pool.SetLabels(ctx, ref, change)
+}
+
+func (p *cutPool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
+	if err := p.step(); err != nil {
+		return blockdev.Device{}, err
+	}
+	return p.Pool.Attach(ctx, ref, how)
+}
+
+// TestLVMMarksCut: whatever a driver that dies has done of an attach, all that is written counts.
+func TestLVMMarksCut(t *testing.T) {
+	overLegs(t, volume.Spec{}, func(g *leg) {
+		whole := g.pool
+		for what, before := range map[string]func(){
+			"kept":    func() {},
+			"damaged": func() { g.damage(bytes.Repeat([]byte("damaged "), 1024)) },
+			"gone": func() {
+				check.OK(g, whole.Delete(t.Context(), blockdev.Ref{Kind: blockdev.Marks, Key: g.v.ID.Key}))
+			},
+			"without": func() { g.attach(); g.put(12); g.detach() },
+		} {
+			for n, cut := 0, true; cut; n++ {
+				before()
+				if what == "without" {
+					with := volume.WithoutMarks()
+					g.attach()
+					g.put(11)
+					g.detach()
+					with()
+				}
+				g.pool = &cutPool{whole, n}
+				g.start()
+				err := g.tryAttach()
+				if cut = errors.Is(err, errCut); err != nil && !cut {
+					g.Fatalf("%s, cut after %d steps: %v", what, n, err)
+				}
+				g.pool = whole
+				g.start()
+				g.attach()
+				g.safe(fmt.Sprint(what, ", cut after ", n))
+				g.begin()
+				g.put(int64(n % 10))
+				g.safe(fmt.Sprint(what, ", cut after ", n, ", and written"))
+				g.detach()
+			}
+		}
+	})
+}
+
+// TestLVMMarksAnyhow: whatever happens to a leg, and in which order, all that is written counts.
+func TestLVMMarksAnyhow(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	overLegs(t, volume.Spec{}, func(g *leg) {
+		random := rand.New(rand.NewPCG(seed, 1))
+		without, exact := func() {}, 0
+		for n := range 150 {
+			what := []string{"put", "put", "put", "begin", "begin", "attach", "attach", "detach", "start", "grow", "damage", "without", "with", "with", "with"}[random.IntN(15)]
+			if g.path == "" && slices.Contains([]string{"put", "begin"}, what) || g.path != "" && what == "damage" {
+				continue
+			}
+			switch what {
+			case "put":
+				g.put(random.Int64N(16))
+			case "begin":
+				if number := g.begin(); number > 0 {
+					g.exact(number, "begun")
+					exact++
+				}
+			case "attach":
+				g.attach()
+			case "detach":
+				g.detach()
+			case "start":
+				g.start()
+				g.attach() // what is mounted nowhere is detached
+			case "grow":
+				if g.v.Size < 40*mib {
+					check.OK(g, second(g.l.Expand(t.Context(), g.v.ID, volume.Range{Required: g.v.Size + 4*mib})))
+					g.v.Size += 4 * mib
+				}
+			case "damage":
+				if random.IntN(3) == 0 {
+					g.damage(make([]byte, 4096*random.IntN(3)))
+				}
+			case "without":
+				without = volume.WithoutMarks()
+			case "with":
+				without()
+			}
+			g.safe(fmt.Sprint(n, ": ", what))
+		}
+		without()
+		g.Logf("%d eras", exact)
+	})
+}
+
+// TestLVMMarksOutlivePower: a mark is on the disk before what was written is.
+func TestLVMMarksOutlivePower(t *testing.T) {
+	check.OK(t, era.Available())
+	dir := drivertest.Dir(t)
+	at := func(name string) string { return "file://" + filepath.Join(dir, name) + "?reservePercent=0&create=1" }
+	check.OK(t, os.Mkdir(filepath.Join(dir, "a"), 0o700))
+	g := &leg{TB: t, pool: open(t, "default", at("a")), written: map[uint32]map[int64]bool{0: {}}}
+	g.start()
+	g.make(volume.Spec{Name: "leg", Size: volume.Range{Required: legSize}, Access: volume.AccessAny, ReplicaOf: "ff"})
+	g.attach()
+	g.put(1)
+	begun := g.begin()
+	g.put(2, 9)
+	drivertest.Run(t, "cp", "-a", filepath.Join(dir, "a"), filepath.Join(dir, "b")) // what is above the files has no part in it
+	after := *g
+	after.pool = open(t, "default", at("b"))
+	after.start()
+	after.attach()
+	after.exact(begun, "after a loss of power")
+	after.exact(0, "after a loss of power")
+	after.detach()
+	g.detach()
+}
