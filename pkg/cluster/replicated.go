@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -134,10 +135,17 @@ func SetLegs(r *v1alpha1.ReplicatedVolume, copied bool) {
 	SummarizeLegs(r)
 }
 
-// RemoveLeg writes down that a leg may be deleted, and that nobody has it; nil if it is not there.
+// RemoveLeg writes down that a leg may be deleted, and that nobody has it; nil if it is not there. Its volume is to be deleted, or does not have it any more, by the API server's own word after the leg was read: else it may be a leg
+// of another volume of the name, which is made when this one is gone.
 func RemoveLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
-	v := &v1alpha1.Volume{}
+	v, now := &v1alpha1.Volume{}, &v1alpha1.ReplicatedVolume{}
 	err := c.Live.Get(ctx, client.ObjectKey{Name: name}, v)
+	if err == nil {
+		err = c.Live.Get(ctx, client.ObjectKey{Name: r.Name}, now)
+	}
+	if err == nil && (now.UID != r.UID || !now.Deleting() && slices.Contains(now.Spec.Legs, name)) {
+		return nil, nil
+	}
 	if err == nil && v.Spec.ReplicaOf == r.Name && !v.Deleting() {
 		err = IntendDeletion(ctx, c.Client, v, false)
 	}

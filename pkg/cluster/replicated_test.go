@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	storagev1 "k8s.io/api/storage/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -21,6 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -834,4 +836,35 @@ func (w *environment) edited(key string, edit func(v *v1alpha1.Volume)) {
 	before := v.DeepCopy()
 	edit(v)
 	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
+}
+
+// TestReplicatedOfBefore: who still knows of a volume that is deleted by now deletes no leg of another one of its name, which is being made, or is there.
+func TestReplicatedOfBefore(t *testing.T) {
+	w := newEnvironment(t)
+	leg := volumeOn(nodeName, "v")
+	leg.Spec.Access, leg.Spec.ReplicaOf = "any", leg.Name
+	check.OK(t, w.Create(w.ctx, leg))
+	r := cluster.ReplicatedNamed(leg.Name)
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: "v", Pool: "default", Replicas: 2, Size: mib, Legs: []string{leg.Name}, Numbered: 1}
+	of := func(uid types.UID) *v1alpha1.ReplicatedVolume {
+		old := r.DeepCopy()
+		old.UID, old.Spec.Delete = uid, uid
+		return old
+	}
+	as := kube.Connection{Client: w.Client, Live: w.Client}
+	stays := func(what string, old *v1alpha1.ReplicatedVolume) {
+		t.Helper()
+		v, err := cluster.RemoveLeg(w.ctx, as, old, leg.Name)
+		if check.OK(t, err); v != nil || w.object("v").Spec.Delete != "" {
+			t.Errorf("%s: its leg is to be deleted", what)
+		}
+	}
+	stays("it is being made", of("before"))
+	check.OK(t, w.Create(w.ctx, r))
+	stays("it is there", of("before"))
+	stays("it is not to be deleted", of(r.UID))
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Delete = r.UID })
+	if v, err := cluster.RemoveLeg(w.ctx, as, of(r.UID), leg.Name); err != nil || v == nil || !w.object("v").Deleting() {
+		t.Errorf("it is to be deleted, and its leg is %+v, %v", v, err)
+	}
 }

@@ -126,6 +126,10 @@ func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	if err != nil {
 		return err
 	}
+	now, err := s.liveReplicated(ctx, r.Name)
+	if err != nil || now == nil || now.UID != r.UID || now.Going() || !slices.Contains(now.Spec.Legs, name) {
+		return err // nobody wants it any more
+	}
 	w := s.hub.Open(cluster.VolumeNamed(name))
 	defer w.Close()
 	have, err := s.place(ctx, spec, w, name, unfit)
