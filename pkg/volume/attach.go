@@ -68,7 +68,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	defer func() { end(err) }()
 	options := device.Options{Keep: keep, Attributes: queueSettings(v.Mutable), Seat: v.Access == AccessAny}
 	if v.Encryption.Scheme == NotEncrypted {
-		return l.layLeg(ctx, v, stack, options)
+		return l.layLeg(ctx, v.ID, v.ReplicaOf != "", stack, options)
 	}
 	if !slices.Contains(Schemes, v.Encryption.Scheme) {
 		return blockdev.Device{}, fmt.Errorf("%w: its record says encryption %q, which this driver does not know; use the newer one that made it", errdefs.ErrUnsupported, v.Encryption.Scheme)
@@ -85,7 +85,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	}
 	defer release()
 	options.Encryption = &device.Encryption{Key: key, Discards: v.Encryption.Discards}
-	attached, err := l.layLeg(ctx, v, stack, options)
+	attached, err := l.layLeg(ctx, v.ID, v.ReplicaOf != "", stack, options)
 	if err == nil {
 		err = l.separate(ctx, v, attached)
 	}
@@ -127,11 +127,11 @@ func (l *Local) mounted(devices []blockdev.Device) bool {
 }
 
 // layLeg is lay, and of a leg with its marks.
-func (l *Local) layLeg(ctx context.Context, v Volume, stack device.Stack, o device.Options) (blockdev.Device, error) {
-	if v.ReplicaOf == "" {
+func (l *Local) layLeg(ctx context.Context, id ID, isLeg bool, stack device.Stack, o device.Options) (blockdev.Device, error) {
+	if !isLeg {
 		return l.lay(ctx, stack, o)
 	}
-	pool, record, err := l.anyRecord(ctx, v.ID)
+	pool, record, err := l.anyRecord(ctx, id)
 	if err != nil {
 		return blockdev.Device{}, err
 	}

@@ -157,14 +157,14 @@ func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Devi
 	return e.of(ctx, v.ID).Format(ctx, v, device, want)
 }
 
-// Marks: see Local. Of what is another node's that one is asked.
+// Marks: see Local; of a leg. Of what is another node's that one is asked.
 func (e *Everywhere) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Extent, error) {
-	return e.of(ctx, id).Marks(ctx, id, since)
+	return e.plain(ctx, id).Marks(ctx, id, since)
 }
 
-// BeginEra: see Local. Of what is another node's that one is asked.
+// BeginEra: see Local; of a leg. Of what is another node's that one is asked.
 func (e *Everywhere) BeginEra(ctx context.Context, id ID) (uint32, error) {
-	return e.of(ctx, id).BeginEra(ctx, id)
+	return e.plain(ctx, id).BeginEra(ctx, id)
 }
 
 // Attached: see Local.

@@ -97,7 +97,7 @@ func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	return l.lay(ctx, stack, device.Options{Seat: true})
+	return l.layLeg(ctx, id, true, stack, device.Options{Seat: true})
 }
 
 // Leg returns a leg as its node has it. The caller has the lock of the leg, as for all calls for one.
