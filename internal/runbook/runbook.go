@@ -56,6 +56,10 @@ var pages = map[string]string{
 	"ImageLonger":        "volume-degraded",
 	"LimitsNotKept":      "volume-degraded",
 	"MarksLost":          "volume-degraded",
+	"MirrorsUnknown":     "volume-degraded",
+	"NoCurrentReplica":   "volume-inaccessible",
+	"ReplicaMissing":     "volume-degraded",
+	"ReplicaNotCurrent":  "volume-degraded",
 
 	// Of nodes.
 	"AgentSilent":  "agent-down",

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/protobuf/types/known/wrapperspb"
@@ -26,7 +25,7 @@ import (
 
 // TestReachedMarks: a volume that becomes a leg is one at its home, and whichever node uses it asks that for its marks. A pool in memory keeps none, so all of it counts as written.
 func TestReachedMarks(t *testing.T) {
-	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 16 * mib}})
+	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 16 * mib}})
 	o := &v1alpha1.Volume{}
 	check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: v.ID.Key}, o))
 	before := o.DeepCopy()
@@ -37,28 +36,29 @@ func TestReachedMarks(t *testing.T) {
 		return err == nil && have.ReplicaOf == v.ID.Key
 	})
 	w.claimFor(v.ID, b.name)
-	block := &csi.VolumeCapability{AccessMode: mounted.AccessMode, AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
-	target := w.staged(b, dir, v.ID, block)
+	device, err := b.uses.OpenLeg(w.ctx, v.ID)
+	check.OK(t, err)
 	whole := []blockdev.Extent{{Length: 16 * mib}}
 	if have, err := b.uses.Marks(w.ctx, v.ID, 0); err != nil || len(have) != 1 || have[0] != whole[0] {
 		t.Errorf("since ever there was written %v, %v, want all", have, err) // it was none when it was made
 	}
 	begun, err := b.uses.BeginEra(w.ctx, v.ID)
 	fails(t, err, errdefs.ErrUnsupported)
-	f, err := os.OpenFile(target, os.O_WRONLY, 0)
+	f, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
 	check.OK(t, err)
 	_, err = f.WriteAt(bytes.Repeat([]byte("x"), 4096), 5*mib)
 	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
 	if have, err := b.uses.Marks(w.ctx, v.ID, begun); err != nil || len(have) != 1 || have[0] != whole[0] {
 		t.Errorf("since era %d there was written %v, %v, want %v", begun, have, err, whole)
 	}
-	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	check.OK(t, errors.Join(device.Close(), b.uses.CloseLeg(w.ctx, v.ID)))
 	w.claimFor(v.ID, a.name)
-	w.staged(a, dir, v.ID, block)
+	device, err = a.uses.OpenLeg(w.ctx, v.ID)
+	check.OK(t, err)
 	if have, err := a.uses.Marks(w.ctx, v.ID, begun); err != nil || len(have) != 1 || have[0] != whole[0] {
 		t.Errorf("at home, since era %d there was written %v, %v, want %v", begun, have, err, whole)
 	}
-	check.OK(t, a.unstage(w.ctx, dir, v.ID))
+	check.OK(t, errors.Join(device.Close(), a.uses.CloseLeg(w.ctx, v.ID)))
 	w.claimFor(v.ID, "")
 }
 

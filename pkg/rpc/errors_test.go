@@ -34,6 +34,7 @@ var sentinels = map[string]struct {
 	"ErrBadToken":     {errdefs.ErrBadToken, codes.Aborted},
 	"ErrDataLoss":     {errdefs.ErrDataLoss, codes.DataLoss},
 	"ErrUnavailable":  {errdefs.ErrUnavailable, codes.Unavailable},
+	"ErrUnknownCall":  {errdefs.ErrUnknownCall, codes.Unavailable},
 	"ErrUnsupported":  {errdefs.ErrUnsupported, codes.FailedPrecondition},
 }
 

@@ -38,6 +38,7 @@ const legSize = 16 * mib
 
 // overLegs runs a test over a leg in a pool of each kind.
 func overLegs(t *testing.T, spec volume.Spec, test func(g *leg)) {
+	drivertest.NeedMapper(t)
 	check.OK(t, era.Available())
 	urls := kindURLs(t)
 	for _, kind := range []string{"xfs", "linear", "thin", "plain"} {
@@ -465,6 +466,7 @@ func TestLVMMarksAnyhow(t *testing.T) {
 
 // TestLVMMarksOutlivePower: a mark is on the disk before what was written is.
 func TestLVMMarksOutlivePower(t *testing.T) {
+	drivertest.NeedMapper(t)
 	check.OK(t, era.Available())
 	dir := drivertest.Dir(t)
 	at := func(name string) string { return "file://" + filepath.Join(dir, name) + "?reservePercent=0&create=1" }

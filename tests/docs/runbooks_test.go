@@ -152,7 +152,7 @@ func commands(t *testing.T, block string) (tried int) {
 		return 0
 	}
 	for _, m := range resources.FindAllStringSubmatch(block, -1) {
-		if m[1] != "" && !slices.Contains([]string{"volumes", "snapshots", "pools", "csi"}, m[1]) {
+		if m[1] != "" && !slices.Contains([]string{"volumes", "snapshots", "pools", "replicatedvolumes", "csi"}, m[1]) {
 			t.Errorf("there are no objects %s.ashlar.dev: %s", m[1], block)
 		}
 	}

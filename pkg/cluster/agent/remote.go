@@ -551,7 +551,10 @@ func (c consumers) Modified(ctx context.Context, id volume.ID, to volume.Grant, 
 func (c consumers) Hold(ctx context.Context, id volume.ID, to volume.Grant) (release func() error, err error) {
 	if to.Node == c.local.Node() { // it is a leg
 		v, there, err := get(ctx, c.Agent, id.Key, &v1alpha1.Volume{})
-		if err != nil || !there {
+		if err == nil && (!there || v.Spec.ReplicaOf == "") {
+			err = fmt.Errorf("%w: volume %s is no leg that node %s has", errdefs.ErrPrecondition, id, to.Node)
+		}
+		if err != nil {
 			return nil, err
 		}
 		return c.holdReplicated(ctx, v.Spec.ReplicaOf, id.Key)

@@ -672,8 +672,8 @@ func (a *Agent) forgetReplica(key string) {
 
 // Reasons of problems of volumes with several legs.
 const (
-	ReasonFewerLegs = "FewerLegs" // not all legs are current
-	ReasonNoLegs    = "NoLegs"    // none can be used
+	ReasonFewerLegs = "ReplicaNotCurrent" // not all legs are current
+	ReasonNoLegs    = "NoCurrentReplica"  // none can be used
 )
 
 // Health: see replicapool.Legs.

@@ -76,6 +76,10 @@ var Table = []Entry{
 	{HomeAway, warning, volumes, "The node of the volume does not answer the node that uses it, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
 	{"MarksLost", warning, volumes, "What is written to the volume, which is a leg, is not marked any more."},
+	{"NoCurrentReplica", warning, volumes, "No replica of the volume that has all that was written can be used."},
+	{"ReplicaMissing", warning, volumes, "The volume has fewer replicas than it is to have."},
+	{"ReplicaNotCurrent", warning, volumes, "A replica of the volume lacks something of what was written."},
+	{"MirrorsUnknown", warning, pools, "It cannot be found out which replicated volumes are used on the node."},
 	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},
 
