@@ -1,7 +1,9 @@
 package volume
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"regexp"
@@ -106,8 +108,17 @@ func (e *Everywhere) Leg(ctx context.Context, id ID) (Leg, error) {
 }
 
 // OpenLeg makes a leg a device of this node, as Attach does, with nothing of its volume over it: on the node that has it, or over the network. Whoever had it before has it no more. It goes with its last user; on another node it stays until CloseLeg.
+// ErrUnavailable if it is another node's, and not claimed for this one yet.
 func (e *Everywhere) OpenLeg(ctx context.Context, id ID) (blockdev.Device, error) {
-	return e.plain(ctx, id).attachLeg(ctx, id)
+	at := e.plain(ctx, id)
+	if _, err := at.Record(ctx, id); at == e.Local && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable)) { // its claim may be news
+		there, failure := e.elsewhere.Find(ctx, id)
+		if failure != nil || !there {
+			return blockdev.Device{}, errdefs.Recast(errdefs.ErrUnavailable, cmp.Or(failure, err), "leg %s is not claimed for node %s yet", id, e.Node())
+		}
+		at = e.others
+	}
+	return at.attachLeg(ctx, id)
 }
 
 // LegDevices are the devices of a leg on this node; it needs no record.

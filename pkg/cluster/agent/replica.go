@@ -368,7 +368,7 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 			}
 		}
 		left, failed = again, errors.Join(failures...)
-		late := time.Now().After(end) || !errors.Is(failed, errdefs.ErrUnavailable) && !errors.Is(failed, errdefs.ErrBusy)
+		late := time.Now().After(end) || !slices.ContainsFunc(failures, func(err error) bool { return err != nil && !errors.Is(err, errdefs.ErrDataLoss) })
 		if failed == nil || late {
 			break
 		}
