@@ -176,7 +176,7 @@ func TestArtifactHub(t *testing.T) {
 			t.Errorf("there is no definition %+v", crd)
 		}
 	}
-	if len(crds) != 3 {
+	if len(crds) != 4 {
 		t.Errorf("%d definitions", len(crds))
 	}
 	var links []struct{ Name, URL string }
