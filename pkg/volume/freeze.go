@@ -57,7 +57,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	} else if is {
 		return l.holdConsumer(ctx, o, e.Grant)
 	}
-	if o.record.Labels[labelReplicaOf] != "" { // if it is used here, it is below the mirror of its volume
+	if o.record.Labels[labelReplicaOf] != "" && l.consumers() != nil { // if it is used here, it is below the mirror of its volume
 		if devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx); err != nil || len(devices) > 0 {
 			if err != nil {
 				return ctx, false, nothing, err
