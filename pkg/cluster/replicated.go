@@ -19,6 +19,13 @@ import (
 // ByReplicaOf is the index of the legs of replicated volumes, by the names of these.
 const ByReplicaOf = "replicaOf"
 
+// Reasons of problems of replicated volumes.
+const (
+	ReasonReplicaMissing    = "ReplicaMissing"    // it has fewer legs than it is to have
+	ReasonReplicaNotCurrent = "ReplicaNotCurrent" // a leg lacks something of what was written
+	ReasonNoCurrentReplica  = "NoCurrentReplica"  // none that has all can be used
+)
+
 // IndexReplicaOf is the value of ByReplicaOf.
 func IndexReplicaOf(v *v1alpha1.Volume) []string {
 	if v.Spec.ReplicaOf == "" {

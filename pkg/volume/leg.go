@@ -133,23 +133,8 @@ func (e *Everywhere) CloseLeg(ctx context.Context, id ID) error {
 
 // GrowLeg brings the devices of a leg to its size.
 func (e *Everywhere) GrowLeg(ctx context.Context, id ID) error {
-	at := e.plain(ctx, id)
-	stack, err := at.stack(id)
-	if err != nil {
-		return err
-	}
-	leg, err := at.leg(ctx, id)
-	if err != nil {
-		return err
-	}
-	pool, ref, err := at.object(id, blockdev.Volume)
-	if err != nil {
-		return err
-	}
-	if _, err := pool.Expand(ctx, ref, leg.Data.Size); err != nil {
-		return err
-	}
-	return stack.Grow(ctx, nil)
+	_, err := e.plain(ctx, id).Grow(ctx, id, nil)
+	return err
 }
 
 // ChangeLeg changes what the record of a leg says, durably: of the leg, and of what its volume carries; labels that are no user's stay.
@@ -176,11 +161,14 @@ func CarryLabels(from, to map[string]string) {
 	}
 }
 
-// RecordOf is the record of a volume of a size (without what encryption keeps beside it) by that of one of its legs.
-func RecordOf(ref blockdev.Ref, name string, size int64, leg blockdev.Record) blockdev.Record {
-	r := leg
-	r.Ref, r.Name, r.Size = ref, name, size+schemeOf(leg).Overhead()
-	r.Labels = maps.Clone(leg.Labels)
+// Keeps is how many bytes a leg keeps of a volume of a size, which is without what encryption keeps beside it.
+func (l Leg) Keeps(size int64) int64 { return size + schemeOf(l.Data).Overhead() }
+
+// RecordOf is the record of the volume of a leg, by that of the leg.
+func (l Leg) RecordOf(ref blockdev.Ref, name string, size int64) blockdev.Record {
+	r := l.Data
+	r.Ref, r.Name, r.Size = ref, name, l.Keeps(size)
+	r.Labels = maps.Clone(l.Data.Labels)
 	for _, label := range legsOwn {
 		delete(r.Labels, label)
 	}

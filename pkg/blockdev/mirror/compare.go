@@ -98,6 +98,18 @@ func (s State) open() (legs side, end func(), err error) {
 	return legs, end, nil
 }
 
+// Flush has what a leg has acknowledged be durable.
+func Flush(leg uint64) error {
+	f, err := openNumber(leg)
+	if err == nil {
+		err = errdefs.FromErrno(errors.Join(f.Sync(), f.Close()))
+	}
+	if err != nil {
+		return fmt.Errorf("flush leg %s: %w", dm.Number(leg), err)
+	}
+	return nil
+}
+
 // openNumber opens a block device by its number, past the page cache.
 func openNumber(number uint64) (*os.File, error) {
 	name, err := os.Readlink("/sys/dev/block/" + dm.Number(number))

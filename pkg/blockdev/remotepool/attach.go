@@ -24,7 +24,7 @@ import (
 func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	err := p.check(ref)
 	if err == nil && how.ReadOnly {
-		err = p.refuse("copied", ref)
+		err = p.Refuse("copied", ref)
 	}
 	if err != nil {
 		return blockdev.Device{}, err

@@ -7,8 +7,6 @@ package remotepool
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"maps"
@@ -21,6 +19,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/abroad"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -109,13 +108,7 @@ func generationOf(c nvme.Device) int64 {
 }
 
 // HostPrefix is what the NQNs begin with by which a node connects: others may be on the same kernel.
-func HostPrefix(node string) string { return nqnPrefix + "node:" + hashOf(node) + ":" }
-
-// hashOf is a name as 16 hexadecimal digits.
-func hashOf(name string) string {
-	sum := sha256.Sum256([]byte(name))
-	return hex.EncodeToString(sum[:8])
-}
+func HostPrefix(node string) string { return nqnPrefix + "node:" + abroad.HashOf(node) + ":" }
 
 // Pool is that of the volumes of other nodes. It has no name, and no volume: those are in the pools that it is named.
 type Pool struct {
@@ -125,6 +118,7 @@ type Pool struct {
 
 // shared is what the pools of all names are one in.
 type shared struct {
+	abroad.Pool
 	node   string
 	kernel Kernel
 	home   Home
@@ -168,7 +162,7 @@ var (
 
 // New returns the pool of the volumes that a node uses and others have.
 func New(node string, kernel Kernel, home Home) *Pool {
-	return &Pool{&shared{node: node, kernel: kernel, home: home, known: map[string]known{}, told: map[blockdev.Ref]string{}}, ""}
+	return &Pool{&shared{Pool: abroad.New("remote", node, "is on another node, and"), node: node, kernel: kernel, home: home, known: map[string]known{}, told: map[blockdev.Ref]string{}}, ""}
 }
 
 // Named is the pool as that of volumes in the pool of a name, on whatever nodes.
@@ -176,29 +170,6 @@ func (p *Pool) Named(name string) blockdev.Pool { return &Pool{p.shared, name} }
 
 // Name is that of the pool in which the home has the volume.
 func (p *Pool) Name() string { return p.name }
-
-// Granularity: see blockdev.Pool. Sizes are the home's to choose.
-func (p *Pool) Granularity() int64 { return blockdev.Granularity }
-
-func (p *Pool) refuse(what string, ref blockdev.Ref) error {
-	return fmt.Errorf("%w: %s is on another node, and %s there", errdefs.ErrUnsupported, ref, what)
-}
-
-// Create: see blockdev.Pool. It always fails.
-func (p *Pool) Create(_ context.Context, spec blockdev.Spec) (blockdev.Record, error) {
-	return blockdev.Record{}, p.refuse("made", spec.Ref)
-}
-
-// Delete: see blockdev.Pool. It always fails.
-func (p *Pool) Delete(_ context.Context, ref blockdev.Ref) error { return p.refuse("deleted", ref) }
-
-// Erase: see blockdev.Pool. It always fails.
-func (p *Pool) Erase(_ context.Context, ref blockdev.Ref) error { return p.refuse("erased", ref) }
-
-// List has nothing: what is on other nodes is listed there.
-func (p *Pool) List(context.Context, blockdev.Kind, string, int) ([]blockdev.Record, error) {
-	return nil, nil
-}
 
 // Get: see blockdev.Pool. While the home does not answer, the record of what is connected is as it was last: its user alone changes what counts
 // here. errdefs.ErrPrecondition if a device of an earlier claim is still in use, which leads nowhere any more.
@@ -338,7 +309,7 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 		return blockdev.Record{}, err
 	}
 	if size > record.Size {
-		return blockdev.Record{}, p.refuse("grown", ref)
+		return blockdev.Record{}, p.Refuse("grown", ref)
 	}
 	connected, err := p.current(ref)
 	for _, c := range connected {
@@ -370,31 +341,6 @@ func (p *Pool) sized(ctx context.Context, d nvme.Device, size int64) (nvme.Devic
 		return d, err
 	}
 	return now[0], nil
-}
-
-// Capacity is none.
-func (p *Pool) Capacity(context.Context) (blockdev.Capacity, error) { return blockdev.Capacity{}, nil }
-
-// Close gives nothing up: connections are the kernel's.
-func (p *Pool) Close() error { return nil }
-
-// prefix of the names of devices of the device mapper, and of their UUIDs: see filepool, of which none has these names. The hash is this node's, as its
-// kernel may be that of the home, or of another user, too.
-func (p *Pool) prefix() string { return "ashlar-remote-" + hashOf(p.node) + "-" }
-
-const topUUID = "LVM-NOT-OF-LVM-BUT-OF-THE-DRIVER-ASHLAR-"
-
-// Top: see blockdev.Stackable.
-func (p *Pool) Top(ref blockdev.Ref) (name, uuid, before string, err error) {
-	name = p.prefix() + ref.String()
-	return name, topUUID + name, topUUID + name, nil
-}
-
-// ParseTop: see blockdev.Stackable.
-func (p *Pool) ParseTop(name string) (blockdev.Ref, bool) {
-	text, ours := strings.CutPrefix(name, p.prefix())
-	ref := blockdev.ParseRef(text)
-	return ref, ours && ref.Validate() == nil
 }
 
 // Has reports whether a volume is connected.

@@ -132,6 +132,6 @@ func (p *Pool) mirrored(connected []nvme.Device) bool {
 func (p *Pool) stackedElsewhere(c nvme.Device) bool {
 	return slices.ContainsFunc(holders(c), func(holder string) bool {
 		name, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(holder), "dm/name"))
-		return err == nil && !strings.HasPrefix(string(name), p.prefix())
+		return err == nil && !strings.HasPrefix(string(name), p.Prefix())
 	})
 }

@@ -6,21 +6,18 @@ package replicapool
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
 	"strconv"
 	"strings"
-	"time"
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/abroad"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -52,6 +49,7 @@ type Opened struct {
 
 // Pool is that of volumes with several legs. It has no name, and no volume: those are in the pools that it is named.
 type Pool struct {
+	abroad.Pool
 	node string
 	legs Legs
 	name string
@@ -64,37 +62,14 @@ var (
 
 // New returns the pool of the volumes with several legs that a node uses. errdefs.ErrUnsupported without a kernel that can mirror.
 func New(node string, legs Legs) (*Pool, error) {
-	return &Pool{node: node, legs: legs}, mirror.Available()
+	return &Pool{Pool: abroad.New("replicated", node, "has its bytes in several legs, and is"), node: node, legs: legs}, mirror.Available()
 }
 
 // Named is the pool as that of volumes in the pool of a name, which is what their IDs name.
-func (p *Pool) Named(name string) blockdev.Pool { return &Pool{p.node, p.legs, name} }
+func (p *Pool) Named(name string) blockdev.Pool { return &Pool{p.Pool, p.node, p.legs, name} }
 
 // Name is what the IDs of its volumes name.
 func (p *Pool) Name() string { return p.name }
-
-// Granularity: see blockdev.Pool. Sizes are chosen where legs are made.
-func (p *Pool) Granularity() int64 { return blockdev.Granularity }
-
-func (p *Pool) refuse(what string, ref blockdev.Ref) error {
-	return fmt.Errorf("%w: %s has its bytes in several legs, and is %s where those are", errdefs.ErrUnsupported, ref, what)
-}
-
-// Create: see blockdev.Pool. It always fails.
-func (p *Pool) Create(_ context.Context, spec blockdev.Spec) (blockdev.Record, error) {
-	return blockdev.Record{}, p.refuse("made", spec.Ref)
-}
-
-// Delete: see blockdev.Pool. It always fails.
-func (p *Pool) Delete(_ context.Context, ref blockdev.Ref) error { return p.refuse("deleted", ref) }
-
-// Erase: see blockdev.Pool. It always fails.
-func (p *Pool) Erase(_ context.Context, ref blockdev.Ref) error { return p.refuse("erased", ref) }
-
-// List has nothing: volumes are listed where their legs are.
-func (p *Pool) List(context.Context, blockdev.Kind, string, int) ([]blockdev.Record, error) {
-	return nil, nil
-}
 
 func (p *Pool) check(ref blockdev.Ref) error {
 	err := ref.Validate()
@@ -127,7 +102,7 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 		return blockdev.Record{}, err
 	}
 	if size > record.Size {
-		return blockdev.Record{}, p.refuse("grown", ref)
+		return blockdev.Record{}, p.Refuse("grown", ref)
 	}
 	if _, err := mirror.Look(p.Mirror(ref)); errors.Is(err, errdefs.ErrNotFound) {
 		return record, nil
@@ -146,7 +121,7 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	err := p.check(ref)
 	if err == nil && how.ReadOnly {
-		err = p.refuse("copied", ref)
+		err = p.Refuse("copied", ref)
 	}
 	if err != nil {
 		return blockdev.Device{}, err
@@ -265,24 +240,14 @@ func (p *Pool) settle(ctx context.Context, d *dm.Device) (clean bool, err error)
 	return err == nil && len(s.Failed()) == 0 && !s.Held, err
 }
 
-// remove takes a mirror away. A device over it that goes with its last user loses its name before it lets go of this one.
+// remove takes a mirror away.
 func (p *Pool) remove(ctx context.Context, name string) error {
-	for try := 0; ; try++ {
-		inUse, err := mirror.Remove(ctx, name)
-		switch {
-		case err != nil:
-			return err
-		case !inUse:
-			return nil
-		case try == held.Tries || ctx.Err() != nil:
-			return fmt.Errorf("%w: %s is held by a mount, or by a device over it", errdefs.ErrInUse, name)
-		}
-		time.Sleep(held.Pause)
+	inUse, err := mirror.Remove(ctx, name)
+	if err == nil && inUse {
+		err = fmt.Errorf("%w: %s is held by a mount, or by a device over it", errdefs.ErrInUse, name)
 	}
+	return err
 }
-
-// Capacity is none.
-func (p *Pool) Capacity(context.Context) (blockdev.Capacity, error) { return blockdev.Capacity{}, nil }
 
 // Health: see blockdev.Pool. It asks the kernel, and what is known here.
 func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
@@ -327,15 +292,12 @@ func (p *Pool) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Device,
 	return found, err
 }
 
-// Close gives nothing up: mirrors are the kernel's.
-func (p *Pool) Close() error { return nil }
-
 // Mirrors are the volumes that have a mirror here, with the generation of the claim by which it was made.
 func (p *Pool) Mirrors() (map[blockdev.Ref]int64, error) {
-	names, err := dm.Names(p.prefix())
+	names, err := dm.Names(p.Prefix())
 	found := map[blockdev.Ref]int64{}
 	for _, name := range names {
-		text, is := strings.CutSuffix(strings.TrimPrefix(name, p.prefix()), mirrorSuffix)
+		text, is := strings.CutSuffix(strings.TrimPrefix(name, p.Prefix()), mirrorSuffix)
 		ref := blockdev.ParseRef(text)
 		if !is || ref.Validate() != nil {
 			continue
@@ -368,35 +330,13 @@ func (p *Pool) Has(ref blockdev.Ref) bool {
 	return is && err == nil
 }
 
-// prefix of the names of devices of the device mapper: see remotepool, of which none has these names.
-func (p *Pool) prefix() string {
-	sum := sha256.Sum256([]byte(p.node))
-	return "ashlar-replicated-" + hex.EncodeToString(sum[:8]) + "-"
-}
-
-const (
-	topUUID      = "LVM-NOT-OF-LVM-BUT-OF-THE-DRIVER-ASHLAR-"
-	mirrorSuffix = "-mirror"
-)
+const mirrorSuffix = "-mirror"
 
 // Mirror is the name of the mirror of a volume.
-func (p *Pool) Mirror(ref blockdev.Ref) string { return p.prefix() + ref.String() + mirrorSuffix }
+func (p *Pool) Mirror(ref blockdev.Ref) string { return p.Prefix() + ref.String() + mirrorSuffix }
 
-func (p *Pool) uuidPrefix(ref blockdev.Ref) string { return topUUID + "mirror-" + ref.Key + "-" }
+func (p *Pool) uuidPrefix(ref blockdev.Ref) string { return abroad.UUID + "mirror-" + ref.Key + "-" }
 
 func (p *Pool) uuid(ref blockdev.Ref, generation int64) string {
 	return p.uuidPrefix(ref) + strconv.FormatInt(generation, 10)
-}
-
-// Top: see blockdev.Stackable.
-func (p *Pool) Top(ref blockdev.Ref) (name, uuid, before string, err error) {
-	name = p.prefix() + ref.String()
-	return name, topUUID + name, topUUID + name, nil
-}
-
-// ParseTop: see blockdev.Stackable.
-func (p *Pool) ParseTop(name string) (blockdev.Ref, bool) {
-	text, ours := strings.CutPrefix(name, p.prefix())
-	ref := blockdev.ParseRef(text)
-	return ref, ours && ref.Validate() == nil
 }

@@ -203,7 +203,12 @@ func (e elsewhere) Find(ctx context.Context, id volume.ID) (bool, error) {
 		}
 		return false, nil
 	}
-	for !e.Has(id) {
+	return untilHeard(ctx, w, e, id)
+}
+
+// untilHeard waits until the watch has told of a volume that is claimed for this node.
+func untilHeard(ctx context.Context, w *kube.Watch, known volume.Elsewhere, id volume.ID) (bool, error) {
+	for !known.Has(id) {
 		select {
 		case <-w.Signal:
 			w.Take()

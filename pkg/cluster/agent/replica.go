@@ -156,7 +156,7 @@ func (r replicated) Has(id volume.ID) bool {
 func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, claimWait)
 	defer cancel()
-	w := r.hub.Open(&v1alpha1.ReplicatedVolume{ObjectMeta: cluster.VolumeNamed(id.Key).ObjectMeta})
+	w := r.hub.Open(cluster.ReplicatedNamed(id.Key))
 	defer w.Close()
 	switch _, err := r.replicatedNow(ctx, id.Key); {
 	case errors.Is(err, errdefs.ErrUnavailable):
@@ -164,15 +164,7 @@ func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 	case err != nil:
 		return false, nil
 	}
-	for !r.Has(id) {
-		select {
-		case <-w.Signal:
-			w.Take()
-		case <-ctx.Done():
-			return false, fmt.Errorf("%w: the replicated volume %s is claimed for this node, and the agent has not heard of it yet", errdefs.ErrUnavailable, id)
-		}
-	}
-	return true, nil
+	return untilHeard(ctx, w, r, id)
 }
 
 // HoldReplicated says who holds back the writes to volumes with several legs that are used here.
@@ -195,7 +187,7 @@ func (a *Agent) holdReplicated(ctx context.Context, key, locked string) (release
 	if locked != key {
 		locks = []string{keylock.Volume(key)}
 	}
-	return a.hold(ctx, holds, volume.ID{Kind: blockdev.Volume, Pool: v.Spec.Pool, Key: key}, locks)
+	return a.hold(ctx, holds, cluster.ReplicatedID(v), locks)
 }
 
 // ReplicaLegs opens the legs of volumes that this node uses: it is a replicapool.Legs.
@@ -324,21 +316,19 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if len(opened) == 0 || waits {
 		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
-	chosen, size := choose(opened), int64(0)
+	chosen := choose(opened)
 	if err := l.writeList(ctx, v, chosen, opened); err != nil {
 		return replicapool.Opened{}, err
 	}
-	out := replicapool.Opened{Generation: v.Spec.Claim.Generation}
+	out := replicapool.Opened{Generation: v.Spec.Claim.Generation, Size: chosen[0].Keeps(v.Spec.Size)}
 	for i, leg := range opened {
 		if !slices.ContainsFunc(chosen, func(c openedLeg) bool { return c.name == leg.name }) {
 			err = errors.Join(err, opened[i].device.Close()) // it joins the mirror later
 			continue
 		}
 		out.Legs = append(out.Legs, leg.device)
-		size = max(size, volume.RecordOf(ref, v.Spec.Name, v.Spec.Size, leg.Data).Size)
 	}
 	l.note(ref.Key, func(r *replica) { r.claim = 0 })
-	out.Size = size
 	return out, err
 }
 
@@ -412,7 +402,7 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 		return leg, err
 	}
 	if leg.Leg, err = l.volumes.Leg(ctx, id); err == nil {
-		size := volume.RecordOf(blockdev.Ref{}, "", v.Spec.Size, leg.Data).Size
+		size := leg.Keeps(v.Spec.Size)
 		switch {
 		case leg.Of != v.Name:
 			err = fmt.Errorf("%w: %s is a leg of the volume %q, not of %s", errdefs.ErrPrecondition, id, leg.Of, v.Name)
@@ -425,8 +415,7 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 	if err != nil {
 		return leg, errors.Join(err, leg.device.Close())
 	}
-	_, there, failure := get(ctx, l.Agent, id.Key, &v1alpha1.Volume{})
-	leg.near = failure == nil && there
+	leg.near = l.isNear(ctx, id.Key)
 	return leg, nil
 }
 
@@ -481,7 +470,7 @@ func setWaiting(leg *v1alpha1.Leg, why string) {
 func (a *Agent) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	before := v.DeepCopy()
 	edit(&v.Status)
-	v.Status.Summary = fmt.Sprintf("%d of %d", len(v.Current()), v.Spec.Replicas)
+	cluster.SummarizeLegs(v)
 	if equality.Semantic.DeepEqual(&before.Status, &v.Status) {
 		return nil
 	}
@@ -515,18 +504,11 @@ func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref)
 	if v.Spec.Pool != pool {
 		return blockdev.Record{}, fmt.Errorf("%w: replicated volume %s is none of pool %s", errdefs.ErrNotFound, ref.Key, pool)
 	}
-	err = fmt.Errorf("%w: no leg of the replicated volume %s is current", errdefs.ErrDataLoss, ref.Key)
-	for _, name := range l.nearFirst(ctx, v) {
-		var id volume.ID
-		var leg volume.Leg
-		if id, err = l.legID(ctx, v, name); err != nil {
-			continue
-		}
-		if leg, err = l.volumes.Leg(ctx, id); err == nil {
-			record = volume.RecordOf(ref, v.Spec.Name, v.Spec.Size, leg.Data)
-			l.note(ref.Key, func(r *replica) { r.record = record })
-			return record, nil
-		}
+	leg, err := l.currentLeg(ctx, v)
+	if err == nil {
+		record = leg.RecordOf(ref, v.Spec.Name, v.Spec.Size)
+		l.note(ref.Key, func(r *replica) { r.record = record })
+		return record, nil
 	}
 	if errors.Is(err, errdefs.ErrUnavailable) {
 		l.note(ref.Key, func(r *replica) { record = r.record })
@@ -538,14 +520,31 @@ func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref)
 	return blockdev.Record{}, err
 }
 
+// currentLeg returns a leg that is current, as its node has it: that of this node, or the first one that answers.
+func (l *ReplicaLegs) currentLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume) (leg volume.Leg, err error) {
+	err = fmt.Errorf("%w: no leg of the replicated volume %s is current", errdefs.ErrDataLoss, v.Name)
+	for _, name := range l.nearFirst(ctx, v) {
+		var id volume.ID
+		if id, err = l.legID(ctx, v, name); err != nil {
+			continue
+		}
+		if leg, err = l.volumes.Leg(ctx, id); err == nil {
+			return leg, nil
+		}
+	}
+	return volume.Leg{}, err
+}
+
+// isNear reports whether a leg is on this node.
+func (a *Agent) isNear(ctx context.Context, name string) bool {
+	_, there, err := get(ctx, a, name, &v1alpha1.Volume{})
+	return err == nil && there
+}
+
 // nearFirst are the names of the legs that are current, that of this node first.
 func (l *ReplicaLegs) nearFirst(ctx context.Context, v *v1alpha1.ReplicatedVolume) []string {
 	names := v.Current()
-	near := func(name string) bool {
-		_, there, err := get(ctx, l.Agent, name, &v1alpha1.Volume{})
-		return err == nil && there
-	}
-	slices.SortStableFunc(names, func(a, b string) int { return volume.TrueFirst(near(a), near(b)) })
+	slices.SortStableFunc(names, func(a, b string) int { return volume.TrueFirst(l.isNear(ctx, a), l.isNear(ctx, b)) })
 	return names
 }
 
@@ -670,37 +669,32 @@ func (a *Agent) forgetReplica(key string) {
 	delete(a.replicas.known, key)
 }
 
-// Reasons of problems of volumes with several legs.
-const (
-	ReasonFewerLegs = "ReplicaNotCurrent" // not all legs are current
-	ReasonNoLegs    = "NoCurrentReplica"  // none can be used
-)
-
 // Health: see replicapool.Legs.
 func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) []blockdev.Problem {
 	if len(s.Failed()) == len(s.Legs) {
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: ReasonNoLegs, Message: "none of its legs takes what is written; who uses it gets errors, or waits"}}
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: "none of its legs takes what is written; who uses it gets errors, or waits"}}
 	}
 	v, is := l.replicated(ref.Key)
 	if !is {
 		return nil
 	}
 	if current := len(v.Current()); current < v.Spec.Replicas {
-		return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: ReasonFewerLegs,
+		return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaNotCurrent,
 			Message: fmt.Sprintf("%d of %d legs have everything that was written: %s", current, v.Spec.Replicas, missingLegs(v))}}
 	}
 	return nil
 }
 
 // missingLegs says of the legs that are not current why.
-func missingLegs(v *v1alpha1.ReplicatedVolume) (text string) {
+func missingLegs(v *v1alpha1.ReplicatedVolume) string {
+	why := map[string]string{}
 	for _, leg := range v.Status.Legs {
 		if !leg.Current {
-			text += fmt.Sprintf("; leg %s: %s", leg.Name, leg.Message)
+			why[leg.Name] = leg.Message
 		}
 	}
-	if text == "" {
+	if len(why) == 0 {
 		return "the others are not made yet"
 	}
-	return text[2:]
+	return reasons(why)
 }

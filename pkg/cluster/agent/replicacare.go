@@ -4,13 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
+	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -221,7 +220,7 @@ func (t *tender) view(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirro
 			}
 			now.leg[d.Number] = name
 		}
-		if _, there, err := get(ctx, t.Agent, name, &v1alpha1.Volume{}); err == nil && there {
+		if t.isNear(ctx, name) {
 			now.near = now.device[name]
 		}
 	}
@@ -353,11 +352,13 @@ func (t *tender) giveBack(ctx context.Context, v *v1alpha1.ReplicatedVolume, nam
 	}
 }
 
-func reasons(failing map[string]string) (text string) {
-	for name, why := range failing {
-		text += fmt.Sprintf("; leg %s: %s", name, why)
+// reasons says of legs why they are not current, in their order: what is said again is not told again.
+func reasons(failing map[string]string) string {
+	var all []string
+	for _, name := range slices.Sorted(maps.Keys(failing)) {
+		all = append(all, fmt.Sprintf("leg %s: %s", name, failing[name]))
 	}
-	return text[2:]
+	return strings.Join(all, "; ")
 }
 
 // list puts on the list what the mirror waits for, and is not there yet: it is equal, and whole.
@@ -386,8 +387,8 @@ func (t *tender) list(ctx context.Context, now *view) error {
 
 // complete has a leg that is equal be that durably, and its record say so.
 func (t *tender) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64) error {
-	if err := flushDevice(device); err != nil {
-		return fmt.Errorf("flush leg %s: %w", name, err)
+	if err := mirror.Flush(device); err != nil {
+		return err
 	}
 	return t.withLeg(ctx, v, name, func(id volume.ID) error {
 		return t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
@@ -398,19 +399,6 @@ func (t *tender) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, nam
 			return nil
 		})
 	})
-}
-
-// flushDevice has what a device has acknowledged be durable.
-func flushDevice(number uint64) error {
-	path, err := os.Readlink("/sys/dev/block/" + dm.Number(number))
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	f, err := os.OpenFile("/dev/"+filepath.Base(path), os.O_RDONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	return errdefs.FromErrno(errors.Join(f.Sync(), f.Close()))
 }
 
 // joining is the step with a leg that the kernel makes equal.
@@ -496,7 +484,7 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string) error {
 	if v.Spec.Claim.Generation != t.generation || v.Status.Opened != t.generation || !slices.Contains(v.Spec.Legs, name) || v.Leg(name) != nil && v.Leg(name).Current {
 		return fmt.Errorf("%w: the object of the replicated volume says something else by now", errdefs.ErrBusy)
 	}
-	labels, err := t.carried(ctx, v)
+	current, err := t.currentLeg(ctx, v)
 	if err != nil {
 		return err
 	}
@@ -506,7 +494,7 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string) error {
 			return err
 		}
 		err = t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, own map[string]string) error {
-			volume.CarryLabels(labels, own)
+			volume.CarryLabels(current.Data.Labels, own)
 			s.Opened, s.Closed, s.Boot = t.generation, false, leg.Now // what it was sound of, it stays
 			return nil
 		})
@@ -515,20 +503,4 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string) error {
 		}
 		return errors.Join(err, leg.device.Close())
 	})
-}
-
-// carried are the labels of a leg that is current.
-func (t *tender) carried(ctx context.Context, v *v1alpha1.ReplicatedVolume) (map[string]string, error) {
-	err := fmt.Errorf("%w: no leg is current", errdefs.ErrUnavailable)
-	for _, name := range t.nearFirst(ctx, v) {
-		var id volume.ID
-		var leg volume.Leg
-		if id, err = t.legID(ctx, v, name); err != nil {
-			continue
-		}
-		if leg, err = t.volumes.Leg(ctx, id); err == nil {
-			return leg.Data.Labels, nil
-		}
-	}
-	return nil, err
 }

@@ -30,17 +30,12 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 	if _, err := s.volume(ctx, id); err != nil {
 		return err
 	}
-	_, limit, err := s.nodePools(ctx, claim.Node)
+	count, end, err := s.counted(ctx, id.Key, claim.Node)
 	if err != nil {
 		return err
 	}
-	counted := false
-	defer func() {
-		if counted {
-			s.uncount(id.Key, claim.Node)
-		}
-	}()
-	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode, Since: new(metav1.Now())}
+	defer end()
+	want := newClaim(claim)
 	_, err = s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
 		doubted := v.Annotations[v1alpha1.DoubtAnnotation] != ""
 		delete(v.Annotations, v1alpha1.DoubtAnnotation)
@@ -57,11 +52,8 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 		if err := s.mayUse(ctx, v, want.Node); err != nil {
 			return false, err
 		}
-		if !counted && limit > 0 {
-			if err := s.countClaim(ctx, id.Key, want.Node, limit); err != nil {
-				return false, err
-			}
-			counted = true
+		if err := count(); err != nil {
+			return false, err
 		}
 		if many {
 			v.SetReaders(append(v.Spec.Readers, *claimed(v, want)))
@@ -196,11 +188,34 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	return nil
 }
 
-// uncount ends what countClaim has counted: the claim is in the cache, or was not made.
-func (s *Store) uncount(key, node string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.claiming, claiming{key, node})
+// counted prepares to count the claim of a volume that is about to be made for a node: count does, once, and end is to be called when the claim is in the cache, or was not made.
+func (s *Store) counted(ctx context.Context, key, node string) (count func() error, end func(), err error) {
+	_, limit, err := s.nodePools(ctx, node)
+	if err != nil {
+		return nil, nil, err
+	}
+	is := false
+	count = func() (err error) {
+		if !is && limit > 0 {
+			err = s.countClaim(ctx, key, node, limit)
+			is = err == nil
+		}
+		return err
+	}
+	end = func() {
+		if !is {
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.claiming, claiming{key, node})
+	}
+	return count, end, nil
+}
+
+// newClaim is a claim that is made now, as objects have it.
+func newClaim(c volume.Claim) v1alpha1.Claim {
+	return v1alpha1.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode, Since: new(metav1.Now())}
 }
 
 // Release: see volume.Store. Of a volume that is being deleted too. One that other nodes can use is released when its home gives it to nobody

@@ -75,12 +75,7 @@ func (s *Store) findRoom(ctx context.Context, set string, nodes []string, of vol
 }
 
 // worst is the severity of the worst of what is wrong with a pool; 0: nothing is known.
-func worst(p *v1alpha1.Pool) (worst blockdev.Severity) {
-	for _, problem := range cluster.ToProblems(p.Status.Health) {
-		worst = max(worst, problem.Severity)
-	}
-	return worst
-}
+func worst(p *v1alpha1.Pool) blockdev.Severity { return worstOf(cluster.ToProblems(p.Status.Health)) }
 
 // poolsOf returns the pools of a set of some nodes, or with none of all. known: there are some on any node.
 func (s *Store) poolsOf(ctx context.Context, set string, nodes []string) (found []*v1alpha1.Pool, known bool, err error) {

@@ -203,7 +203,7 @@ func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 		if l != nil && l.Current {
 			well = well || worstOf(problems) < blockdev.Inaccessible
 		} else {
-			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "ReplicaNotCurrent", Message: notCurrent(v, l)})
+			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaNotCurrent, Message: notCurrent(v, l)})
 		}
 		for _, p := range problems {
 			p.Message = fmt.Sprintf("replica on node %s: %s", v.Spec.NodeName, p.Message)
@@ -211,10 +211,10 @@ func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 		}
 	}
 	if missing := r.Spec.Replicas - len(legs); missing > 0 {
-		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: "ReplicaMissing", Message: fmt.Sprintf("%d of %d replicas are not there", missing, r.Spec.Replicas)})
+		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaMissing, Message: fmt.Sprintf("%d of %d replicas are not there", missing, r.Spec.Replicas)})
 	}
 	if len(currentLegs(r, legs)) == 0 {
-		all = append(all, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "NoCurrentReplica", Message: "none of the replicas that have all that was written is there: " + r.Status.Summary})
+		all = append(all, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: "none of the replicas that have all that was written is there: " + r.Status.Summary})
 	}
 	for i := range all {
 		if well {

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -23,17 +22,12 @@ func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	if claim.Many() {
 		return fmt.Errorf("%w: volume %s has replicas, and can be used on one node at a time: publish it with another access mode than that of many readers (ReadOnlyMany)", errdefs.ErrPrecondition, id)
 	}
-	_, limit, err := s.nodePools(ctx, claim.Node)
+	count, end, err := s.counted(ctx, id.Key, claim.Node)
 	if err != nil {
 		return err
 	}
-	counted := false
-	defer func() {
-		if counted {
-			s.uncount(id.Key, claim.Node)
-		}
-	}()
-	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode, Since: new(metav1.Now())}
+	defer end()
+	want := newClaim(claim)
 	r, err = s.changeReplicated(ctx, r, func(r *v1alpha1.ReplicatedVolume) (bool, error) {
 		doubted := r.Annotations[v1alpha1.DoubtAnnotation] != ""
 		delete(r.Annotations, v1alpha1.DoubtAnnotation)
@@ -52,9 +46,8 @@ func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolum
 		if err == nil {
 			err = s.oneFree(ctx, r, legs)
 		}
-		if err == nil && !counted && limit > 0 {
-			err = s.countClaim(ctx, id.Key, want.Node, limit)
-			counted = err == nil
+		if err == nil {
+			err = count()
 		}
 		if err != nil {
 			return false, err
