@@ -23,16 +23,22 @@ type LegState struct {
 	Opened int64  // for which it was opened last; 0: none yet
 	Closed bool   // since then it was closed, equal to all legs that were current
 	Boot   string // the word of the start of its machine in which it was opened
+	Common string // the name of a moment in which all legs were equal, durably; empty: that in which they were made
+	Era    uint32 // one of its marks, which began before that moment: what was written since then is since that. 0: whatever was ever written
 }
 
-var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})$`)
+var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})(?::([0-9A-Z]{1,32}):([0-9]{1,10}))?$`)
 
 func (s LegState) label() string {
 	word := "open"
 	if s.Closed {
 		word = "closed"
 	}
-	return fmt.Sprintf("%d:%d:%s:%s", s.Sound, s.Opened, word, s.Boot)
+	label := fmt.Sprintf("%d:%d:%s:%s", s.Sound, s.Opened, word, s.Boot)
+	if s.Common != "" {
+		label += fmt.Sprintf(":%s:%d", s.Common, s.Era)
+	}
+	return label
 }
 
 // legStateOf is what a record says; of a leg that nobody has opened yet, that it is closed.
@@ -43,11 +49,13 @@ func legStateOf(r blockdev.Record) (s LegState, err error) {
 	}
 	parts := legPattern.FindStringSubmatch(label)
 	if parts != nil {
-		s.Closed, s.Boot = parts[3] == "closed", parts[4]
-		s.Sound, err = strconv.ParseInt(parts[1], 10, 64)
-		if err == nil {
-			s.Opened, err = strconv.ParseInt(parts[2], 10, 64)
-		}
+		s.Closed, s.Boot, s.Common = parts[3] == "closed", parts[4], parts[5]
+		var failures [3]error
+		s.Sound, failures[0] = strconv.ParseInt(parts[1], 10, 64)
+		s.Opened, failures[1] = strconv.ParseInt(parts[2], 10, 64)
+		var era uint64
+		era, failures[2] = strconv.ParseUint(cmp.Or(parts[6], "0"), 10, 32)
+		s.Era, err = uint32(era), errors.Join(failures[:]...)
 	}
 	if parts == nil || err != nil {
 		return LegState{}, fmt.Errorf("%w: the record of the leg %s says of it %q, which is not understood; another version of the driver may have written it", errdefs.ErrDataLoss, r.Ref, label)

@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -19,6 +21,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	domain "github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -26,9 +30,10 @@ import (
 // mirrored is a volume with several legs.
 type mirrored struct {
 	*volume
-	key  string
-	legs []string // names, and nodes
-	on   []string
+	key    string
+	legs   []string // names, and nodes
+	on     []string
+	common string // see equal
 }
 
 // mirror makes a volume with a leg on each of some nodes, the first one there first.
@@ -37,10 +42,7 @@ func (c *nodes) mirror(name, filesystem string, on ...string) *mirrored {
 	for _, node := range append([]string{home}, consumers...) {
 		c.cordon(node, !slices.Contains(on, node))
 	}
-	r := co.Request(name, filesystem, 16*mib)
-	if filesystem != co.Block {
-		r.CapacityRange.RequiredBytes = 64 * mib
-	}
+	r := co.Request(name, filesystem, 64*mib)
 	r.Parameters = map[string]string{"access": "any", "replicas": strconv.Itoa(len(on))}
 	r.AccessibilityRequirements = &csi.TopologyRequirement{Preferred: []*csi.Topology{csimap.Topology(on[0])}, Requisite: []*csi.Topology{csimap.Topology(on[0])}}
 	m := &mirrored{volume: &volume{nodes: c}, key: domain.KeyOf(name), on: on}
@@ -239,6 +241,114 @@ func TestReplicaFails(t *testing.T) {
 			}
 		})
 	}
+}
+
+// wrote is how much was written to the leg on a node since it is attached there, in MiB.
+func (m *mirrored) wrote(node string) int64 {
+	m.Helper()
+	names, err := dm.Names("")
+	check.OK(m, err)
+	for _, name := range names {
+		if !strings.Contains(name, m.leg(node)) || !strings.HasSuffix(name, "-marks") {
+			continue
+		}
+		d, err := dm.Find(name)
+		if err != nil || d == nil {
+			m.Fatalf("%s: %+v, %v", name, d, err)
+		}
+		n, err := d.Written()
+		check.OK(m, err)
+		return n / mib
+	}
+	m.Fatalf("nothing marks what is written to the leg on %s; there are %v", node, names)
+	return 0
+}
+
+// TestReplicaComesBack: a leg that was away gets what was written since all were equal last, and not the whole volume: whoever uses it, and though its drivers and the user's were killed.
+func TestReplicaComesBack(t *testing.T) {
+	c := newNodes(t)
+	check.OK(t, era.Available())
+	user, near, far := consumers[0], home, consumers[1]
+	m := c.mirror("replica comes back", co.Block, near, far)
+	m.claims(user)
+	m.again("stage it", func(ctx context.Context) error { return m.up(ctx, user) })
+	away := func(during func()) (copied int64) {
+		c.link(user, false)
+		m.current(m.leg(far))
+		during()
+		c.link(user, true)
+		m.current(m.legs...)
+		return m.wrote(near)
+	}
+	for at := range int64(20) {
+		m.put(user, at)
+	}
+	// Since they were made, 20 and 1 were written.
+	if n := away(func() { m.put(user, 30) }); n < 21 || n > 24 {
+		t.Errorf("%d MiB were written to a leg that lacked one, of 21 that had ever been written", n)
+	}
+	m.equal()
+	if n := away(func() { m.put(user, 31); m.put(user, 32) }); n < 2 || n > 4 {
+		t.Errorf("%d MiB were written to a leg that lacked two", n)
+	}
+	m.equal()
+	if n := away(func() {
+		m.put(user, 33)
+		killed(c, c.agents[user])()
+		killed(c, c.agents[near])()
+		killed(c, c.agents[far])()
+		m.put(user, 34)
+	}); n < 2 || n > 4 {
+		t.Errorf("%d MiB were written to a leg that lacked two, after all drivers had been killed", n)
+	}
+	m.equal()
+	m.again("take it down", func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+
+	m.claims(far)
+	m.again("stage it", func(ctx context.Context) error { return m.up(ctx, far) })
+	m.current(m.legs...)
+	if n := m.wrote(near); n > 1 {
+		t.Errorf("%d MiB were written to legs that were closed in good order", n)
+	}
+	m.again("take it down", func(ctx context.Context) error { return m.down(ctx, far) })
+	m.releases(far)
+
+	for _, node := range []string{near, far} {
+		content, err := os.ReadFile(filepath.Join(c.dir, "pool-of-"+node, "volumes", m.leg(node)+".img"))
+		check.OK(t, err)
+		for at := range int64(64) {
+			if is := content[at*mib] != 0; is != (at < 20 || at >= 30 && at <= 34) {
+				t.Errorf("the leg on %s has something at %d MiB: %v", node, at, is)
+			}
+		}
+	}
+	m.delete()
+}
+
+var commonPattern = regexp.MustCompile(`"leg": *"[^"]*:([A-Z0-9]+):[0-9]+"`)
+
+// equal waits until the records of all legs have a name for a moment in which they were equal, another one than before.
+func (m *mirrored) equal() {
+	m.Helper()
+	m.eventually("the records of the legs say that they are equal", func() bool {
+		common := map[string]bool{}
+		for _, node := range m.on {
+			record, _ := os.ReadFile(filepath.Join(m.dir, "pool-of-"+node, "volumes", m.leg(node)+".rec"))
+			if found := commonPattern.FindSubmatch(record); found != nil {
+				common[string(found[1])] = true
+			} else {
+				common[""] = true
+			}
+		}
+		if len(common) != 1 || common[m.common] {
+			return false
+		}
+		for name := range common {
+			m.common = name
+		}
+		return true
+	})
 }
 
 // TestReplicaTakenOver: the node that uses a volume, and has a leg, is cut off from all others and from the API server while it writes. Another one takes the volume over with the other leg: nothing that was acknowledged is missing,

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -101,15 +102,31 @@ func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
 // reads are the counts of reads of legs.
 func reads(legs []Leg) (counts []int64, err error) {
 	for _, l := range legs {
-		text, err := os.ReadFile("/sys/dev/block/" + Number(l.Device) + "/stat")
+		count, err := counted(l.Device, 0)
 		if err != nil {
-			return nil, errdefs.FromErrno(err)
-		}
-		var count int64
-		if _, err := fmt.Sscan(strings.TrimSpace(string(text)), &count); err != nil {
-			return nil, fmt.Errorf("reads of leg %s: %w", Number(l.Device), err)
+			return nil, err
 		}
 		counts = append(counts, count)
 	}
 	return counts, nil
+}
+
+// Written is how much was written to a device since it was made, in bytes, as far as the kernel counts that (queue/iostats).
+func (d Device) Written() (int64, error) {
+	sectors, err := counted(d.Number, 6)
+	return sectors * sector, err
+}
+
+// counted is a field of what the kernel counts of a device: Documentation/block/stat.rst.
+func counted(number uint64, field int) (count int64, err error) {
+	text, err := os.ReadFile("/sys/dev/block/" + Number(number) + "/stat")
+	if err != nil {
+		return 0, errdefs.FromErrno(err)
+	}
+	fields := strings.Fields(string(text))
+	if len(fields) <= field {
+		return 0, fmt.Errorf("%w: the kernel counts of device %s %q", errdefs.ErrUnsupported, Number(number), text)
+	}
+	count, err = strconv.ParseInt(fields[field], 10, 64)
+	return count, err
 }

@@ -31,10 +31,12 @@ func unitOf(size int64) int64 {
 
 // Join has a leg made equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror is used. What is written where it is equal goes to the leg as well, what
 // is written where it is not yet goes to the others alone, and is copied. When all is equal, State.Equal, Finish makes it one of the legs; before that nobody may take it for current. If it fails, or another leg does, writes are
-// held as ever, until Leave. Where the ranges may be anything, they are one of the whole size.
+// held as ever, until Leave.
 //
-// A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror that it joins, or as it was.
-func Join(ctx context.Context, name string, leg uint64, differs []dm.Range) error {
+// differs tells the ranges while the mirror is held, with nothing under way: whatever was written before is on all that are current, and whatever is written after goes to the leg. It should take no longer than its users can wait.
+//
+// A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror that it joins, or as it was; perhaps held, until Recover.
+func Join(ctx context.Context, name string, leg uint64, differs func(context.Context) ([]dm.Range, error)) error {
 	return change(name, "have "+dm.Number(leg)+" join it", func() error {
 		s, err := state(name)
 		if err != nil || slices.Contains(s.devices(), leg) || s.Joining != nil && s.Joining.Device == leg {
@@ -52,7 +54,7 @@ func Join(ctx context.Context, name string, leg uint64, differs []dm.Range) erro
 	})
 }
 
-func join(ctx context.Context, name string, s State, leg uint64, differs []dm.Range) error {
+func join(ctx context.Context, name string, s State, leg uint64, differs func(context.Context) ([]dm.Range, error)) error {
 	d, err := dm.Find(name)
 	if err != nil || d == nil {
 		return errors.Join(err, unix.ENXIO)
@@ -72,13 +74,45 @@ func join(ctx context.Context, name string, s State, leg uint64, differs []dm.Ra
 		}
 		first = base.Number
 	}
-	log, number, err := newLog(ctx, s.Size, differs)
-	if err != nil {
+	return still(name, func() error {
+		ranges, err := differs(ctx)
+		if err != nil {
+			return err
+		}
+		log, number, err := newLog(ctx, s.Size, ranges)
+		if err != nil {
+			return err
+		}
+		defer log.Close() // with the table it goes
+		return dm.Load(name, []dm.Line{{Length: s.Size, Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(unix.Mkdev(loop.Major, uint32(number))), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}})
+	})
+}
+
+// Still waits until nothing that is being written to a mirror is under way: all of it is on all legs, or is held as one of them has failed. What comes meanwhile waits. errdefs.ErrUnavailable while a leg joins or has failed. It ends when the last leg
+// has answered, or the connection to it has ended. A crash may leave the mirror held, until Recover.
+func Still(name string) error {
+	return change(name, "wait for what is under way", func() error {
+		s, err := state(name)
+		if err == nil {
+			err = s.whole()
+		}
+		if err != nil {
+			return err
+		}
+		return still(name, func() error { return nil })
+	})
+}
+
+// still does something while a mirror is held, and resumes it: with the table that was loaded meanwhile, if that is without an error.
+func still(name string, do func() error) error {
+	if err := dm.Hold(name); err != nil {
 		return err
 	}
-	defer log.Close()
-	// With the table it goes.
-	return dm.Replace(name, []dm.Line{{Length: s.Size, Kind: target, Text: fmt.Sprintf("disk 2 %s %d%s%s", dm.Number(unix.Mkdev(loop.Major, uint32(number))), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}})
+	err := do()
+	if err != nil {
+		err = errors.Join(err, dm.Clear(name))
+	}
+	return errors.Join(err, dm.Resume(name, dm.NoScan))
 }
 
 // newLog makes a log in memory of what is in sync: all but the ranges. It goes with its last user.

@@ -25,6 +25,7 @@ const (
 	baseSuffix = "-base"
 
 	target   = "mirror"
+	logged   = "disk"  // the log of one that a leg joins
 	ended    = "error" // the target of a mirror that has ended
 	features = " 1 handle_errors"
 )
@@ -179,16 +180,16 @@ func (s *State) joins(name string, top dm.Mirror) error {
 	return s.left(base)
 }
 
-// left looks whether a mirror is held, and marks the legs that the table for the next resume has not.
+// left looks whether a mirror is held, and marks the legs that the table for the next resume has not. One whose next table is that of a leg that joins (Join) is in the middle of that.
 func (s *State) left(d *dm.Device) error {
 	if !d.Suspended || !d.Loaded {
 		return nil
 	}
-	s.Held = true
 	next, err := dm.Next(d.Name)
-	if err != nil {
+	if err != nil || slices.ContainsFunc(next, func(line dm.Line) bool { return strings.HasPrefix(line.Text, logged+" ") }) {
 		return err
 	}
+	s.Held = true
 	for i, l := range s.Legs {
 		s.Legs[i].Failed = !slices.ContainsFunc(next, func(line dm.Line) bool { return slices.Contains(strings.Fields(line.Text), dm.Number(l.Device)) })
 	}

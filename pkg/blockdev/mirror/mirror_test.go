@@ -323,9 +323,9 @@ func TestLegComesBack(t *testing.T) {
 				f.has(away, 0, at)
 			}
 			seen, before := f.look().Event, f.legs[away].written()
-			differs := []dm.Range{{Offset: 3 * mib, Length: 4096}, {Offset: 7*mib + 512<<10, Length: mib}, {Offset: 20 * mib, Length: mib}}
+			written := []dm.Range{{Offset: 3 * mib, Length: 4096}, {Offset: 7*mib + 512<<10, Length: mib}, {Offset: 20 * mib, Length: mib}}
 			for range 2 { // again, it changes nothing
-				check.OK(t, mirror.Join(ctx, f.name, f.legs[away].number, differs))
+				check.OK(t, mirror.Join(ctx, f.name, f.legs[away].number, differs(written...)))
 			}
 			s := f.watch(seen, "a leg that is equal", mirror.State.Equal)
 			if s.Joining.Device != f.legs[away].number || len(s.Legs) != n-1 || s.Synced != size || s.Total != size {
@@ -375,7 +375,7 @@ func TestJoinsUnderLoad(t *testing.T) {
 		}
 	})
 	seen := f.look().Event
-	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []dm.Range{{Length: size}}))
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: size})))
 	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	time.Sleep(200 * time.Millisecond)
@@ -383,6 +383,73 @@ func TestJoinsUnderLoad(t *testing.T) {
 	ends(t, writer, "the writer")
 	t.Logf("%d writes beside the copy", writes)
 	f.equal(0, 1, 2)
+}
+
+// TestJoinsByWhatWasWritten: a leg that was away gets what was written meanwhile, beside a writer that goes on: nothing is under way when it is asked what that is, and nothing comes before the leg has joined.
+func TestJoinsByWhatWasWritten(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 0)
+	f.leave(1)
+	var mu sync.Mutex
+	var written []dm.Range
+	stop := make(chan struct{})
+	file := f.open()
+	var all sync.WaitGroup
+	for w := range int64(4) {
+		all.Go(func() {
+			for i := int64(0); ; i++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				at := (i*4 + w) * 7919 % (size / 4096) * 4096
+				mu.Lock()
+				written = append(written, dm.Range{Offset: at, Length: 4096})
+				mu.Unlock()
+				if _, err := file.WriteAt(page(byte(i%250+1)), at); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	time.Sleep(20 * time.Millisecond)
+	seen := f.look().Event
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[1].number, func(context.Context) ([]dm.Range, error) {
+		mu.Lock()
+		before := slices.Clone(written)
+		mu.Unlock()
+		time.Sleep(200 * time.Millisecond)
+		mu.Lock()
+		defer mu.Unlock()
+		if n := len(written) - len(before); n > 4 {
+			t.Errorf("%d writes went on meanwhile", n)
+		}
+		return before, nil
+	}))
+	f.watch(seen, "a leg that is equal", mirror.State.Equal)
+	check.OK(t, mirror.Finish(ctx, f.name, 0))
+	for range 20 {
+		check.OK(t, mirror.Still(f.name))
+		time.Sleep(5 * time.Millisecond)
+	}
+	close(stop)
+	all.Wait()
+	t.Logf("%d writes", len(written))
+	f.equal(0, 1)
+
+	if err := mirror.Still(f.name); err != nil {
+		t.Error(err)
+	}
+	f.leave(1)
+	refused := errors.New("it is not known")
+	is(t, mirror.Join(ctx, f.name, f.legs[1].number, func(context.Context) ([]dm.Range, error) { return nil, refused }), refused)
+	f.write(9, 0)
+	if s := f.look(); s.Joining != nil || s.Held || len(s.Legs) != 1 {
+		t.Errorf("it is %+v", s)
+	}
+	is(t, mirror.Still("ashlar-test-none"), errdefs.ErrNotFound)
 }
 
 // TestFailsWhileOneJoins: two legs are current and one joins; what fails leaves, and the rest goes on.
@@ -397,7 +464,7 @@ func TestFailsWhileOneJoins(t *testing.T) {
 			} else {
 				f.legs[2].table("delay", dm.Number(f.legs[2].loop)+" 0 300")
 			}
-			check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []dm.Range{{Length: size}}))
+			check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: size})))
 			if failing == 2 {
 				f.watch(seen, "the leg that joins to be let go", func(s mirror.State) bool { return s.Joining == nil })
 				f.write(9, 0)
@@ -543,7 +610,7 @@ func TestConsumerDies(t *testing.T) {
 	f.legs[1].mend()
 	check.OK(t, dm.Replace(f.name, dm.Linear(f.legs[1].number, size)))
 	seen := f.look().Event
-	check.OK(t, mirror.Join(ctx, f.name, f.legs[0].number, []dm.Range{{Length: writers * mib}}))
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[0].number, differs(dm.Range{Length: writers * mib})))
 	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	f.equal(0, 1)
@@ -587,7 +654,7 @@ func TestRefuses(t *testing.T) {
 		t.Errorf("it is %+v", s)
 	}
 	f.legs[2].failLater(time.Second)
-	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []dm.Range{{Length: size}}))
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: size})))
 	is(t, mirror.Finish(ctx, f.name, 0), errdefs.ErrUnavailable)
 	is(t, mirror.Resize(f.name, 2*size), errdefs.ErrUnavailable)
 	_, err := mirror.Compare(ctx, f.name, free)
@@ -596,10 +663,15 @@ func TestRefuses(t *testing.T) {
 	f.legs[1].fail()
 	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
 	waits(t, write, "a write")
-	is(t, mirror.Join(ctx, f.name, f.legs[2].number, nil), errdefs.ErrUnavailable)
+	is(t, mirror.Join(ctx, f.name, f.legs[2].number, differs()), errdefs.ErrUnavailable)
 	is(t, mirror.Finish(ctx, f.name, 0), errdefs.ErrUnavailable)
 	f.leave(1)
 	ends(t, write, "a write")
+}
+
+// differs are ranges that are known before.
+func differs(ranges ...dm.Range) func(context.Context) ([]dm.Range, error) {
+	return func(context.Context) ([]dm.Range, error) { return ranges, nil }
 }
 
 func is(t *testing.T, err, want error) {

@@ -58,6 +58,8 @@ type LegVolumes interface {
 	CloseLeg(ctx context.Context, id volume.ID) error
 	GrowLeg(ctx context.Context, id volume.ID) error
 	ChangeLeg(ctx context.Context, id volume.ID, change func(s *volume.LegState, labels map[string]string) error) error
+	BeginEra(ctx context.Context, id volume.ID) (number uint32, err error)
+	Marks(ctx context.Context, id volume.ID, since uint32) ([]blockdev.Extent, error)
 }
 
 // LegConnections are the connections to legs on other nodes: remotepool.Pool.
@@ -273,6 +275,22 @@ func (l *ReplicaLegs) withLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume,
 	}
 }
 
+// withLegs is withLeg of several, at once.
+func (l *ReplicaLegs) withLegs(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, work func(legs map[string]volume.ID) error) error {
+	legs := map[string]volume.ID{}
+	var next func(names []string) error
+	next = func(names []string) error {
+		if len(names) == 0 {
+			return work(legs)
+		}
+		return l.withLeg(ctx, v, names[0], func(id volume.ID) error {
+			legs[names[0]] = id
+			return next(names[1:])
+		})
+	}
+	return next(names)
+}
+
 // pause waits; it returns the context's error if that ends first.
 func pause(ctx context.Context, d time.Duration) error {
 	select {
@@ -383,7 +401,7 @@ func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, na
 		if err == nil {
 			g := v.Spec.Claim.Generation
 			err = l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
-				*s = volume.LegState{Sound: g, Opened: g, Boot: leg.Now}
+				s.Sound, s.Opened, s.Closed, s.Boot = g, g, false, leg.Now
 				return nil
 			})
 		}

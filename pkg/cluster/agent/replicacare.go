@@ -62,6 +62,7 @@ func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {
 			tending[ref] = true
 			tended.Go(func() {
 				t := &tender{ReplicaLegs: l, ref: ref, name: mirrors.Mirror(ref), generation: generation, joins: map[string]*tries{}}
+				t.equal.next = time.Now().Add(commonEvery * l.options.CarryEvery)
 				t.run(klog.NewContext(ctx, klog.FromContext(ctx).WithValues("volume", ref.Key)))
 				mu.Lock()
 				defer mu.Unlock()
@@ -82,7 +83,9 @@ type tender struct {
 	name       string
 	generation int64 // of the claim by which it was made
 	joins      map[string]*tries
-	told       string // why it could not be looked after, last
+	equal      equal
+	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
+	told       string                 // why it could not be looked after, last
 }
 
 // tries are those of a leg to join.
@@ -101,6 +104,14 @@ func (t *tender) of(name string) *tries {
 
 // run looks until the mirror is gone, whenever something happens to it, and each second.
 func (t *tender) run(ctx context.Context) {
+	defer func() {
+		if t.beside != nil {
+			<-t.beside
+		}
+	}()
+	if err := mirror.Recover(ctx, t.name); err != nil && !errors.Is(err, errdefs.ErrNotFound) {
+		klog.FromContext(ctx).Error(err, "Could not put right what a driver before this one may have left of a mirror")
+	}
 	for ctx.Err() == nil {
 		s, err := mirror.Look(t.name)
 		if errors.Is(err, errdefs.ErrNotFound) {
@@ -169,10 +180,40 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if err := t.list(ctx, now); err != nil {
 		return err
 	}
-	if s.Joining != nil {
-		return t.joining(ctx, now)
+	if err := t.besides(now); err != nil {
+		return err
 	}
-	return t.join(ctx, now)
+	switch {
+	case s.Joining != nil:
+		return t.joining(ctx, now)
+	case t.beside != nil:
+	case t.due(now):
+		t.start(func() func(*view) error {
+			err := t.common(ctx, now)
+			return func(*view) error { return err }
+		})
+	default:
+		t.join(ctx, now)
+	}
+	return nil
+}
+
+// start does something beside the looks: it waits for what is under way in the mirror, and so perhaps for a leg that does not answer, which they find out. Its end is told to the next one.
+func (t *tender) start(work func() (end func(*view) error)) {
+	done := make(chan func(*view) error, 1)
+	t.beside = done
+	go func() { done <- work() }()
+}
+
+// besides is the end of what was done beside the looks, if it has ended.
+func (t *tender) besides(now *view) error {
+	select {
+	case end := <-t.beside:
+		t.beside = nil
+		return end(now)
+	default:
+		return nil
+	}
 }
 
 // end ends a mirror whose claim has ended, as the API server says itself: nothing that its users write will ever be on what is current. They get errors, and the leg of this node is free for who uses the volume now.
@@ -187,6 +228,9 @@ func (t *tender) end(ctx context.Context) error {
 		return nil // the object is one of before the claim, or the watch is
 	}
 	klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", t.generation, "claims", v.Spec.Claims)
+	for _, name := range v.Spec.Legs {
+		t.endSilent(ctx, name)
+	}
 	if err := mirror.End(ctx, t.name); err != nil {
 		return err
 	}
@@ -380,6 +424,7 @@ func (t *tender) list(ctx context.Context, now *view) error {
 			return err
 		}
 		delete(t.joins, name)
+		t.equal = equal{written: -1}
 		klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
 	}
 	return nil
@@ -391,6 +436,9 @@ func (t *tender) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, nam
 		return err
 	}
 	return t.withLeg(ctx, v, name, func(id volume.ID) error {
+		if err := t.kept(ctx, name, id); err != nil {
+			return err
+		}
 		return t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
 			if s.Opened != t.generation {
 				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, t.generation)
@@ -451,30 +499,35 @@ func (t *tender) again(name string) {
 }
 
 // join has a leg that is not in the mirror be made equal, one at a time.
-func (t *tender) join(ctx context.Context, now *view) error {
+func (t *tender) join(ctx context.Context, now *view) {
 	for _, name := range now.v.Spec.Legs {
 		if slices.Contains(now.in(), name) || time.Now().Before(t.of(name).next) {
 			continue
 		}
-		err := t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error { return t.joinLeg(ctx, now, name) })
-		if errors.Is(err, errdefs.ErrBusy) {
-			continue
-		}
-		if err == nil {
-			klog.FromContext(ctx).Info("A leg of a replicated volume is made equal to the others", "leg", name)
-			return nil
-		}
-		t.again(name)
-		why := errdefs.Words(err)
-		if err := t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, why) }); err != nil {
-			return err
-		}
+		tries := t.of(name).many
+		t.start(func() func(*view) error {
+			err := t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error { return t.joinLeg(ctx, now, name, tries) })
+			return func(now *view) error { return t.joined(ctx, now, name, err) }
+		})
+		return
 	}
-	return nil
+}
+
+// joined is the end of a try of a leg to join.
+func (t *tender) joined(ctx context.Context, now *view, name string, err error) error {
+	switch {
+	case errors.Is(err, errdefs.ErrBusy):
+		t.of(name).next = time.Now().Add(t.options.CarryEvery)
+		return nil
+	case err == nil:
+		return nil
+	}
+	t.again(name)
+	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, errdefs.Words(err)) })
 }
 
 // joinLeg opens a leg and has the kernel copy to it what it lacks. The caller has the lock of the volume.
-func (t *tender) joinLeg(ctx context.Context, now *view, name string) error {
+func (t *tender) joinLeg(ctx context.Context, now *view, name string, tries int) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
 	v, err := t.replicatedNow(ctx, t.ref.Key)
@@ -488,18 +541,25 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string) error {
 	if err != nil {
 		return err
 	}
-	return t.withLeg(ctx, v, name, func(id volume.ID) error {
-		leg, err := t.attach(ctx, v, id)
+	return t.withLegs(ctx, v, append(now.in(), name), func(legs map[string]volume.ID) error {
+		leg, err := t.attach(ctx, v, legs[name])
 		if err != nil {
 			return err
 		}
-		err = t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, own map[string]string) error {
+		err = t.volumes.ChangeLeg(ctx, legs[name], func(s *volume.LegState, own map[string]string) error {
 			volume.CarryLabels(current.Data.Labels, own)
 			s.Opened, s.Closed, s.Boot = t.generation, false, leg.Now // what it was sound of, it stays
 			return nil
 		})
+		var lacks func(context.Context) ([]dm.Range, error)
 		if err == nil {
-			err = mirror.Join(ctx, t.name, leg.device.Number, []dm.Range{{Length: now.s.Size}})
+			lacks, err = t.lacks(ctx, v, leg, legs, now.s.Size, tries)
+		}
+		if err == nil {
+			err = mirror.Join(ctx, t.name, leg.device.Number, lacks)
+		}
+		if s, failure := mirror.Look(t.name); err == nil && failure == nil {
+			klog.FromContext(ctx).Info("A leg of a replicated volume is made equal to the others", "leg", name, "bytes", s.Total-s.Synced)
 		}
 		return errors.Join(err, leg.device.Close())
 	})

@@ -1,0 +1,170 @@
+package agent
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// A leg that comes back gets what was written while it was away, and not the whole volume (docs/replication.md, docs/decisions/replicas.md). The node of each leg marks what is written to it. What may differ between two legs was
+// written to one of them since they were equal last; that moment has a name, which is in the records of all legs, each with an era of its own marks that began before it.
+
+const (
+	// commonEvery is how often, in looks (Options.CarryEvery), it is written down that all legs are equal, if anything was written since.
+	commonEvery = 60
+	// marksTime is how long the nodes of legs may take to tell their marks while nothing can be written.
+	marksTime = 5 * time.Second
+	// marksTries is how often a leg tries to join by marks that cannot be read, before it gets all.
+	marksTries = 4
+)
+
+// lacks finds what a leg that joins may not have, of which it returns what the mirror asks for when nothing is under way (mirror.Join). legs are those in the mirror and the one that joins, by their names; the caller has their locks.
+func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins openedLeg, legs map[string]volume.ID, size int64, tries int) (func(context.Context) ([]dm.Range, error), error) {
+	all := func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: size}}, nil }
+	name := joins.name
+	listed := v.Leg(name)
+	if listed == nil || joins.Sound == 0 || joins.Sound < listed.Sound { // it is new, or an older copy
+		return all, nil
+	}
+	differs, err := t.marks(ctx, legs[name], joins.Era)
+	eras := map[volume.ID]uint32{}
+	for in, id := range legs {
+		if in == name || err != nil {
+			continue
+		}
+		leg, failure := t.volumes.Leg(ctx, id)
+		if err = failure; err != nil {
+			continue
+		}
+		if leg.Common != joins.Common {
+			return all, nil
+		}
+		if eras[id], err = t.volumes.BeginEra(ctx, id); err == nil {
+			more, failure := t.marks(ctx, id, leg.Era)
+			differs, err = append(differs, more...), failure
+		}
+	}
+	switch {
+	case errors.Is(err, errdefs.ErrUnsupported) || err != nil && ctx.Err() == nil && tries >= marksTries:
+		klog.FromContext(ctx).Info("What was written while a leg was away is not known; it gets all", "leg", name, "why", err.Error())
+		return all, nil
+	case err != nil:
+		return nil, err
+	}
+	return func(ctx context.Context) ([]dm.Range, error) {
+		ctx, cancel := context.WithTimeout(ctx, marksTime)
+		defer cancel()
+		for id, era := range eras {
+			more, err := t.marks(ctx, id, era)
+			if err != nil {
+				return nil, err
+			}
+			differs = append(differs, more...)
+		}
+		return differs, nil
+	}, nil
+}
+
+func (t *tender) marks(ctx context.Context, id volume.ID, since uint32) (ranges []dm.Range, err error) {
+	written, err := t.volumes.Marks(ctx, id, since)
+	for _, e := range written {
+		ranges = append(ranges, dm.Range(e))
+	}
+	return ranges, err
+}
+
+// equal is what is known of the moments in which all legs were equal.
+type equal struct {
+	next    time.Time // when the next one is to be written down
+	written int64     // what had been written to the mirror by the last one, in bytes; -1: that does not matter
+}
+
+// due reports whether it is to be written down that all legs are equal.
+func (t *tender) due(now *view) bool {
+	current := now.v.Current()
+	if len(current) != len(now.v.Spec.Legs) || len(current) != len(now.s.Legs) || time.Now().Before(t.equal.next) {
+		return false
+	}
+	d, err := dm.Find(t.name)
+	if err != nil || d == nil {
+		return false
+	}
+	written, err := d.Written()
+	if err != nil || written == t.equal.written {
+		return false
+	}
+	t.equal = equal{time.Now().Add(commonEvery * t.options.CarryEvery), written}
+	return true
+}
+
+// common writes down a moment in which all legs were equal, durably. What differs later was written since.
+func (t *tender) common(ctx context.Context, now *view) error {
+	ctx, cancel := context.WithTimeout(ctx, openTime)
+	defer cancel()
+	return t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error {
+		return t.withLegs(ctx, now.v, now.in(), func(legs map[string]volume.ID) error { return t.commonOf(ctx, now, legs) })
+	})
+}
+
+func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume.ID) (err error) {
+	eras := map[volume.ID]uint32{}
+	for _, id := range legs {
+		if eras[id], err = t.volumes.BeginEra(ctx, id); err != nil && !errors.Is(err, errdefs.ErrUnsupported) { // whose marks are not kept counts as written, all of it
+			return err
+		}
+	}
+	if err := mirror.Still(t.name); err != nil { // what was marked before the eras is on all legs
+		return err
+	}
+	for _, l := range now.s.Legs {
+		if err := mirror.Flush(l.Device); err != nil {
+			return err
+		}
+	}
+	for name, id := range legs {
+		if err := t.kept(ctx, name, id); err != nil {
+			return err
+		}
+	}
+	s, err := mirror.Look(t.name)
+	if err != nil {
+		return err
+	}
+	if s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device }) {
+		return fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrBusy)
+	}
+	name := rand.Text()
+	for _, id := range legs {
+		if err := t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
+			if s.Opened != t.generation || s.Sound != t.generation {
+				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, t.generation)
+			}
+			s.Common, s.Era = name, eras[id]
+			return nil
+		}); err != nil {
+			return err // the others have another name for it, so that none is taken for equal to them
+		}
+	}
+	return nil
+}
+
+// kept makes sure that the machine of a leg has not started anew since it was opened: what it said of a flush may not be so (docs/reliability.md).
+func (t *tender) kept(ctx context.Context, name string, id volume.ID) error {
+	leg, err := t.volumes.Leg(ctx, id)
+	if err == nil && leg.LostPower() {
+		err = fmt.Errorf("%w: the machine of leg %s has started anew", errdefs.ErrUnavailable, name)
+	}
+	return err
+}

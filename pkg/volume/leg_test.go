@@ -1,0 +1,32 @@
+package volume
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// TestLegState: what the record of a leg says is read as it was written, also by versions that knew of no moment in which all legs were equal; what is not understood is an error.
+func TestLegState(t *testing.T) {
+	for label, want := range map[string]LegState{
+		"":                     {Closed: true},
+		"3:4:open:":            {Sound: 3, Opened: 4},
+		"4:4:closed:0a-1b":     {Sound: 4, Opened: 4, Closed: true, Boot: "0a-1b"},
+		"4:4:open:0a:QX7:4294": {Sound: 4, Opened: 4, Boot: "0a", Common: "QX7", Era: 4294},
+	} {
+		have, err := legStateOf(blockdev.Record{Labels: map[string]string{labelLeg: label}})
+		if err != nil || have != want {
+			t.Errorf("%q: %+v, %v, want %+v", label, have, err, want)
+		}
+		if label != "" && want.label() != label {
+			t.Errorf("%+v is %q, want %q", want, want.label(), label)
+		}
+	}
+	for _, label := range []string{"4:4:open", "4:4:ajar:", "4:4:open:0a:QX7", "4:4:open:0a:qx7:1", "4:4:open:0a:QX7:4294967296", "9223372036854775808:4:open:"} {
+		if have, err := legStateOf(blockdev.Record{Labels: map[string]string{labelLeg: label}}); !errors.Is(err, errdefs.ErrDataLoss) {
+			t.Errorf("%q: %+v, %v", label, have, err)
+		}
+	}
+}
