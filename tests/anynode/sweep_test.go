@@ -152,25 +152,29 @@ const hold = 4 * time.Second
 // with does something, in the middle of which the fault comes if it is its step, and tries until it is done.
 func (l *life) with(step, what string, call func(ctx context.Context) error) {
 	l.Helper()
-	if l.step != step {
-		l.again(what, call)
-		return
+	if l.step == step {
+		l.during(l.fault, what, call)
 	}
-	ctx, cancel := context.WithTimeout(l.Context(), patient)
+	l.again(what, call)
+}
+
+// during does something once, in the middle of which a fault comes.
+func (c *nodes) during(f fault, what string, call func(ctx context.Context) error) {
+	c.Helper()
+	ctx, cancel := context.WithTimeout(c.Context(), patient)
 	defer cancel()
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		if err := call(ctx); err != nil {
-			l.Logf("%s, in which %s: %v", what, l.fault.name, err)
+			c.Logf("%s, in which %s: %v", what, f.name, err)
 		}
 	}()
 	time.Sleep(time.Duration(rand.IntN(60)) * time.Millisecond)
-	heal := l.fault.strike(l.nodes)
+	heal := f.strike(c)
 	time.Sleep(hold / 2)
 	heal()
 	<-ended
-	l.again(what, call)
 }
 
 func (l *life) run() {
