@@ -278,8 +278,8 @@ func elsewhere(pool blockdev.Pool) bool {
 // mostMarked is how many ranges Marks tells at the most.
 const mostMarked = 1 << 14
 
-// Marks is what was written to a leg since an era that BeginEra has told, in order, and perhaps more; since 0, what was ever written: all of it, where that is not known. What is written meanwhile
-// may be missing.
+// Marks is what was written to a leg since an era that BeginEra has told, in order, and perhaps more: all of it, where that is not known. Since 0 it is what was ever written, or holds data: all else reads as zeros.
+// What is written meanwhile may be missing.
 func (l *Local) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Extent, error) {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
@@ -296,10 +296,12 @@ func (l *Local) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Exte
 		klog.FromContext(ctx).Error(err, "Could not find out what was written to a leg: all of it counts", "volume", id.String())
 		err = errdefs.Recast(errdefs.ErrUnsupported, err, "they cannot be read")
 	}
-	if errors.Is(err, errdefs.ErrUnsupported) {
+	switch _, remote := blockdev.As[blockdev.Marker](pool); {
+	case errors.Is(err, errdefs.ErrUnsupported) && since == 0 && !remote:
+		return l.DataRanges(ctx, id)
+	case errors.Is(err, errdefs.ErrUnsupported):
 		return []blockdev.Extent{{Length: record.Size}}, nil
-	}
-	if err != nil {
+	case err != nil:
 		return nil, fmt.Errorf("marks of volume %s: %w", id, err)
 	}
 	return coarser(written, mostMarked), nil

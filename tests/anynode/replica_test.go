@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -262,6 +263,16 @@ func (m *mirrored) wrote(node string) int64 {
 	}
 	m.Fatalf("nothing marks what is written to the leg on %s; there are %v", node, names)
 	return 0
+}
+
+// put writes to a block of the volume at a node, past the page cache.
+func (v *volume) put(node string, at int64) {
+	v.Helper()
+	f, err := os.OpenFile(v.target(node), os.O_RDWR|unix.O_DIRECT, 0)
+	check.OK(v, err)
+	_, err = f.WriteAt(aligned(), at*mib)
+	check.OK(v, err)
+	check.OK(v, f.Close())
 }
 
 // TestReplicaComesBack: a leg that was away gets what was written since all were equal last, and not the whole volume: whoever uses it, and though its drivers and the user's were killed.

@@ -302,7 +302,7 @@ func pause(ctx context.Context, d time.Duration) error {
 }
 
 // legPatience is for how many looks (Options.CarryEvery) a leg that is current, and does not answer, is waited for before the others go on without it.
-const legPatience = 10
+const legPatience = 5
 
 // openedLeg is a leg that has been opened for a claim.
 type openedLeg struct {

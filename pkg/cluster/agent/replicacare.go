@@ -41,7 +41,7 @@ const (
 )
 
 // legSilence is for how many looks the node of a leg may not answer before the others go on without it.
-const legSilence = 10
+const legSilence = 5
 
 // Replicate looks after the mirrors of this node until ctx ends.
 func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {

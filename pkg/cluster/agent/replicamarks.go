@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -30,51 +31,53 @@ const (
 	marksTries = 4
 )
 
-// lacks finds what a leg that joins may not have, of which it returns what the mirror asks for when nothing is under way (mirror.Join). legs are those in the mirror and the one that joins, by their names; the caller has their locks.
+// lacks finds what a leg that joins may not have, and returns what the mirror asks for when nothing is under way (mirror.Join). legs are those in the mirror and the one that joins, by their names; the caller has their locks.
+//
+// Two legs that were equal once differ where one of them was written to since. So it takes the marks of the leg that joins, and of one of the others. Two that were made empty differ where one was ever written to.
 func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins openedLeg, legs map[string]volume.ID, size int64, tries int) (func(context.Context) ([]dm.Range, error), error) {
 	all := func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: size}}, nil }
-	name := joins.name
-	listed := v.Leg(name)
-	if listed == nil || joins.Sound == 0 || joins.Sound < listed.Sound { // it is new, or an older copy
+	listed := v.Leg(joins.name)
+	known := joins.Sound > 0
+	if known && listed == nil || listed != nil && joins.Sound < listed.Sound { // it is an older copy
 		return all, nil
 	}
-	differs, err := t.marks(ctx, legs[name], joins.Era)
-	eras := map[volume.ID]uint32{}
-	for in, id := range legs {
-		if in == name || err != nil {
-			continue
-		}
-		leg, failure := t.volumes.Leg(ctx, id)
-		if err = failure; err != nil {
-			continue
-		}
-		if leg.Common != joins.Common {
-			return all, nil
-		}
-		if eras[id], err = t.volumes.BeginEra(ctx, id); err == nil {
-			more, failure := t.marks(ctx, id, leg.Era)
-			differs, err = append(differs, more...), failure
-		}
-	}
-	switch {
-	case errors.Is(err, errdefs.ErrUnsupported) || err != nil && ctx.Err() == nil && tries >= marksTries:
-		klog.FromContext(ctx).Info("What was written while a leg was away is not known; it gets all", "leg", name, "why", err.Error())
-		return all, nil
-	case err != nil:
+	differs, err := t.marks(ctx, legs[joins.name], joins.Era)
+	if err != nil {
 		return nil, err
 	}
-	return func(ctx context.Context) ([]dm.Range, error) {
-		ctx, cancel := context.WithTimeout(ctx, marksTime)
-		defer cancel()
-		for id, era := range eras {
-			more, err := t.marks(ctx, id, era)
-			if err != nil {
-				return nil, err
-			}
-			differs = append(differs, more...)
+	for _, name := range slices.Sorted(maps.Keys(legs)) {
+		leg, failure := t.volumes.Leg(ctx, legs[name])
+		if name == joins.name || failure == nil && known && leg.Common != joins.Common {
+			continue
 		}
-		return differs, nil
-	}, nil
+		since := leg.Era
+		if !known {
+			since = 0
+		}
+		var era uint32
+		if failure == nil {
+			era, failure = t.volumes.BeginEra(ctx, legs[name])
+		}
+		var more []dm.Range
+		if failure == nil {
+			more, failure = t.marks(ctx, legs[name], since)
+		}
+		if failure != nil {
+			err = errors.Join(err, failure)
+			continue
+		}
+		return func(ctx context.Context) ([]dm.Range, error) {
+			ctx, cancel := context.WithTimeout(ctx, marksTime)
+			defer cancel()
+			last, err := t.marks(ctx, legs[name], era)
+			return slices.Concat(differs, more, last), err
+		}, nil
+	}
+	if err != nil && !errors.Is(err, errdefs.ErrUnsupported) && tries < marksTries {
+		return nil, err
+	}
+	klog.FromContext(ctx).Info("What a leg lacks is not known; it gets all", "leg", joins.name, "why", fmt.Sprint(err))
+	return all, nil
 }
 
 func (t *tender) marks(ctx context.Context, id volume.ID, since uint32) (ranges []dm.Range, err error) {
