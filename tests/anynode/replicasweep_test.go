@@ -73,8 +73,11 @@ var replicaShapes = map[string][]string{
 func TestReplicaSweep(t *testing.T) {
 	c := newNodes(t)
 	var lives []*replicaLife
-	for shape := range replicaShapes {
+	for shape, on := range replicaShapes {
 		for _, step := range replicaSteps {
+			if step == cutting && on[0] == consumers[0] {
+				continue // a raw volume is not cut where it is used: these pools copy, which takes time
+			}
 			for _, f := range replicaFaults {
 				lives = append(lives, &replicaLife{shape: shape, step: step, fault: f})
 			}
