@@ -58,6 +58,7 @@ var pages = map[string]string{
 	"MarksLost":          "volume-degraded",
 	"MirrorsUnknown":     "volume-degraded",
 	"NoCurrentReplica":   "volume-inaccessible",
+	"ReplicaLost":        "volume-degraded",
 	"ReplicaMissing":     "volume-degraded",
 	"ReplicaNotCurrent":  "volume-degraded",
 
