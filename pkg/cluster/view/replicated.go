@@ -186,20 +186,11 @@ func (w *whole) wrong() {
 	}
 	well := w.well()
 	for _, leg := range w.out.Replicas.Legs {
-		v := w.legs[leg.ID[strings.LastIndexByte(leg.ID, '.')+1:]]
-		if leg.State == overview.LegLeaving {
-			continue
-		}
-		if v != nil {
-			for _, p := range problems(v.Status.Health, overview.KindVolume, w.out.ID) {
-				if well && overview.Worse(p.Severity, overview.Degraded) < 0 {
-					p.Severity = overview.Degraded
-				}
-				say(p.Severity, p.Reason, fmt.Sprintf("replica on node %s: %s", leg.Node, p.Message))
+		for _, p := range w.wrongWith(leg) {
+			if well && overview.Worse(p.Severity, overview.Degraded) < 0 {
+				p.Severity = overview.Degraded
 			}
-		}
-		if leg.State == overview.LegJoining || leg.State == overview.LegWaiting {
-			say(overview.Degraded, v1alpha1.ReasonReplicaNotCurrent, fmt.Sprintf("replica on node %s: it does not have all that was written: %s", leg.Node, cmp.Or(leg.Message, "that is copied to it")))
+			say(p.Severity, p.Reason, fmt.Sprintf("replica on node %s: %s", leg.Node, p.Message))
 		}
 	}
 	if missing := w.missing(); missing > 0 {
@@ -221,6 +212,20 @@ func (w *whole) wrong() {
 			say(overview.Degraded, refused.Reason, refused.Message)
 		}
 	}
+}
+
+// wrongWith is what is wrong with a leg: what its node says, and that it is not current.
+func (w *whole) wrongWith(leg overview.Leg) (all []overview.Problem) {
+	if leg.State == overview.LegLeaving {
+		return nil
+	}
+	if v := w.legs[leg.ID[strings.LastIndexByte(leg.ID, '.')+1:]]; v != nil {
+		all = problems(v.Status.Health, overview.KindVolume, w.out.ID)
+	}
+	if leg.State == overview.LegJoining || leg.State == overview.LegWaiting {
+		all = append(all, overview.Problem{Severity: overview.Degraded, Reason: v1alpha1.ReasonReplicaNotCurrent, Message: "it does not have all that was written: " + cmp.Or(leg.Message, "that is copied to it")})
+	}
+	return all
 }
 
 // well reports whether a current leg is, and its node as far as that is known.
