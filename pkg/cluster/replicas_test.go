@@ -82,6 +82,24 @@ func TestBecomesReplicated(t *testing.T) {
 	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
 	check.OK(t, s.Delete(w.ctx, v.ID))
 
+	v, err = s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	all["node-1"].stop() // so its record does not say that it is a leg
+	check.OK(t, w.ask("v", 2))
+	w.eventually("it is about to have replicas", func() bool { return w.whole("v") != nil })
+	time.Sleep(300 * time.Millisecond)
+	if w.whole("v").Status.Made != nil {
+		t.Error("it can be used before its node knows that it is a leg")
+	}
+	fails(t, s.Claim(w.ctx, v.ID, on("node-2")), errdefs.ErrUnavailable)
+	fails(t, second(s.Get(w.ctx, v.ID)), errdefs.ErrUnavailable)
+	if listed, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(listed) != 1 || listed[0].ID != v.ID {
+		t.Errorf("meanwhile listed are %+v, %v", listed, err)
+	}
+	w.start(all["node-1"].machine)
+	w.eventually("it has replicas when its node is back", func() bool { return w.became("v", 2) })
+	check.OK(t, s.Delete(w.ctx, v.ID))
+
 	alone, err := s.Create(w.ctx, spec("alone"))
 	check.OK(t, err)
 	if err := w.ask("alone", 2); err == nil || !strings.Contains(err.Error(), "a volume with access node gets no replicas") {

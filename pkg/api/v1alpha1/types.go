@@ -394,6 +394,10 @@ type VolumeStatus struct {
 	// +kubebuilder:validation:MaxProperties=16
 	// +kubebuilder:validation:XValidation:rule="self.all(k, size(k) <= 64 && size(self[k]) <= 256)",message="a parameter has 64 characters at most, and its value 256"
 	Mutable map[string]string `json:"mutable,omitempty"`
+	// ReplicaOf is the name of the ReplicatedVolume of which the volume is a leg, as its record says: then its node uses it by itself no more.
+	// +optional
+	// +kubebuilder:validation:MaxLength=32
+	ReplicaOf string `json:"replicaOf,omitempty"`
 	// Used is what the volume takes of the pool, in bytes, as it was last looked at: it is written when it has changed by
 	// a 20th of the size, and by 16 MiB at least.
 	// +optional

@@ -20,7 +20,7 @@ import (
 //
 //  1. The volume says that it is a leg. From then on nobody can claim it by itself.
 //  2. A ReplicatedVolume has this one leg, and says how many there are to be.
-//  3. Its status says that the leg is current, as it is the only one there ever was. From then on it can be claimed.
+//  3. When the volume's node has written into its record that it is a leg, so that it is not used there by itself any more, the status says that the leg is current, as it is the only one there ever was. From then on it can be claimed.
 //  4. The request goes. Now it is a volume that has fewer legs than it is to have.
 //
 // None but a volume that was made so has an object that has ever had one leg.
@@ -61,6 +61,9 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 			}
 			return kube.APIError("create replicated volume "+key, err)
 		}
+	}
+	if r.Status.Made == nil && v.Status.ReplicaOf != v.Name {
+		return nil // its event comes
 	}
 	if r.Status.Made == nil {
 		before := r.DeepCopy()
