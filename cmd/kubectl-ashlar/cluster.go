@@ -179,8 +179,13 @@ func (t *ticking) RoundTrip(r *http.Request) (*http.Response, error) {
 // Details of a volume: what happened to its claim, its PersistentVolume and its object; and from its node, its devices and mounts. What cannot be
 // found out hides nothing of the rest: it is missing.
 func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cli.Event, missing []string, err error) {
-	key := v.ID[strings.LastIndexByte(v.ID, '.')+1:]
-	subjects := []subject{{"Volume", metav1Default, key}}
+	subjects := []subject{{"Volume", metav1Default, keyOf(v.ID)}}
+	if v.Replicas != nil {
+		subjects = []subject{{"ReplicatedVolume", metav1Default, keyOf(v.ID)}}
+		for _, leg := range v.Replicas.Legs {
+			subjects = append(subjects, subject{"Volume", metav1Default, keyOf(leg.ID)})
+		}
+	}
 	if v.PersistentVolume != "" {
 		subjects = append(subjects, subject{"PersistentVolume", metav1Default, v.PersistentVolume})
 	}
@@ -212,6 +217,9 @@ func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cl
 	}
 	return history, missing, nil
 }
+
+// keyOf is the last part of an ID: the name of the object.
+func keyOf(id string) string { return id[strings.LastIndexByte(id, '.')+1:] }
 
 // eventsTime is how long describe waits for events, which an API server may have in an etcd of their own.
 const eventsTime = 30 * time.Second
@@ -259,8 +267,11 @@ func latest(e *corev1.Event) time.Time {
 // nodeTime is how long describe waits for the driver on a node, which waits itself for a disk that hangs.
 const nodeTime = 30 * time.Second
 
-// fromNode adds to a volume what its node alone knows: the driver there is asked.
+// fromNode adds to a volume what its node alone knows: the driver there is asked. That of a volume with replicas, which are volumes of their own there, knows of none.
 func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
+	if v.Replicas != nil {
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, nodeTime)
 	defer cancel()
 	agent, err := c.agent(ctx, v.Node)

@@ -89,7 +89,7 @@ func (e *environment) add(o client.Object) {
 	check.OK(e, e.Create(e.Context(), o))
 	e.Cleanup(func() { e.remove(o) })
 	switch with.(type) {
-	case *v1alpha1.Pool, *v1alpha1.Volume, *v1alpha1.Snapshot, *corev1.Node, *corev1.Pod:
+	case *v1alpha1.Pool, *v1alpha1.Volume, *v1alpha1.Snapshot, *v1alpha1.ReplicatedVolume, *corev1.Node, *corev1.Pod:
 		with.SetResourceVersion(o.GetResourceVersion())
 		with.SetUID(o.GetUID())
 		check.OK(e, e.Status().Update(e.Context(), with))

@@ -174,11 +174,14 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
+	title := cli.Title(seen)
+	if seen.Replicas != nil {
+		return fmt.Errorf("move %s: it has replicas, on nodes %s, and these do not move yet; that a pod uses it on another node needs no move, and a replica whose node is gone for good is made anew on another one (kubectl ashlar describe %s)", title, strings.Join(seen.On(), ", "), seen.ID)
+	}
 	v := &v1alpha1.Volume{}
-	if err := m.Get(ctx, client.ObjectKey{Name: seen.ID[strings.LastIndexByte(seen.ID, '.')+1:]}, v); err != nil {
+	if err := m.Get(ctx, client.ObjectKey{Name: keyOf(seen.ID)}, v); err != nil {
 		return fmt.Errorf("read volume %s: %w", seen.ID, err)
 	}
-	title := cli.Title(seen)
 	if m.cancel {
 		if m.snapshots && v.Spec.Move == nil {
 			return m.takeBackSnapshots(ctx, v)

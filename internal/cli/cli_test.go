@@ -84,6 +84,73 @@ func madeUp() *overview.Overview {
 	return o
 }
 
+// withReplicas is an overview of a volume with replicas, of which one is away, beside a volume on one node.
+func withReplicas() *overview.Overview {
+	o := &overview.Overview{Taken: now, Cluster: true, Driver: "block.csi.ashlar.dev", Version: "v1"}
+	for _, node := range []string{"node-1", "node-2", "node-3"} {
+		o.Nodes = append(o.Nodes, overview.Node{Name: node, Ready: node != "node-2", Pools: []overview.Pool{{Node: node, Name: "default", Kind: "file", Total: 100 * gib, Available: 90 * gib, MaxVolume: 90 * gib}}})
+	}
+	o.Nodes[1].Problems = []overview.Problem{overview.Found(overview.Inaccessible, overview.NodeNotReady, "it is not ready", overview.KindNode, "node-2")}
+	id := "vol.default." + key(1)
+	since, away := now.Add(-4*time.Minute), now.Add(-20*time.Minute)
+	o.Volumes = []overview.Volume{{ID: id, Name: "pvc-1", Node: "node-1", Pool: "default", Size: 10 * gib, Filesystem: "xfs", Created: now.Add(-time.Hour), Claim: &overview.Ref{Namespace: "shop", Name: "orders"},
+		State: overview.Ready, Published: "node-1", Pods: []overview.Ref{{Namespace: "shop", Name: "orders-0"}},
+		Replicas: &overview.Replicas{Wanted: 2, Current: 1, Legs: []overview.Leg{{ID: id, Node: "node-1", Pool: "default", State: overview.LegCurrent, Used: new(int64(gib))},
+			{ID: "vol.default." + key(2), Node: "node-2", Pool: "default", State: overview.LegWaiting, Since: &away, Message: "its node does not answer on the network; node node-2, which is not ready"},
+			{ID: "vol.default." + key(3), Node: "node-3", Pool: "default", State: overview.LegJoining, Since: &since, Progress: &overview.Progress{Done: 3 * gib, Total: 10 * gib}}}},
+		Problems: []overview.Problem{overview.Found(overview.Degraded, "ReplicaNotCurrent", "replica on node node-2: it does not have all that was written: its node does not answer on the network", overview.KindVolume, id)}},
+		{ID: "vol.default." + key(4), Name: "pvc-4", Node: "node-3", Pool: "default", Size: gib, Filesystem: "xfs", Created: now.Add(-time.Hour), State: overview.Ready}}
+	o.Finish()
+	return o
+}
+
+// TestReplicas: a volume with replicas is one volume, of all nodes that have some; what is around one of them is none of its problems as long as another one is well; each is in its description, and is no volume by itself.
+func TestReplicas(t *testing.T) {
+	source := fixed{withReplicas()}
+	for what, c := range map[string]struct {
+		args []string
+		want []string
+		not  []string
+	}{
+		"list":       {[]string{"volumes"}, []string{"REPLICAS", "shop/orders", "node-1,node-2,node-3", "1/2", "ReplicaNotCurrent", "pvc-4"}, []string{"leg", "NodeNotReady"}},
+		"of a node":  {[]string{"volumes", "--node=node-3"}, []string{"shop/orders", "pvc-4"}, nil},
+		"of another": {[]string{"volumes", "--node=node-2"}, []string{"shop/orders"}, []string{"pvc-4"}},
+		"pools":      {[]string{"pools"}, nil, nil},
+		"describe": {[]string{"describe", "shop/orders"}, []string{"Replicas: 1 of 2 current", "node-1 (uses it)", "Waiting", "Joining", "30 %", "4m", "20m",
+			"replica on node-2: its node does not answer on the network; node node-2, which is not ready", "node node-2: it is not ready"}, nil},
+	} {
+		out, err := run(source, c.args...)
+		if err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+		for _, word := range c.want {
+			if !strings.Contains(out, word) {
+				t.Errorf("%s does not say %q:\n%s", what, word, out)
+			}
+		}
+		for _, word := range c.not {
+			if strings.Contains(out, word) {
+				t.Errorf("%s says %q:\n%s", what, word, out)
+			}
+		}
+	}
+	if n := source.o.Nodes[2].Pools[0].Volumes; n != 2 {
+		t.Errorf("a pool has %d volumes", n)
+	}
+	if _, err := run(source, "describe", key(3)); err == nil || !strings.Contains(err.Error(), "is a replica of volume shop/orders (vol.default."+key(1)+")") {
+		t.Errorf("a replica is described: %v", err)
+	}
+	source.o.Volumes[0].Replicas.Legs[0].Node = "node-2"
+	if out, err := run(source, "volumes"); err != nil || !strings.Contains(out, "NodeNotReady") {
+		t.Errorf("the node of its only current replica is away:\n%s", out)
+	}
+	o := withReplicas()
+	o.Volumes = o.Volumes[1:]
+	if out, err := run(fixed{o}, "volumes"); err != nil || strings.Contains(out, "REPLICAS") {
+		t.Errorf("where no volume has replicas, they are told of:\n%s", out)
+	}
+}
+
 // fixed is a source that has one overview.
 type fixed struct{ o *overview.Overview }
 

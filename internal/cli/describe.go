@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -85,6 +86,12 @@ func notThere(o *overview.Overview, name string) error {
 			return fmt.Errorf("%q is a snapshot; its volume is %s, whose description has it", name, s.Source)
 		}
 	}
+	for i := range o.Volumes {
+		v := &o.Volumes[i]
+		if r := v.Replicas; r != nil && slices.ContainsFunc(r.Legs, func(leg overview.Leg) bool { return name == leg.ID || name == keyOf(leg.ID) }) {
+			return fmt.Errorf("%q is a replica of volume %s (%s); give that, its description has all of them", name, Title(v), v.ID)
+		}
+	}
 	for _, n := range o.Nodes {
 		for _, p := range n.Pools {
 			if !o.Cluster && slices.ContainsFunc(p.Problems, unusable) {
@@ -133,8 +140,12 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 		}
 	}
 	places := o.Places()
-	d.Node = append(d.Node, places[overview.Subject{Kind: overview.KindNode, Name: d.Volume.Node}]...)
-	d.Pool = append(d.Pool, places[overview.Subject{Kind: overview.KindPool, Name: overview.PoolName(d.Volume.Node, d.Volume.Pool)}]...)
+	for _, node := range d.Volume.On() {
+		d.Node = append(d.Node, places[overview.Subject{Kind: overview.KindNode, Name: node}]...)
+	}
+	for _, p := range d.Volume.Places() {
+		d.Pool = append(d.Pool, places[overview.Subject{Kind: overview.KindPool, Name: overview.PoolName(p.Node, p.Pool)}]...)
+	}
 	var missing []string
 	d.History, missing, err = source.Details(ctx, &d.Volume)
 	d.Missing = append(d.Missing, missing...)
@@ -154,6 +165,7 @@ func (d *description) print(to *screen, now time.Time) {
 		to.print("%s    See %s\n\n", wrapped(of+p.Message, "    ", to.width), p.Runbook)
 	}
 	d.facts(to, now)
+	d.legs(to, now)
 	if len(d.Snapshots) > 0 {
 		to.print("\n%s\n", to.paint(bold, "Snapshots"))
 		t := table{columns: []column{{title: "NAME", least: 16}, {title: "SIZE", right: true}, {title: "STATE"}, {title: "AGE", right: true}, {title: "PROBLEMS", least: 10}, {title: "ID", wide: true}}}
@@ -181,6 +193,44 @@ func (d *description) print(to *screen, now time.Time) {
 	printMissing(to, d.Missing)
 }
 
+// legs prints the replicas of a volume, if it has some: where each is, how it is, since when, and why it is not current.
+func (d *description) legs(to *screen, now time.Time) {
+	r := d.Volume.Replicas
+	if r == nil {
+		return
+	}
+	to.print("\n%s\n", to.paint(bold, fmt.Sprintf("Replicas: %d of %d current", r.Current, r.Wanted)))
+	t := table{columns: []column{{title: "NODE", least: 10}, {title: "POOL", least: 7, drop: 2}, {title: "STATE"}, {title: "SINCE", right: true}, {title: "USED", right: true, drop: 3}, {title: "ID", wide: true}}}
+	for _, leg := range r.Legs {
+		since, used, node := "", "", leg.Node
+		if leg.Since != nil {
+			since = age(now, *leg.Since)
+		}
+		if leg.Used != nil {
+			used = Size(*leg.Used)
+		}
+		if node != "" && node == d.Volume.Published {
+			node += " (uses it)"
+		}
+		t.add(append(plain(node, leg.Pool), append([]cell{legState(leg)}, plain(since, used, leg.ID)...)...)...)
+	}
+	t.print(to)
+	for _, leg := range r.Legs {
+		if leg.Message != "" {
+			to.print("%s", wrapped(fmt.Sprintf("replica on %s: %s", cmp.Or(leg.Node, "no node yet"), leg.Message), "    ", to.width))
+		}
+	}
+}
+
+// legState is how a replica is, and how far that is.
+func legState(leg overview.Leg) cell {
+	c := state(overview.State(leg.State), leg.Progress)
+	if c.colour == "" && leg.State != overview.LegCurrent {
+		c.colour = yellow
+	}
+	return c
+}
+
 // facts prints what a volume is, and where.
 func (d *description) facts(to *screen, now time.Time) {
 	v := &d.Volume
@@ -203,8 +253,9 @@ func (d *description) facts(to *screen, now time.Time) {
 	fact("State", state(v.State, v.Progress).text)
 	fact("Moves", v.Moving)
 	fact("Refused", v.Failure)
-	fact("Node", v.Node)
-	fact("Pool", v.Pool)
+	fact("Is to have", v.Awaits)
+	fact("Node", strings.Join(v.On(), ", "))
+	fact("Pool", strings.Join(v.In(), ", "))
 	fact("May be used on", v.Published)
 	used, kind, carries := "", "thick", v.Filesystem
 	if v.Used != nil {

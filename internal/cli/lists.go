@@ -103,8 +103,7 @@ type filter struct {
 }
 
 func (f filter) takes(v *overview.Volume) bool {
-	return (f.node == "" || v.Node == f.node) && (f.pool == "" || v.Pool == f.pool) &&
-		(f.namespace == "" || v.Claim != nil && v.Claim.Namespace == f.namespace) && (!f.problems || len(v.Problems) > 0)
+	return v.Is(f.node, f.pool) && (f.namespace == "" || v.Claim != nil && v.Claim.Namespace == f.namespace) && (!f.problems || len(v.Problems) > 0)
 }
 
 // check returns an error for what no namespace is called. -namespace=shop is read as -n with the rest as its value.
@@ -134,7 +133,10 @@ func (c *commands) volumes() *cobra.Command {
 		Use:   "volumes",
 		Short: "List the volumes: whose they are, where, how large, how well",
 		Long: `volumes lists the volumes: the claim that each was made for (or its name), the pods that use it, its node and
-pool, its size, and what is wrong with it: also that its node or pool cannot be reached. Of those that are being copied it shows how far that is.`,
+pool, its size, and what is wrong with it: also that its node or pool cannot be reached. Of those that are being copied it shows how far that is.
+
+A volume with replicas is one line, with all its nodes: REPLICAS says how many have all that was written, of how many there are to be. describe shows each
+of them.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if c.namespaced && cmd.Flags().Changed("namespace") {
@@ -191,8 +193,9 @@ func (c *commands) complete(of func(*overview.Overview) []string) cobra.Completi
 }
 
 func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
+	none := !slices.ContainsFunc(all, func(v overview.Volume) bool { return v.Replicas != nil })
 	t := table{columns: []column{{title: "CLAIM OR NAME", least: 14}, {title: "SIZE", right: true}, {title: "USED", right: true, drop: 4}, {title: "STATE"}, {title: "NODE", least: 10, drop: 1},
-		{title: "POOL", least: 7, drop: 3}, {title: "PODS", least: 10, drop: 2}, {title: "AGE", right: true, drop: 5}, {title: "PROBLEMS", least: 16},
+		{title: "POOL", least: 7, drop: 3}, {title: "REPLICAS", drop: 2, wide: none}, {title: "PODS", least: 10, drop: 2}, {title: "AGE", right: true, drop: 5}, {title: "PROBLEMS", least: 16},
 		{title: "FILESYSTEM", wide: true}, {title: "PERSISTENTVOLUME", wide: true}, {title: "ID", wide: true}}}
 	for i := range all {
 		v := &all[i]
@@ -208,7 +211,8 @@ func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
 			pods = append(pods, pod.Name)
 		}
 		row := append(plain(Title(v), Size(v.Size), used), state(v.State, v.Progress))
-		row = append(row, plain(v.Node, v.Pool, strings.Join(pods, ","), age(o.Taken, v.Created))...)
+		row = append(row, plain(strings.Join(v.On(), ","), strings.Join(v.In(), ","))...)
+		row = append(row, replicas(v.Replicas), cell{text: strings.Join(pods, ",")}, cell{text: age(o.Taken, v.Created)})
 		t.add(append(append(row, reasons(v.Problems)), plain(filesystem, v.PersistentVolume, v.ID)...)...)
 	}
 	if len(all) == 0 {
@@ -220,6 +224,19 @@ func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
 		to.print("\n")
 	}
 	printMissing(to, o.Missing)
+}
+
+// replicas of a volume: how many are current of how many there are to be; nothing of a volume on one node.
+func replicas(r *overview.Replicas) cell {
+	switch {
+	case r == nil:
+		return cell{}
+	case r.Current == 0:
+		return cell{r.String(), red}
+	case r.Current < r.Wanted:
+		return cell{r.String(), yellow}
+	}
+	return cell{text: r.String()}
 }
 
 // state of a volume or snapshot, and how far it is.

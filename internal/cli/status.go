@@ -211,7 +211,11 @@ func namesOf(o *overview.Overview) map[overview.Subject]name {
 	}
 	for i := range o.Volumes {
 		v := &o.Volumes[i]
-		names[overview.Subject{Kind: overview.KindVolume, Name: v.ID}] = name{Title(v), overview.PoolName(v.Node, v.Pool)}
+		one := name{text: Title(v)}
+		if v.Replicas == nil { // else it is in no pool alone
+			one.pool = overview.PoolName(v.Node, v.Pool)
+		}
+		names[overview.Subject{Kind: overview.KindVolume, Name: v.ID}] = one
 	}
 	for i := range o.Snapshots {
 		s := &o.Snapshots[i]

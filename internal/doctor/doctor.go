@@ -47,6 +47,7 @@ func Run(ctx context.Context, to io.Writer, all []Pool) error {
 	x.limits()
 	x.encryption()
 	x.otherNodes()
+	x.replicas()
 	x.encryptedNetwork()
 	x.flushes()
 	x.manyReaders()
@@ -187,6 +188,37 @@ func (x *examination) otherNodes() {
 		x.ok("%s: not without the module dm-mirror, so they move when nobody uses them: %v", mirrors, err)
 	} else {
 		x.ok("%s: the kernel has dm-mirror", mirrors)
+	}
+}
+
+// Where the modules and the program for replicas come from.
+const (
+	mirrorHelp = "modprobe dm-mirror; Debian's kernels and Talos have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r), if linux-modules has it not; Fedora and RHEL: dnf install kernel-modules"
+	eraHelp    = "modprobe dm-era; Debian's kernels have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r), if linux-modules has it not; Fedora and RHEL: dnf install kernel-modules (or kernel-modules-extra); Talos has none"
+	toolHelp   = "the driver's image has it; else Debian and Ubuntu: apt-get install thin-provisioning-tools; Fedora and RHEL: dnf install device-mapper-persistent-data"
+)
+
+// replicas: a machine without lacks nothing but volumes with replicas, or copies more for them.
+func (x *examination) replicas() {
+	_, tool := command.Find("era_invalidate")
+	x.replicated(dm.HasTarget("mirror"), dm.HasTarget("era"), tool)
+}
+
+// replicated says what follows of what is there of the kernel's mirror and era, and of the program that reads what era keeps.
+func (x *examination) replicated(mirror, era, tool error) {
+	const use, have = "volumes with replicas that this node uses (replicas=2)", "replicas that this node has (replicas=2)"
+	if mirror != nil {
+		x.ok("%s: not without the module dm-mirror: their pods do not start here (%v); %s", use, mirror, mirrorHelp)
+	} else {
+		x.ok("%s: the kernel has dm-mirror", use)
+	}
+	switch {
+	case era != nil:
+		x.ok("%s: without the module dm-era nothing is known of what was written to them while others were away, so these are copied as a whole (%v); %s", have, era, eraHelp)
+	case tool != nil:
+		x.ok("%s: the kernel has dm-era, and era_invalidate, which reads what it keeps, is not there, so replicas that were away are copied as a whole (%v); %s", have, tool, toolHelp)
+	default:
+		x.ok("%s: the kernel has dm-era, and era_invalidate is there: it is known what was written to them while others were away", have)
 	}
 }
 

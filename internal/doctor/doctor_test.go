@@ -42,3 +42,34 @@ func TestUnprinted(t *testing.T) {
 		}
 	}
 }
+
+// TestReplicated: what a machine lacks for volumes with replicas is said with what follows, and where it comes from, and is no failure.
+func TestReplicated(t *testing.T) {
+	none := errors.New("there is none")
+	for what, c := range map[string]struct {
+		mirror, era, tool error
+		want, not         []string
+	}{
+		"all":       {nil, nil, nil, []string{"the kernel has dm-mirror", "the kernel has dm-era, and era_invalidate is there"}, []string{"modprobe", "install"}},
+		"no mirror": {none, nil, nil, []string{"not without the module dm-mirror: their pods do not start here", "linux-modules-extra", "dnf install kernel-modules", "Talos", "era_invalidate is there"}, nil},
+		"no era":    {nil, none, nil, []string{"the kernel has dm-mirror", "modprobe dm-era", "copied as a whole", "Talos has none", "kernel-modules-extra"}, []string{"thin-provisioning-tools"}},
+		"no tool":   {nil, nil, none, []string{"era_invalidate, which reads what it keeps, is not there", "thin-provisioning-tools", "device-mapper-persistent-data"}, []string{"modprobe"}},
+	} {
+		var out bytes.Buffer
+		x := &examination{ctx: t.Context(), to: &out}
+		x.replicated(c.mirror, c.era, c.tool)
+		for _, word := range c.want {
+			if !strings.Contains(out.String(), word) {
+				t.Errorf("%s: it does not say %q:\n%s", what, word, out.String())
+			}
+		}
+		for _, word := range c.not {
+			if strings.Contains(out.String(), word) {
+				t.Errorf("%s: it says %q:\n%s", what, word, out.String())
+			}
+		}
+		if x.failures > 0 || strings.Count(out.String(), "\n") != 2 {
+			t.Errorf("%s: %d failures:\n%s", what, x.failures, out.String())
+		}
+	}
+}

@@ -126,7 +126,9 @@ func sortWorst(problems []Problem) {
 func (o *Overview) count() {
 	volumes, snapshots := map[string]int{}, map[string]int{}
 	for i := range o.Volumes {
-		volumes[PoolName(o.Volumes[i].Node, o.Volumes[i].Pool)]++
+		for _, p := range o.Volumes[i].Places() {
+			volumes[PoolName(p.Node, p.Pool)]++
+		}
 	}
 	for i := range o.Snapshots {
 		snapshots[PoolName(o.Snapshots[i].Node, o.Snapshots[i].Pool)]++

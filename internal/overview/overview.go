@@ -143,6 +143,11 @@ type Volume struct {
 	// Settings are the mutable parameters that are in force: limits, and what its device is set to.
 	Settings map[string]string `json:"settings,omitempty"`
 
+	// Awaits is what was asked for and the volume is to have, and what that waits for, for people: replicas.
+	Awaits string `json:"awaits,omitempty"`
+	// Replicas: its bytes are on several nodes, and Node and Pool are those of one that has all of them; nil: they are on that node alone.
+	Replicas *Replicas `json:"replicas,omitempty"`
+
 	// Devices of it, and where they are mounted or bound; only its own machine knows.
 	Devices []string `json:"devices,omitempty"`
 	Mounts  []string `json:"mounts,omitempty"`

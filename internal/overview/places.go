@@ -31,10 +31,33 @@ func (p Places) Around(node, pool string) []Problem {
 	return all
 }
 
+// around is Around of a volume: of one with replicas it is none of its problems, as long as there is one which has all that was written and around which all is well.
+func (p Places) around(v *Volume) (all []Problem) {
+	if v.Replicas == nil {
+		return p.Around(v.Node, v.Pool)
+	}
+	for _, leg := range v.Replicas.Legs {
+		if leg.State != LegCurrent {
+			continue
+		}
+		around := p.Around(leg.Node, leg.Pool)
+		if len(around) == 0 {
+			return nil
+		}
+		for _, one := range around {
+			if !slices.ContainsFunc(all, func(have Problem) bool { return have == one }) {
+				all = append(all, one)
+			}
+		}
+	}
+	sortWorst(all)
+	return all
+}
+
 // Of returns what is wrong with a volume, the worst first: with itself, and around it. What is around it is no problem of its own: it is
 // one of Overview.Problems already, as its subject says.
 func (p Places) Of(v *Volume) []Problem {
-	around := p.Around(v.Node, v.Pool)
+	around := p.around(v)
 	if len(around) == 0 {
 		return v.Problems
 	}

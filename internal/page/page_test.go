@@ -210,6 +210,27 @@ func TestMoving(t *testing.T) {
 	}
 }
 
+// TestReplicas: a volume with replicas is one line, of all its nodes, and is found by each of them; its page shows each replica.
+func TestReplicas(t *testing.T) {
+	o := small()
+	i := slices.IndexFunc(o.Volumes, func(v overview.Volume) bool { return label(&v) == "shop/data-postgres-0" })
+	v, since := &o.Volumes[i], noon.Add(-time.Hour)
+	v.Replicas = &overview.Replicas{Wanted: 3, Current: 1, Lacks: "no node has room", Legs: []overview.Leg{{ID: v.ID, Node: "worker-1", Pool: "default", State: overview.LegCurrent},
+		{ID: "vol.fast.leg2", Node: "worker-3", Pool: "fast", State: overview.LegJoining, Since: &since, Progress: &overview.Progress{Done: 1, Total: 4}},
+		{ID: "vol.default.3", State: overview.LegMaking, Message: "it is <to> be made"}}}
+	p := New(&madeUp{overview: o})
+	text := get(t, p, "GET", "/?q="+url.QueryEscape("node:worker-3 data-postgres-0")).Body.String()
+	inOrder(t, text, "data-postgres-0", "worker-1, worker-3", "default, fast · 1/3 replicas")
+	if strings.Contains(text, "vol.fast.leg2") {
+		t.Error("a replica is a volume of its own")
+	}
+	inOrder(t, get(t, p, "GET", "/volume?id="+url.QueryEscape(v.ID)).Body.String(), "Node", "worker-1", "worker-3", "Replicas", "1 of 3 current", "worker-1", "uses it", "current",
+		"worker-3", "Joining", "2026-11-23 11:00:00 UTC", "25 %", "none yet", "it is &lt;to&gt; be made", "No node can have another one: no node has room", "Snapshots")
+	if found := shown(t, newView(o, 1, 1), "/?q="+url.QueryEscape("node:worker-3 pool:fast")); !slices.Contains(found, "shop/data-postgres-0") {
+		t.Errorf("by the pool of a replica %q are found", found)
+	}
+}
+
 // In the browser see TestHostileNamesStayText.
 func TestHostileNamesAreEscaped(t *testing.T) {
 	p := New(&madeUp{overview: madeHostile()})

@@ -128,8 +128,8 @@ func (q query) OnNodes(n int) string {
 
 // exact are the keys of words KEY:VALUE of a filter, and what of a volume they compare.
 var exact = map[string]func(r *row, value string) bool{
-	"node": func(r *row, value string) bool { return strings.EqualFold(r.Node, value) },
-	"pool": func(r *row, value string) bool { return strings.EqualFold(r.Pool, value) },
+	"node": func(r *row, value string) bool { return oneOf(r.On(), value) },
+	"pool": func(r *row, value string) bool { return oneOf(r.In(), value) },
 	"namespace": func(r *row, value string) bool {
 		return r.Claim != nil && strings.EqualFold(r.Claim.Namespace, value)
 	},
@@ -139,6 +139,10 @@ var exact = map[string]func(r *row, value string) bool{
 			return value == "any" || strings.EqualFold(p.Reason, value) || strings.EqualFold(string(p.Severity), value)
 		})
 	},
+}
+
+func oneOf(names []string, value string) bool {
+	return slices.ContainsFunc(names, func(name string) bool { return strings.EqualFold(name, value) })
 }
 
 // volumes returns the rows that the filter lets through, sorted.

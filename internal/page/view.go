@@ -183,7 +183,14 @@ func refText(r *overview.Ref) string {
 }
 
 func (r *row) searched() string {
-	words := []string{refText(r.Claim), r.PersistentVolume, r.Name, r.ID, r.Node, r.Pool, string(r.State), r.Filesystem, r.Encryption, r.Moving, r.Failure}
+	words := []string{refText(r.Claim), r.PersistentVolume, r.Name, r.ID, string(r.State), r.Filesystem, r.Encryption, r.Moving, r.Failure, r.Awaits}
+	words = append(append(words, r.On()...), r.In()...)
+	if r.Replicas != nil {
+		words = append(words, "replicas", r.Replicas.Lacks)
+		for _, leg := range r.Replicas.Legs {
+			words = append(words, leg.ID, string(leg.State), leg.Message)
+		}
+	}
 	for _, pod := range r.Pods {
 		words = append(words, refText(&pod))
 	}

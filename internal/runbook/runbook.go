@@ -57,9 +57,10 @@ var pages = map[string]string{
 	"LimitsNotKept":      "volume-degraded",
 	"MarksLost":          "volume-degraded",
 	"MirrorsUnknown":     "volume-degraded",
-	"NoCurrentReplica":   "volume-inaccessible",
-	"ReplicaMissing":     "volume-degraded",
-	"ReplicaNotCurrent":  "volume-degraded",
+	"NoCurrentReplica":   "replicas-missing",
+	"ReplicaLost":        "replicas-missing",
+	"ReplicaMissing":     "replicas-missing",
+	"ReplicaNotCurrent":  "replicas-missing",
 
 	// Of nodes.
 	"AgentSilent":  "agent-down",

@@ -301,6 +301,8 @@ func TestGuardVolumes(t *testing.T) {
 		changed(w, "kept", w.leaving, func(o v) { o.Spec.Move = nil }, specKept),
 		changed(w, "not let come here", w.coming, func(o v) { o.Spec.Move = nil }, ofAnother),
 		created(w, "with a move", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Access, o.Spec.Move = "any", &v1alpha1.Move{Node: "node-2"} }), bytesThere),
+		created(w, "with replicas", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Access, o.Spec.Replicas = "any", 2 }), bytesThere),
+		changed(w, "asked to have replicas", w.leaving, func(o v) { o.Spec.Replicas = 2 }, specKept),
 		changed(w, "given up", w.abandoned, func(o v) { o.Spec.Abandoned = false }, specKept),
 		changed(w, "modified", w.mine, func(o v) { o.Spec.Mutable = map[string]string{"readAheadKiB": "4"} }, specKept),
 		changed(w, "taken from its claim", w.mine, func(o v) { o.Spec.ClaimRef = nil }, specKept),

@@ -21,9 +21,9 @@ const ByReplicaOf = "replicaOf"
 
 // Reasons of problems of replicated volumes.
 const (
-	ReasonReplicaMissing    = "ReplicaMissing"    // it has fewer legs than it is to have
-	ReasonReplicaNotCurrent = "ReplicaNotCurrent" // a leg lacks something of what was written
-	ReasonNoCurrentReplica  = "NoCurrentReplica"  // none that has all can be used
+	ReasonReplicaMissing    = v1alpha1.ReasonReplicaMissing
+	ReasonReplicaNotCurrent = v1alpha1.ReasonReplicaNotCurrent
+	ReasonNoCurrentReplica  = v1alpha1.ReasonNoCurrentReplica
 )
 
 // IndexReplicaOf is the value of ByReplicaOf.

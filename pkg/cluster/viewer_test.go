@@ -120,3 +120,34 @@ func TestViewerWithoutRights(t *testing.T) {
 		t.Errorf("what is left out: %q", o.Missing)
 	}
 }
+
+// TestViewerOfReplicas: a volume with replicas is shown as one, and that one of them is not current any more is told at once.
+func TestViewerOfReplicas(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	viewer, of := w.viewer(s, apitest.Admin)
+	made, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	id := made.ID.String()
+	w.eventually("all is read", func() bool {
+		o, shown := of(id)
+		return len(o.Missing) == 0 && shown != nil && shown.Replicas != nil && shown.Replicas.String() == "2/2"
+	})
+	if o, shown := of(id); len(o.Volumes) != 1 || strings.Join(shown.On(), ",") != "node-1,node-2" || len(shown.Problems) > 0 {
+		t.Errorf("shown are %+v", o.Volumes)
+	}
+	changes := viewer.Changes(w.ctx)
+	for quiet := false; !quiet; { // until what led here has been told
+		select {
+		case <-changes:
+		case <-time.After(time.Second):
+			quiet = true
+		}
+	}
+	w.becomes("v", w.whole("v").Name)
+	select {
+	case <-changes:
+	case <-time.After(10 * time.Second): // sooner than it looks by itself
+		t.Fatal("nobody was told")
+	}
+	w.eventually("it is shown", func() bool { _, shown := of(id); return shown.Replicas.String() == "1/2" && len(shown.Problems) == 1 })
+}

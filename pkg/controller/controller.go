@@ -450,14 +450,56 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 	}
 	var c blockdev.Capacity
 	for _, node := range nodes {
-		one, err := s.store.Capacity(ctx, parameters.Pool, parameters.Encryption.Scheme, node)
+		one, err := s.capacity(ctx, parameters, node)
 		if err != nil {
 			return nil, err
 		}
 		c = c.And(one)
 	}
+	if legs := parameters.Replicas.Legs(); legs > 0 && len(nodes) > 1 {
+		c.Available /= int64(legs) // each volume takes as much on so many of them
+	}
 	return &csi.GetCapacityResponse{AvailableCapacity: c.Available, MaximumVolumeSize: wrapInt64(c.MaxVolume),
 		MinimumVolumeSize: wrapInt64(max(c.MinVolume, floor))}, nil
+}
+
+// capacity is that of a node, for volumes of a class. Of volumes with replicas it is no more than what as many other nodes of its network can take as there are to be further ones.
+func (s *Server) capacity(ctx context.Context, p csimap.Parameters, node string) (blockdev.Capacity, error) {
+	c, err := s.store.Capacity(ctx, p.Pool, p.Encryption.Scheme, node)
+	further := p.Replicas.Legs() - 1
+	if err != nil || further < 1 {
+		return c, err
+	}
+	networks, err := s.networks(ctx)
+	if err != nil {
+		return blockdev.Capacity{}, err
+	}
+	var available, most []int64 // of the other ones, as far as it takes to know enough of them
+	enough := 0
+	for _, other := range slices.Sorted(maps.Keys(networks)) {
+		if other == node || networks[other] != networks[node] || enough == further {
+			continue
+		}
+		one, err := s.store.Capacity(ctx, p.Pool, p.Encryption.Scheme, other)
+		if err != nil {
+			return blockdev.Capacity{}, err
+		}
+		available, most = append(available, one.Available), append(most, one.MaxVolume)
+		if one.MaxVolume >= c.MaxVolume && one.Available >= c.Available {
+			enough++
+		}
+	}
+	c.Available, c.MaxVolume = min(c.Available, largest(available, further)), min(c.MaxVolume, largest(most, further))
+	return c, nil
+}
+
+// largest is the n-th largest of some numbers; 0 if there are fewer.
+func largest(of []int64, n int) int64 {
+	if len(of) < n {
+		return 0
+	}
+	slices.Sort(of)
+	return of[len(of)-n]
 }
 
 // homes are the nodes of a topology that can have volumes with some access; an empty name stands for all nodes.

@@ -41,7 +41,7 @@ const (
 	access            = "access"
 	homeTimeout       = "homeTimeout"
 
-	// Of volumes with several legs (docs/replication.md), which are being built: they are not among ClassParameters yet.
+	// Of volumes with several legs (docs/replication.md).
 	replicas           = "replicas"
 	replicaTopologyKey = "replicaTopologyKey"
 	replaceAfter       = "replaceAfter"
@@ -90,6 +90,9 @@ func ClassParameters() []Parameter {
 		{encryptionDiscard, "true: what the volume does not use any more is given back to the pool, which so learns what that is; false. Only with `encryption`", "false"},
 		{access, volume.AccessNode.String() + ": the volume can be used on the node that has it; " + string(volume.AccessAny) + ": on all nodes that reach that one ([more](../use/any-node.md)); not for inline ephemeral volumes", volume.AccessNode.String()},
 		{homeTimeout, "how long, as 90s or 10m, what is written and read on another node waits while the volume's node is away; then it fails. Only with `access=any`", "for ever"},
+		{replicas, "1 to 3: on how many nodes the bytes of the volume are ([more](../use/replicas.md)); new. Only with `access=any`", "1"},
+		{replicaTopologyKey, "key of a label of nodes, as topology.kubernetes.io/zone: the replicas are on nodes that have different values of it. Only with `replicas`", "they are on different nodes"},
+		{replaceAfter, "how long, as 90s or 10m, a replica may be away while the volume is used, until one is made on another node in its place; 0 is never. Only with `replicas`", "10m"},
 		{volume.ParameterPlacement, string(volume.PlacementStay) + ": the bytes of the volume stay where they were made; " + string(volume.PlacementFollow) + ": they move to the node that has used it for a while ([more](../use/moving.md#bytes-that-follow-their-pod)); a VolumeAttributesClass changes it. Only with `access=any`", string(volume.PlacementStay)},
 		{fsType, strings.Join(filesystems, ", "), string(filesystem.Types[0])},
 	}
@@ -152,7 +155,7 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			}
 			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, placement and fstype are known", errdefs.ErrInvalid, key)
+			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, replicas, replicaTopologyKey, replaceAfter, placement and fstype are known", errdefs.ErrInvalid, key)
 		}
 	}
 	return p, p.together(parameters)

@@ -13,8 +13,6 @@ import (
 const (
 	// mostReplicas is how many nodes can have the bytes of a volume at once.
 	mostReplicas = 3
-	// usualReplaceAfter is how long a replica may be away, as a rule: longer than a node takes to restart.
-	usualReplaceAfter = 10 * time.Minute
 	// maxLabelKey is the longest key of a label, in bytes: a prefix of 253, and a name of 63.
 	maxLabelKey = 317
 )
@@ -60,7 +58,7 @@ func (p *Parameters) checkReplicas(parameters map[string]string) error {
 		return fmt.Errorf("%w: parameter %s=%s is for volumes on one node; leave it out, or %s", errdefs.ErrInvalid, volume.ParameterPlacement, p.Placement, replicas)
 	}
 	if _, given := parameters[replaceAfter]; !given {
-		p.Replicas.ReplaceAfter = usualReplaceAfter
+		p.Replicas.ReplaceAfter = volume.UsualReplaceAfter
 	}
 	return nil
 }

@@ -62,8 +62,15 @@ var (
 	AgentFailures    = counter("ashlar_agent_failures_total", "Tries of the agent that failed, by the kind of the object (volume, snapshot or group), or move and snapshot-move for what comes from another node, or has left this one.", "node", "kind")
 	AgentOldestWish  = sampledGauge("ashlar_agent_oldest_wish_seconds", "Age of the oldest object of the node whose spec is not carried out, in seconds; 0 if all are. What is being copied or zeroed does not count.", "node")
 
-	Objects     = sampledGauge("ashlar_objects", "Volumes and snapshots of the cluster, by their state (making, ready, deleting, failed, lost).", "node", "kind", "state")
+	Objects     = sampledGauge("ashlar_objects", "Volumes and snapshots of the cluster, by their state (making, ready, deleting, failed, lost); each replica of a volume counts as one of its node.", "node", "kind", "state")
 	NodeAgentUp = sampledGauge("ashlar_node_agent_up", "1 if the node, which has pools, volumes or snapshots, is there and ready and its agent is heard.", "node")
+)
+
+// Volumes with replicas, as the controller sees them.
+var (
+	ReplicatedVolumes = sampledGauge("ashlar_replicated_volumes", "Volumes with replicas, by how many these are to be, and by how many of them are not there or lack something of what was written.", "replicas", "lacking")
+	Replicas          = sampledGauge("ashlar_replicas", "Replicas that the node has of volumes, by their state: current, or they lack something of what was written, which is copied to them now (joining) or later (waiting).", "node", "state")
+	ReplicaResync     = sampledGauge("ashlar_replica_resync_bytes", "What is yet to be copied to replicas of the node that are joining, in bytes.", "node")
 )
 
 // What there is of each volume, with --metrics-per-volume.

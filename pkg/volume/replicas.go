@@ -2,6 +2,9 @@ package volume
 
 import "time"
 
+// UsualReplaceAfter is how long a replica may be away, as a rule: longer than a node takes to restart.
+const UsualReplaceAfter = 10 * time.Minute
+
 // Replicas says on how many nodes the bytes of a volume are to be (docs/replication.md).
 type Replicas struct {
 	// Count of them; 0 and 1: on one, and it is no volume with legs.

@@ -54,6 +54,8 @@ var ofCluster = map[string]string{
 	"node: Driver is heard":             "no controller",
 	"node: Oldest wish":                 "no agent",
 	"node: Queue of the agent":          "no agent",
+	"node: Replicas":                    "no objects",
+	"node: Replicas: yet to be copied":  "no objects",
 	"node: Requests to the API server":  "no API server",
 	"pool: Strays":                      "no objects",
 }

@@ -2,6 +2,7 @@ package v1alpha1
 
 import (
 	"slices"
+	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -106,6 +107,10 @@ type ReplicatedVolumeStatus struct {
 	// +listMapKey=name
 	// +kubebuilder:validation:MaxItems=6
 	Legs []Leg `json:"legs,omitempty"`
+	// Lacks says why there are fewer legs than there are to be, while no node can have another one. The controller writes it.
+	// +optional
+	// +kubebuilder:validation:MaxLength=2048
+	Lacks string `json:"lacks,omitempty"`
 	// Summary is how many legs are current, in words for people.
 	// +optional
 	// +kubebuilder:validation:MaxLength=64
@@ -147,6 +152,13 @@ const (
 	LegWaiting = "Waiting" // it is not used now; Message says why
 )
 
+// Reasons of problems of replicated volumes.
+const (
+	ReasonReplicaMissing    = "ReplicaMissing"    // it has fewer legs than it is to have
+	ReasonReplicaNotCurrent = "ReplicaNotCurrent" // a leg lacks something of what was written
+	ReasonNoCurrentReplica  = "NoCurrentReplica"  // none that has all can be used
+)
+
 // Current are the names of the legs that have every acknowledged write.
 func (v *ReplicatedVolume) Current() (names []string) {
 	for _, l := range v.Status.Legs {
@@ -181,4 +193,33 @@ type ReplicatedVolumeList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
 	Items           []ReplicatedVolume `json:"items"`
+}
+
+// WhyNotReplicated says why a volume on one node cannot become one with several legs now; empty: it can. waits: it can later, when that is over.
+func (v *Volume) WhyNotReplicated() (why string, waits bool) {
+	switch m := v.Spec.Move; {
+	case v.Spec.ReplicaOf != "":
+		return "it is a replica itself", false
+	case Going(v) || v.Spec.Abandoned:
+		return "it is being deleted", false
+	case v.Spec.Access == "":
+		return "it has access=node, and its PersistentVolume names that node, for good: take a snapshot, and restore it by a class with access: any and replicas", false
+	case IsLost(v):
+		return "its bytes are missing", false
+	case v.Spec.Mutable["placement"] == "follow":
+		return "it has placement=follow, which is for volumes on one node: give it a VolumeAttributesClass with placement: stay first", false
+	case v.Status.Created == nil:
+		return "it is not made yet", true
+	case m != nil && m.Left:
+		return "it has just moved, and node " + m.Node + " has not given its bytes back yet", true
+	case m != nil:
+		return "it is being moved to node " + m.Node, true
+	case len(v.Claimants()) > 0:
+		return "it is used on node " + strings.Join(v.Claimants(), ", "), true
+	case len(v.Given()) > 0:
+		return "node " + v.Spec.NodeName + " has not ended yet that it gives it to node " + v.Given()[0].Node, true
+	case v.Spec.Size != v.Status.Size:
+		return "it grows", true
+	}
+	return "", false
 }

@@ -152,6 +152,8 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || has(self.access) && !has(self.readers)",message="a leg has access any, and nobody but the user of its volume reads it"
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.replicaOf) || has(self.replicaOf)",message="a leg is of one volume, for good"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || !has(self.move)",message="a leg does not move: a volume with replicas gets another one on another node, and loses this one then"
+// +kubebuilder:validation:XValidation:rule="!has(self.replicas) || has(self.access)",message="a volume with access node gets no replicas: its PersistentVolume says one node, for good; make a snapshot, and restore it by a class with access any and replicas"
+// +kubebuilder:validation:XValidation:rule="!has(self.replicas) || !has(self.replicaOf) || has(oldSelf.replicas) && self.replicas == oldSelf.replicas",message="the volume has replicas: how many there are to be says its ReplicatedVolume"
 // +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the volume is on that node"
@@ -235,6 +237,11 @@ type VolumeSpec struct {
 	// Move asks for the volume to be moved to another node.
 	// +optional
 	Move *Move `json:"move,omitempty"`
+	// Replicas asks for the volume to become one with so many legs, when nobody uses it: then it is the first of them, which the controller says by replicaOf, and this goes when its ReplicatedVolume is there.
+	// +optional
+	// +kubebuilder:validation:Minimum=2
+	// +kubebuilder:validation:Maximum=3
+	Replicas int `json:"replicas,omitempty"`
 	// ReplicaOf is the name of the ReplicatedVolume that this volume is a leg of; without it, it is a volume of its own. It stays for good.
 	// +optional
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
@@ -387,6 +394,10 @@ type VolumeStatus struct {
 	// +kubebuilder:validation:MaxProperties=16
 	// +kubebuilder:validation:XValidation:rule="self.all(k, size(k) <= 64 && size(self[k]) <= 256)",message="a parameter has 64 characters at most, and its value 256"
 	Mutable map[string]string `json:"mutable,omitempty"`
+	// ReplicaOf is the name of the ReplicatedVolume of which the volume is a leg, as its record says: then its node uses it by itself no more.
+	// +optional
+	// +kubebuilder:validation:MaxLength=32
+	ReplicaOf string `json:"replicaOf,omitempty"`
 	// Used is what the volume takes of the pool, in bytes, as it was last looked at: it is written when it has changed by
 	// a 20th of the size, and by 16 MiB at least.
 	// +optional

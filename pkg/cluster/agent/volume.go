@@ -156,7 +156,7 @@ func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volum
 	used := a.used(ctx, have)
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		v.Status.Created, v.Status.Size, v.Status.Thin, v.Status.Mutable, v.Status.Used = madeAt(have.Created), have.Size, have.Thin, have.Mutable, used
-		v.Status.Encryption = string(have.Encryption.Scheme)
+		v.Status.Encryption, v.Status.ReplicaOf = string(have.Encryption.Scheme), have.ReplicaOf
 		v.Status.Failure, v.Status.Progress, v.Status.ObservedGeneration = nil, nil, v.Generation
 		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, reason, "the volume is there to be used")
 		if fetched(v) {
@@ -328,6 +328,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.SetReplicaOf(ctx, id, v.Spec.ReplicaOf) }); err != nil {
 			return err
 		}
+		have.ReplicaOf = v.Spec.ReplicaOf
 	}
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
@@ -341,7 +342,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	}
 	used := a.used(ctx, have)
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
-		v.Status.Progress = nil
+		v.Status.Progress, v.Status.ReplicaOf = nil, have.ReplicaOf
 		if v.Spec.Move == nil {
 			v.Status.Move = nil
 		}

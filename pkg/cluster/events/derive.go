@@ -107,6 +107,9 @@ func ofVolume(v *v1alpha1.Volume, node, other nodeState, began int64) []saying {
 		}
 	}
 	all = append(all, ofCopy(v, subject)...)
+	if v.Spec.ReplicaOf != "" {
+		return ofLeg(all)
+	}
 	all = append(all, ofMove(v, volumes, subject, began, other)...)
 	all = append(all, ofAway(v)...)
 	return append(all, ofWaiting(v, node)...)

@@ -1,5 +1,5 @@
 // Package events tells people, on what they describe, what is wrong and when it is well again: as Kubernetes' Events on
-// PersistentVolumeClaims, PersistentVolumes, Nodes, Volumes, Snapshots and Pools. Table has all of them.
+// PersistentVolumeClaims, PersistentVolumes, Nodes, Volumes, ReplicatedVolumes, Snapshots and Pools. Table has all of them.
 //
 // All that it says follows from the objects of pkg/api and from the heartbeats, so it runs in the controller, and agents need
 // no right for it. Nobody remembers what was said: the name of an event is made of what it is on, the reason, and when
@@ -61,7 +61,7 @@ type Agents interface {
 	Patience(node string) (left time.Duration, beats bool)
 }
 
-// Announcer says what there is to say. It learns of it from the events of a cache (VolumeChanged, SnapshotChanged, PoolChanged,
+// Announcer says what there is to say. It learns of it from the events of a cache (VolumeChanged, ReplicatedChanged, SnapshotChanged, PoolChanged,
 // NodeChanged, LeaseChanged), which never wait for it, and says it while it runs. An API server that refuses events, or is away, holds up
 // nothing else.
 type Announcer struct {
@@ -70,9 +70,10 @@ type Announcer struct {
 	options  Options
 	instance string
 	queue    workqueue.TypedRateLimitingInterface[string]
-	look     chan struct{} // there may be news of nodes
-	handles  handles       // used by the one who says
-	refusal  sync.Once     // that events are refused is logged once
+	look     chan struct{}                                // there may be news of nodes
+	wholes   workqueue.TypedRateLimitingInterface[string] // replicated volumes of which there may be news
+	handles  handles                                      // used by the one who says
+	refusal  sync.Once                                    // that events are refused is logged once
 
 	mu      sync.Mutex
 	entries map[string]*entry          // by key: what is to be said, and what was
@@ -90,7 +91,7 @@ type entry struct {
 	said  time.Time // zero: not yet
 }
 
-// New returns an announcer. Its connection's cache has volumes, by node, pools, nodes and Leases.
+// New returns an announcer. Its connection's cache has volumes, by node and with the index cluster.ByReplicaOf, replicated volumes, pools, nodes and Leases.
 func New(c kube.Connection, agents Agents, o Options) *Announcer {
 	if o.Again == 0 {
 		o.Again = again
@@ -100,8 +101,9 @@ func New(c kube.Connection, agents Agents, o Options) *Announcer {
 		host = o.Driver
 	}
 	return &Announcer{kube: c, agents: agents, options: o, instance: host[:min(len(host), mostInstance)],
-		queue: workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)),
-		look:  make(chan struct{}, 1), handles: handles{live: c.Live, driver: o.Driver},
+		queue:  workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)),
+		wholes: workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)),
+		look:   make(chan struct{}, 1), handles: handles{live: c.Live, driver: o.Driver},
 		entries: map[string]*entry{}, lasting: map[string]map[string]bool{}, nodes: map[string]nodeState{}, moves: map[types.UID]begun{}}
 }
 
@@ -116,6 +118,9 @@ func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
 
 // updateVolume is update of a volume.
 func (a *Announcer) updateVolume(v *v1alpha1.Volume, gone bool) {
+	if v.Spec.ReplicaOf != "" {
+		a.wholes.Add(v.Spec.ReplicaOf)
+	}
 	a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName], a.other(v.Spec.Move), a.began(v, v.Spec.Move, gone)))
 }
 
@@ -208,6 +213,11 @@ func (a *Announcer) update(o client.Object, gone bool, now []saying) {
 			continue
 		}
 		delete(a.entries, key)
+		if r, is := o.(*v1alpha1.ReplicatedVolume); is && !e.said.IsZero() && !gone {
+			if one, again := e.currentAgain(r); again {
+				a.say(one)
+			}
+		}
 		if e.waits && !e.said.IsZero() && !gone && a.nodes[nodeOf(o)].reason == "" {
 			a.say(e.over())
 		}
@@ -257,6 +267,8 @@ func (a *Announcer) Run(ctx context.Context) {
 			a.queue.Done(key)
 		}
 	})
+	done.Go(func() { a.lookAtWholes(ctx) })
+	defer a.wholes.ShutDown()
 	defer a.queue.ShutDown()
 	timer := time.NewTimer(0)
 	defer timer.Stop()

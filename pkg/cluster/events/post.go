@@ -99,6 +99,9 @@ func reference(o client.Object, version, kind string) corev1.ObjectReference {
 func (a *Announcer) find(ctx context.Context, s saying) (*corev1.ObjectReference, error) {
 	switch s.on {
 	case onVolume, onPV, onClaim:
+		if r, is := s.of.(*v1alpha1.ReplicatedVolume); is {
+			return a.handles.find(ctx, asVolume(r), s.on)
+		}
 		v, err := a.volumeOf(ctx, s.of)
 		if err != nil || v == nil {
 			return nil, err
@@ -137,6 +140,14 @@ func (a *Announcer) volumeOf(ctx context.Context, o client.Object) (*v1alpha1.Vo
 		return v, nil
 	}
 	return nil, nil
+}
+
+// asVolume is a volume with several legs as its PersistentVolume has it.
+func asVolume(r *v1alpha1.ReplicatedVolume) *v1alpha1.Volume {
+	v := cluster.VolumeNamed(r.Name)
+	v.Spec = v1alpha1.VolumeSpec{Name: r.Spec.Name, Pool: r.Spec.Pool, PersistentVolume: r.Spec.Name}
+	v.Status.Created = r.Status.Made
+	return v
 }
 
 // handles finds the PersistentVolumes and claims of volumes.

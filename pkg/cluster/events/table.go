@@ -29,6 +29,11 @@ const (
 	Moving          = "Moving"
 	MoveWaits       = "MoveWaits"
 	Moved           = "Moved"
+	ReplicaLost     = "ReplicaLost"
+	ReplicaJoining  = "ReplicaJoining"
+	ReplicaCurrent  = "ReplicaCurrent"
+	ReplicaAdded    = "ReplicaAdded"
+	ReplicaRemoved  = "ReplicaRemoved"
 	HomeAway        = "HomeAway"
 	HomeBack        = "HomeBack"
 	GrowthRefused   = "GrowthRefused"
@@ -38,21 +43,24 @@ const (
 
 // What an event can be on.
 const (
-	onVolume   = "Volume"
-	onSnapshot = "Snapshot"
-	onPool     = "Pool"
-	onNode     = "Node"
-	onPV       = "PersistentVolume"
-	onClaim    = "PersistentVolumeClaim"
+	onVolume     = "Volume"
+	onReplicated = "ReplicatedVolume"
+	onSnapshot   = "Snapshot"
+	onPool       = "Pool"
+	onNode       = "Node"
+	onPV         = "PersistentVolume"
+	onClaim      = "PersistentVolumeClaim"
 )
 
 // What events of volumes, snapshots, pools and what is in them are on.
 var (
-	volumes  = []string{onVolume, onPV, onClaim}
-	objects  = []string{onVolume, onSnapshot, onPV, onClaim}
-	pools    = []string{onPool, onNode}
-	anywhere = []string{onVolume, onSnapshot, onPool, onNode, onPV, onClaim}
-	waiting  = []string{onVolume, onClaim}
+	volumes = []string{onVolume, onPV, onClaim}
+	// What those of volumes with several legs are on; what is wrong with a leg is on its Volume alone.
+	replicated = []string{onReplicated, onPV, onClaim}
+	objects    = []string{onVolume, onSnapshot, onPV, onClaim}
+	pools      = []string{onPool, onNode}
+	anywhere   = []string{onVolume, onSnapshot, onPool, onNode, onPV, onClaim}
+	waiting    = []string{onVolume, onClaim}
 )
 
 // Table has all events that there are, by what they are about.
@@ -76,9 +84,10 @@ var Table = []Entry{
 	{HomeAway, warning, volumes, "The node of the volume does not answer the node that uses it, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
 	{"MarksLost", warning, volumes, "What is written to the volume, which is a leg, is not marked any more."},
-	{"NoCurrentReplica", warning, volumes, "No replica of the volume that has all that was written can be used."},
-	{"ReplicaMissing", warning, volumes, "The volume has fewer replicas than it is to have."},
-	{"ReplicaNotCurrent", warning, volumes, "A replica of the volume lacks something of what was written."},
+	{"NoCurrentReplica", warning, replicated, "No replica of the volume that has all that was written can be used."},
+	{"ReplicaMissing", warning, replicated, "The volume has fewer replicas than it is to have, and no node can have another one."},
+	{"ReplicaNotCurrent", warning, replicated, "A replica of the volume lacks something of what was written."},
+	{ReplicaLost, warning, replicated, "The bytes of a replica are missing; another one takes its place."},
 	{"MirrorsUnknown", warning, pools, "It cannot be found out which replicated volumes are used on the node."},
 	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},
@@ -112,7 +121,7 @@ var Table = []Entry{
 	{CopyRefused, warning, waiting, "A clone, a restore or a snapshot was refused; on what is to be the copy, or the volume of the snapshot."},
 	{CopyWaits, warning, waiting, "A copy of what is on another node does not go on."},
 	{MoveWaits, warning, objects, "The move of the volume or snapshot to another node does not go on."},
-	{GrowthRefused, warning, volumes, "The volume cannot grow."},
+	{GrowthRefused, warning, []string{onVolume, onReplicated, onPV, onClaim}, "The volume cannot grow."},
 	{DeletionRefused, warning, []string{onVolume, onSnapshot, onPV}, "What is to be deleted cannot be deleted yet."},
 
 	{Recovered, normal, anywhere, "Nothing is wrong any more."},
@@ -120,6 +129,10 @@ var Table = []Entry{
 	{Copied, normal, waiting, "What is on another node was copied, and is there to be used."},
 	{Moving, normal, objects, "The volume or snapshot is being moved to another node."},
 	{Moved, normal, objects, "The volume or snapshot has moved, and is there to be used."},
+	{ReplicaAdded, normal, replicated, "The volume has another replica, which lacks what was written."},
+	{ReplicaJoining, normal, replicated, "What a replica lacks is being copied to it."},
+	{ReplicaCurrent, normal, replicated, "A replica has all that was written again."},
+	{ReplicaRemoved, normal, replicated, "The volume does without a replica, as it has enough others."},
 	{HomeBack, normal, volumes, "The node of the volume answers a node that uses or reads it again, or has ended that."},
 	{AgentHeard, normal, []string{onNode, onVolume, onClaim}, "The driver on the node is heard again."},
 	{NodeReady, normal, waiting, "The node that the volume waited for is ready again."},

@@ -38,7 +38,7 @@ func TestTable(t *testing.T) {
 		t.Errorf("only %d reasons were found: %v", len(found), found)
 	}
 	seen := map[string]bool{}
-	kinds := []string{"Volume", "Snapshot", "Pool", "Node", "PersistentVolume", "PersistentVolumeClaim"}
+	kinds := []string{"Volume", "ReplicatedVolume", "Snapshot", "Pool", "Node", "PersistentVolume", "PersistentVolumeClaim"}
 	for _, entry := range events.Table {
 		if seen[entry.Reason] {
 			t.Errorf("%s is there twice", entry.Reason)

@@ -63,6 +63,11 @@ func (l *lacking) find(ctx context.Context) error {
 	if err := l.List(ctx, &volumes); err != nil {
 		return err
 	}
+	var replicated v1alpha1.ReplicatedVolumeList
+	if err := l.List(ctx, &replicated); err != nil && !apierrors.IsNotFound(err) { // older definitions know none
+		return err
+	}
+	volumes.Items = wholes(volumes.Items, replicated.Items)
 	var have corev1.PersistentVolumeList
 	if err := l.List(ctx, &have); err != nil {
 		return err
@@ -106,6 +111,27 @@ func (l *lacking) find(ctx context.Context) error {
 		}
 	}
 	return l.snapshots(ctx, made)
+}
+
+// wholes are volumes, with each of those that have several legs in the place of these. It is as its first leg is, or as another one is, where that is not there any more.
+func wholes(volumes []v1alpha1.Volume, replicated []v1alpha1.ReplicatedVolume) (all []v1alpha1.Volume) {
+	legs := map[string]v1alpha1.Volume{} // by the names of their volumes
+	for _, v := range volumes {
+		of := v.Spec.ReplicaOf
+		if of == "" {
+			all = append(all, v)
+		} else if have, there := legs[of]; !there || v.Name == of || v.Name < have.Name && have.Name != of {
+			legs[of] = v
+		}
+	}
+	for i := range replicated {
+		r := &replicated[i]
+		if v, there := legs[r.Name]; there && r.Status.Made != nil && !r.Going() {
+			v.Name, v.Spec.Name, v.Spec.IDPool, v.Spec.Size, v.Status.Size = r.Name, r.Spec.Name, r.Spec.Pool, r.Spec.Size, r.Spec.Size
+			all = append(all, v)
+		}
+	}
+	return all
 }
 
 // nameOf is a name for an object that Kubernetes takes: the first of some that will do, and that no other one has or may be given. The

@@ -3,6 +3,7 @@
 package replicator
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -62,10 +64,14 @@ func (p *Replicator) Changed(o client.Object, gone bool) {
 	}
 }
 
-// VolumeChanged looks at the volume of a leg.
+// VolumeChanged looks at the volume of a leg, or at one that is to become one.
 func (p *Replicator) VolumeChanged(o client.Object, _ bool) {
-	if v, is := o.(*v1alpha1.Volume); is && v.Spec.ReplicaOf != "" {
+	v, is := o.(*v1alpha1.Volume)
+	switch {
+	case is && v.Spec.ReplicaOf != "":
 		p.pending.Add(v.Spec.ReplicaOf)
+	case is && v.Spec.Replicas > 0:
+		p.pending.Add(v.Name)
 	}
 }
 
@@ -104,8 +110,10 @@ func (p *Replicator) work(ctx context.Context) {
 // look does what is to be done of a volume now. again is when it is to be looked at though nothing is told of it; 0: not before that.
 func (p *Replicator) look(ctx context.Context, key string) (again time.Duration, err error) {
 	r := &v1alpha1.ReplicatedVolume{}
-	if err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r); err != nil {
-		return 0, client.IgnoreNotFound(err)
+	if err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r); apierrors.IsNotFound(err) {
+		return 0, p.convertAsked(ctx, key)
+	} else if err != nil {
+		return 0, kube.APIError("read replicated volume "+key, err)
 	}
 	var list v1alpha1.VolumeList
 	if err := p.kube.Client.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: key}); err != nil {
@@ -122,13 +130,28 @@ func (p *Replicator) look(ctx context.Context, key string) (again time.Duration,
 		before := r.DeepCopy()
 		r.Spec.Delete = ""
 		return lookAgain, p.patch(ctx, r, before)
+	case r.Status.Made == nil && !r.Going() && r.Spec.Numbered == 1:
+		return 0, p.convert(ctx, key)
 	case r.Status.Made == nil || r.Going():
 		return 0, nil // whoever asked for it asks again
+	}
+	if first := legs[r.Name]; first != nil && first.Spec.Replicas > 0 {
+		return 0, p.convert(ctx, key)
 	}
 	if err := p.tend(ctx, r, legs); err != nil {
 		return 0, err
 	}
 	return lookIn(r, legs), p.keepUp(ctx, r, legs)
+}
+
+// convertAsked is convert of what may be a volume that is asked to have replicas.
+func (p *Replicator) convertAsked(ctx context.Context, key string) error {
+	v := &v1alpha1.Volume{}
+	err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v)
+	if err != nil || v.Spec.Replicas == 0 {
+		return kube.APIError("read volume "+key, client.IgnoreNotFound(err))
+	}
+	return p.convert(ctx, key)
 }
 
 // remove goes on with a deletion.
@@ -203,7 +226,7 @@ func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 	if err != nil {
 		return err
 	}
-	like := template(r, legs)
+	like, without := template(r, legs), ""
 	for _, l := range judged {
 		if l.state != missing {
 			continue
@@ -211,9 +234,11 @@ func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		if like == nil {
 			return nil // nobody knows what it is to be
 		}
-		if err := p.begin(ctx, r, l.name, like); err != nil {
+		why, err := p.room(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like))
+		if err != nil {
 			return err
 		}
+		without = cmp.Or(without, why)
 	}
 	switch victim, kind := excess(r, judged); kind {
 	case takeOut:
@@ -222,7 +247,7 @@ func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		return p.unlist(ctx, r, victim)
 	}
 	if like == nil || !lacks(r, judged) {
-		return nil
+		return p.say(ctx, r, without)
 	}
 	return p.add(ctx, r, like)
 }
@@ -242,14 +267,26 @@ func template(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (l
 	return like
 }
 
-// begin makes a leg that the object names. Where there is no room it is tried again after a time.
-func (p *Replicator) begin(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
-	err := p.maker.BeginLeg(ctx, r, name, like)
-	if errors.Is(err, errdefs.ErrNoSpace) {
-		klog.FromContext(ctx).Info("A volume lacks a replica, and no node can have it", "volume", cluster.ReplicatedID(r).String(), "why", err.Error())
+// room takes the error by which a leg cannot be made now: where no node has room it says so, and that is tried again after a time.
+func (p *Replicator) room(ctx context.Context, r *v1alpha1.ReplicatedVolume, err error) (without string, _ error) {
+	if !errors.Is(err, errdefs.ErrNoSpace) {
+		return "", err
+	}
+	if text := cluster.Limited(errdefs.Words(err)); text != r.Status.Lacks {
+		klog.FromContext(ctx).Info("A volume lacks a replica, and no node can have it", "volume", cluster.ReplicatedID(r).String(), "why", text)
+		return text, nil
+	}
+	return r.Status.Lacks, nil
+}
+
+// say writes down why a volume has fewer legs than it is to have; empty: it has not, or they are being made. It is nobody else's to write, so nothing is lost by it.
+func (p *Replicator) say(ctx context.Context, r *v1alpha1.ReplicatedVolume, without string) error {
+	if r.Status.Lacks == without {
 		return nil
 	}
-	return err
+	before := r.DeepCopy()
+	r.Status.Lacks = without
+	return kube.APIError("change the status of replicated volume "+r.Name, client.IgnoreNotFound(p.kube.Client.Status().Patch(ctx, r, client.MergeFrom(before))))
 }
 
 // add names one more leg; it is made when the object is seen again. If no node has room it is tried again after a time.
@@ -259,12 +296,12 @@ func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like
 	}
 	before := r.DeepCopy()
 	name := cluster.AddLeg(r)
-	if err := p.maker.HasRoom(ctx, r, name, like); err != nil {
-		if errors.Is(err, errdefs.ErrNoSpace) {
-			klog.FromContext(ctx).Info("A volume lacks a replica, and no node can have it", "volume", cluster.ReplicatedID(r).String(), "why", err.Error())
-			return nil
-		}
+	without, err := p.room(ctx, r, p.maker.HasRoom(ctx, r, name, like))
+	if err != nil {
 		return err
+	}
+	if without != "" {
+		return p.say(ctx, before, without)
 	}
 	klog.FromContext(ctx).Info("A volume gets another replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
 	return p.patch(ctx, r, before)

@@ -2,7 +2,10 @@ package store
 
 import (
 	"context"
+	"strconv"
 	"strings"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -50,8 +53,62 @@ func (s *Store) Samples() []metrics.Sample {
 	for what, n := range count {
 		samples = append(samples, metrics.Objects.At(float64(n), what.node, what.kind, strings.ToLower(what.state)))
 	}
+	samples = append(samples, s.replicaSamples(ctx, objects, nodes)...)
 	for node := range nodes {
 		samples = append(samples, metrics.NodeAgentUp.Is(s.nodes.Ready(ctx, node) == nil, node))
+	}
+	return samples
+}
+
+// replicaSamples are those of volumes with several legs, of which some objects are the legs. Of each of some nodes all states are there.
+func (s *Store) replicaSamples(ctx context.Context, objects cluster.Objects, nodes map[string]bool) (samples []metrics.Sample) {
+	var list v1alpha1.ReplicatedVolumeList
+	if s.kube.Cache.List(ctx, &list, client.UnsafeDisableDeepCopy) != nil {
+		return nil // it has stopped
+	}
+	legs := map[string]*v1alpha1.Volume{}
+	for i := range objects.Volumes {
+		if v := &objects.Volumes[i]; v.Spec.ReplicaOf != "" {
+			legs[v.Name] = v
+		}
+	}
+	type at struct{ node, state string }
+	volumes, replicas, resync := map[[2]int]int{}, map[at]int{}, map[string]int64{}
+	for i := range list.Items {
+		r := &list.Items[i]
+		if r.Status.Made == nil || r.Going() {
+			continue
+		}
+		current := 0
+		for j := range r.Status.Legs {
+			l := &r.Status.Legs[j]
+			v := legs[l.Name]
+			switch {
+			case v == nil || v1alpha1.IsLost(v):
+			case l.Current:
+				current++
+				replicas[at{v.Spec.NodeName, "current"}]++
+			case l.State == v1alpha1.LegJoining:
+				replicas[at{v.Spec.NodeName, "joining"}]++
+				if p := l.Progress; p != nil {
+					resync[v.Spec.NodeName] += p.Total - p.Done
+				}
+			default:
+				replicas[at{v.Spec.NodeName, "waiting"}]++
+			}
+		}
+		volumes[[2]int{r.Spec.Replicas, max(r.Spec.Replicas-current, 0)}]++
+	}
+	for wanted := 1; wanted <= v1alpha1.MostReplicas; wanted++ {
+		for lacking := range wanted + 1 {
+			samples = append(samples, metrics.ReplicatedVolumes.At(float64(volumes[[2]int{wanted, lacking}]), strconv.Itoa(wanted), strconv.Itoa(lacking)))
+		}
+	}
+	for node := range nodes {
+		for _, state := range []string{"current", "joining", "waiting"} {
+			samples = append(samples, metrics.Replicas.At(float64(replicas[at{node, state}]), node, state))
+		}
+		samples = append(samples, metrics.ReplicaResync.At(float64(resync[node]), node))
 	}
 	return samples
 }

@@ -33,16 +33,20 @@ func (s *Store) replicated(ctx context.Context, id volume.ID) (*v1alpha1.Replica
 	}
 	r, key := &v1alpha1.ReplicatedVolume{}, client.ObjectKey{Name: id.Key}
 	err := s.kube.Client.Get(ctx, key, r)
-	leg := false
+	leg, becomes := false, false
 	if apierrors.IsNotFound(err) {
 		v := &v1alpha1.Volume{}
 		err = client.IgnoreNotFound(s.kube.Client.Get(ctx, key, v))
+		becomes = v.Spec.Replicas > 0
 		if leg = v.Spec.ReplicaOf != ""; err != nil || v.Name != "" && !leg {
 			return nil, kube.APIError("read volume "+id.String(), err)
 		}
 	}
 	if err == nil && r.Status.Made == nil {
 		if r, err = s.liveReplicated(ctx, id.Key); r == nil && err == nil && leg {
+			if becomes {
+				return nil, getsReplicas(id)
+			}
 			return nil, fmt.Errorf("volume %s: %w", id, errLeg)
 		}
 	}
@@ -50,6 +54,11 @@ func (s *Store) replicated(ctx context.Context, id volume.ID) (*v1alpha1.Replica
 		return nil, kube.APIError("read volume "+id.String(), err)
 	}
 	return r, nil
+}
+
+// getsReplicas is the error for a volume on one node that is about to become one with several legs (package replicator), which takes a moment.
+func getsReplicas(id volume.ID) error {
+	return fmt.Errorf("%w: volume %s is getting replicas; ask again", errdefs.ErrUnavailable, id)
 }
 
 // liveReplicated reads an object at the API server itself; nil if there is none.
@@ -62,8 +71,11 @@ func (s *Store) liveReplicated(ctx context.Context, key string) (*v1alpha1.Repli
 	return r, kube.APIError("read replicated volume "+key, err)
 }
 
-// thereReplicated is errdefs.ErrNotFound for a volume that is not made yet.
+// thereReplicated is errdefs.ErrNotFound for a volume that is not made yet, and ErrUnavailable for one that was there before as a volume on one node.
 func thereReplicated(r *v1alpha1.ReplicatedVolume) error {
+	if r.Status.Made == nil && r.Spec.Numbered == 1 {
+		return getsReplicas(cluster.ReplicatedID(r))
+	}
 	if r.Status.Made == nil {
 		return fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, cluster.ReplicatedID(r))
 	}

@@ -173,7 +173,7 @@ func (s *Store) watch(leases bool) error {
 	}
 	kinds := []kind{{&v1alpha1.Volume{}, all(s.garbage.VolumeChanged, s.events.VolumeChanged, s.mover.VolumeChanged, s.replicator.VolumeChanged)},
 		{&v1alpha1.Snapshot{}, all(s.garbage.SnapshotChanged, s.events.SnapshotChanged, s.mover.SnapshotChanged)},
-		{&v1alpha1.ReplicatedVolume{}, s.replicator.Changed},
+		{&v1alpha1.ReplicatedVolume{}, all(s.replicator.Changed, s.events.ReplicatedChanged)},
 		{&v1alpha1.Pool{}, all(s.garbage.PoolChanged, s.events.PoolChanged)},
 		{&corev1.Node{}, all(s.nodeChanged, s.events.NodeChanged)}}
 	if leases {

@@ -53,7 +53,7 @@ func NewViewer(config *rest.Config, s *Store, version string) (*Viewer, error) {
 	if v.informers, err = informers(others, &corev1.Pod{}, &corev1.PersistentVolume{}, &storagev1.StorageClass{}); err != nil {
 		return nil, err
 	}
-	v.objects, err = informers(s.kube.Cache, &v1alpha1.Volume{}, &v1alpha1.Snapshot{}, &v1alpha1.Pool{}, &corev1.Node{})
+	v.objects, err = informers(s.kube.Cache, &v1alpha1.Volume{}, &v1alpha1.ReplicatedVolume{}, &v1alpha1.Snapshot{}, &v1alpha1.Pool{}, &corev1.Node{})
 	return v, err
 }
 

@@ -527,8 +527,14 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 	if err != nil {
 		return nil, err
 	}
+	whole := map[string]bool{}
+	for _, one := range found {
+		whole[one.id.Key] = true
+	}
 	for i := range list.Items {
-		if v := &list.Items[i]; v.Spec.ReplicaOf == "" && v.Status.Created != nil && compareIDs(cluster.VolumeID(v), after) > 0 {
+		v := &list.Items[i]
+		becomes := v.Spec.Replicas > 0 && !whole[v.Name] // a volume with several legs, and is not yet
+		if (v.Spec.ReplicaOf == "" || becomes) && v.Status.Created != nil && compareIDs(cluster.VolumeID(v), after) > 0 {
 			found = append(found, &listed{id: cluster.VolumeID(v), volume: v})
 		}
 	}

@@ -70,19 +70,20 @@ type taking struct {
 	options Options
 	out     *overview.Overview
 
-	pools     []v1alpha1.Pool
-	objects   []v1alpha1.Volume
-	copies    []v1alpha1.Snapshot
-	machines  map[string]machine
-	leases    map[string]coordinationv1.Lease // by node
-	listening bool                            // the Leases, or who listens, could be asked
-	known     bool                            // the nodes could be listed
-	handles   map[string]standing             // PersistentVolumes by handle
-	claims    map[string]overview.Ref         // claims of these, by handle
-	holders   map[overview.Ref]string         // handles of what claims have now, by claim
-	users     map[overview.Ref][]overview.Ref // pods by claim
-	drivers   map[string]bool                 // namespaces that pods of agents are in
-	sorts     []storagev1.StorageClass
+	pools      []v1alpha1.Pool
+	objects    []v1alpha1.Volume
+	replicated []v1alpha1.ReplicatedVolume
+	copies     []v1alpha1.Snapshot
+	machines   map[string]machine
+	leases     map[string]coordinationv1.Lease // by node
+	listening  bool                            // the Leases, or who listens, could be asked
+	known      bool                            // the nodes could be listed
+	handles    map[string]standing             // PersistentVolumes by handle
+	claims     map[string]overview.Ref         // claims of these, by handle
+	holders    map[overview.Ref]string         // handles of what claims have now, by claim
+	users      map[overview.Ref][]overview.Ref // pods by claim
+	drivers    map[string]bool                 // namespaces that pods of agents are in
+	sorts      []storagev1.StorageClass
 }
 
 // machine is what counts of a Node object.
@@ -123,11 +124,17 @@ func (t *taking) read() error {
 			return err
 		}
 	}
+	if err := each(t, &v1alpha1.ReplicatedVolumeList{}, func(l *v1alpha1.ReplicatedVolumeList) { t.replicated = append(t.replicated, l.Items...) }); !apierrors.IsNotFound(err) { // older definitions know none
+		if err := t.optional("replicatedvolumes.ashlar.dev", "which volumes are replicas of one", err); err != nil {
+			return err
+		}
+	}
+	missing := len(t.out.Missing)
 	t.machines = map[string]machine{}
 	if err := t.optional("nodes", "which of them are gone or not ready", each(t, &corev1.NodeList{}, t.addNodes)); err != nil {
 		return err
 	}
-	t.known = len(t.out.Missing) == 0
+	t.known = len(t.out.Missing) == missing
 	if t.options.Kubernetes {
 		if err := t.readKubernetes(); err != nil {
 			return err

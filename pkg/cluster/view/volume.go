@@ -1,7 +1,6 @@
 package view
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -18,8 +17,11 @@ import (
 const long = 5 * time.Minute
 
 func (t *taking) volumes() {
+	legs := t.replicas()
 	for i := range t.objects {
-		t.out.Volumes = append(t.out.Volumes, t.volume(&t.objects[i]))
+		if v := &t.objects[i]; !legs[v.Name] {
+			t.out.Volumes = append(t.out.Volumes, t.volume(v))
+		}
 	}
 }
 
@@ -31,8 +33,24 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 		out.Created, out.Thin = v.Status.Created.UTC(), v.Status.Thin
 		out.Size = v.Status.Size
 	}
+	t.owned(&out, v.Spec.ClaimRef)
+	out.Published = strings.Join(v.Claimants(), ", ")
+	if n := v.Spec.Replicas; n > 0 && !v1alpha1.Going(v) {
+		out.Awaits = fmt.Sprintf("%d replicas", n)
+		if why, _ := v.WhyNotReplicated(); why != "" {
+			out.Awaits += ", when this is over: " + why
+		}
+	}
+	out.Source = source(v)
+	out.State, out.Failure = overview.State(v1alpha1.StateOf(v)), failure(&v.Status.ObjectStatus, v.Generation)
+	out.State, out.Problems = t.wrong(&v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)
+	return out
+}
+
+// owned says of a volume whose it is: the claim that it was made for, as its node says, and what the PersistentVolumes say of its ID.
+func (t *taking) owned(out *overview.Volume, ref *v1alpha1.ClaimRef) {
 	handle := t.out.Driver + " " + out.ID
-	if ref := v.Spec.ClaimRef; ref != nil {
+	if ref != nil {
 		claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
 		if holder, held := t.holders[claim]; !held || holder == handle { // else it has another volume, whatever this one's node says
 			out.Claim = &claim
@@ -49,19 +67,18 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 			out.Pods = t.users[*out.Claim] // of one that was kept when its claim was deleted, pods use another
 		}
 	}
-	out.Published = strings.Join(v.Claimants(), ", ")
-	if s := v.Spec.Source; s != nil {
-		out.Source = s.Kind + "." + cmp.Or(s.Pool, v.Named()) + "." + s.Key
-	}
-	out.State, out.Failure = overview.State(v1alpha1.StateOf(v)), failure(&v.Status.ObjectStatus, v.Generation)
-	out.State, out.Problems = t.wrong(&v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)
-	return out
 }
 
 func (t *taking) snapshots() {
 	volumes := map[string]*v1alpha1.Volume{} // by their IDs
 	for i := range t.objects {
 		volumes[t.objects[i].ID()] = &t.objects[i]
+	}
+	wholes := map[string]*overview.Volume{} // those with several legs
+	for i := range t.out.Volumes {
+		if v := &t.out.Volumes[i]; v.Replicas != nil {
+			wholes[v.ID] = v
+		}
 	}
 	for i := range t.copies {
 		s := &t.copies[i]
@@ -70,7 +87,11 @@ func (t *taking) snapshots() {
 		if s.Status.Created != nil {
 			out.Created = s.Status.Created.UTC()
 		}
-		if v := volumes[out.Source]; v != nil && !s.Of(v) {
+		if r := wholes[out.Source]; r != nil {
+			if !t.ofWhole(s, r) {
+				out.Source = ""
+			}
+		} else if v := volumes[out.Source]; v != nil && !s.Of(v) {
 			out.Source = "" // its node says that of another's
 		}
 		if g := s.Spec.Group; g != nil {

@@ -1,0 +1,415 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/internal/poolset"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// replicating is the change of how many replicas a volume has.
+type replicating struct {
+	*cluster
+	out  io.Writer
+	many int
+	wait bool
+
+	key   string
+	title string
+	pods  string // that use it
+	told  string
+}
+
+func replicasCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
+	var s replicating
+	cmd := &cobra.Command{
+		Use:   "replicas VOLUME NUMBER",
+		Short: "Say on how many nodes the bytes of a volume with access=any are to be",
+		Long: `kubectl ashlar replicas says how many replicas a volume is to have, each on a node of its own: 1 to 3. VOLUME is its ID (vol.POOL.KEY), the KEY alone, the name of its
+PersistentVolume, or NAMESPACE/CLAIM. It keeps its ID.
+
+A further replica is made on the node of its network that has most room, and gets the bytes of the volume while that is used, over the network. Of too many replicas one goes that lacks
+something, else one on another node than that which uses the volume, once there are enough others that have all that was written.
+
+A volume on one node gets its first further replica when nobody uses it: end its pods, if it is used, and start them again when it has. Until then NUMBER 1 takes that back.
+
+It refuses what cannot be done, waits until it is done, and says how far it is. All of that goes on without this command, too: the same command waits for it again.`,
+		Args: func(_ *cobra.Command, args []string) (err error) {
+			if len(args) != 2 {
+				return errors.New("give one volume (its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM), and how many replicas it is to have")
+			}
+			if s.many, err = strconv.Atoi(args[1]); err != nil || s.many < 1 || s.many > v1alpha1.MostReplicas {
+				return fmt.Errorf("%q replicas: give 1 to %d", args[1], v1alpha1.MostReplicas)
+			}
+			return nil
+		},
+		ValidArgsFunction: completeOf(flags, func(o *overview.Overview) (names []string) {
+			for i := range o.Volumes {
+				names = append(names, cli.NamesOf(&o.Volumes[i])...)
+			}
+			return names
+		}),
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
+			if s.cluster, err = connect(flags); err != nil {
+				return err
+			}
+			s.out = cli.Plain(cmd.OutOrStdout()) // each line has its end
+			return s.run(cmd.Context(), args[0])
+		},
+	}
+	cmd.Flags().BoolVar(&s.wait, "wait", true, "wait until the volume has so many replicas")
+	return cmd
+}
+
+func (s *replicating) run(ctx context.Context, name string) error {
+	o, err := s.Overview(ctx)
+	if err != nil {
+		return err
+	}
+	seen, err := cli.Find(o, name)
+	if err != nil {
+		return err
+	}
+	s.key, s.title = keyOf(seen.ID), cli.Title(seen)
+	var pods []string
+	for _, pod := range seen.Pods {
+		pods = append(pods, pod.Namespace+"/"+pod.Name)
+	}
+	s.pods = strings.Join(pods, ", ")
+	r, err := s.look(ctx, o)
+	if err != nil {
+		return err
+	}
+	if seen.Replicas != nil {
+		err = s.change(ctx, r, seen)
+	} else {
+		err = s.begin(ctx, r)
+	}
+	switch {
+	case ctx.Err() != nil:
+		return fmt.Errorf("%s: interrupted; it may be asked to have %s already: the same command waits for it", s.title, counted(s.many))
+	case errors.Is(err, errSilent):
+		return fmt.Errorf("%s: it is not known whether it is asked to have %s: %w; if it is, that goes on: the same command waits for it", s.title, counted(s.many), err)
+	case err != nil:
+		return fmt.Errorf("give %s %s: %w", s.title, counted(s.many), err)
+	}
+	return s.follow(ctx)
+}
+
+func counted(replicas int) string {
+	if replicas == 1 {
+		return "1 replica"
+	}
+	return fmt.Sprintf("%d replicas", replicas)
+}
+
+// change says how many replicas a volume is to have that has some.
+func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume) error {
+	whole := &v1alpha1.ReplicatedVolume{}
+	if err := s.patiently(ctx, func() error { return s.Get(ctx, client.ObjectKey{Name: s.key}, whole) }); err != nil {
+		return fmt.Errorf("read replicated volume %s: %w", s.key, err)
+	}
+	was := whole.Spec.Replicas
+	err := s.revise(ctx, whole, func() (bool, error) {
+		switch {
+		case whole.Going():
+			return false, errors.New("it is being deleted")
+		case whole.Status.Made == nil:
+			return false, errors.New("it is not made yet; try again when it is (kubectl ashlar volumes)")
+		case whole.Spec.Replicas == s.many:
+			return false, nil
+		}
+		if more := s.many - whole.Spec.Replicas; more > 0 {
+			size := whole.Spec.Size
+			if seen.Encryption != "" {
+				size += header
+			}
+			if err := r.takesReplicas(cmp.Or(whole.Spec.Pools, seen.Pool), seen, size, more); err != nil {
+				return false, err
+			}
+		}
+		whole.Spec.Replicas = s.many
+		return true, nil
+	})
+	if err != nil || was == s.many {
+		return err
+	}
+	return s.explain(was, whole)
+}
+
+// explain says what happens now to a volume that has had so many replicas.
+func (s *replicating) explain(was int, r *v1alpha1.ReplicatedVolume) error {
+	text := ""
+	switch {
+	case s.many < was:
+		text = "those that are too many go, one that lacks something first, and never the last one that has all that was written"
+	case r.Spec.Claim == nil:
+		text = "each further node makes room for it now, and gets its bytes when it is used"
+	default:
+		text = fmt.Sprintf("each further node makes room for it now, and gets its bytes from node %s over the network", r.Spec.Claim.Node)
+	}
+	_, err := fmt.Fprintf(s.out, "%s: it has had %s, and is to have %d: %s.\n", s.title, counted(was), s.many, text)
+	return err
+}
+
+// begin asks for a volume on one node to have replicas, or takes that back.
+func (s *replicating) begin(ctx context.Context, r *room) error {
+	v := &v1alpha1.Volume{}
+	if err := s.patiently(ctx, func() error { return s.Get(ctx, client.ObjectKey{Name: s.key}, v) }); err != nil {
+		return fmt.Errorf("read volume %s: %w", s.key, err)
+	}
+	changed := false
+	err := s.revise(ctx, v, func() (bool, error) {
+		want := s.many
+		if want == 1 {
+			want = 0 // which is no request
+		}
+		changed = v.Spec.Replicas != want
+		if !changed || want == 0 {
+			v.Spec.Replicas = want
+			return changed, nil
+		}
+		if why, waits := v.WhyNotReplicated(); why != "" && !waits {
+			return false, errors.New(why)
+		}
+		if r.network(v.Spec.NodeName, v.Spec.Pool) == "" {
+			return false, fmt.Errorf("its node %s is in no network that bytes could leave by; start the driver there with --remote-address", v.Spec.NodeName)
+		}
+		seen := &overview.Volume{Node: v.Spec.NodeName, Pool: v.Spec.Pool}
+		if err := r.takesReplicas(v.Spec.Pool, seen, keeps(v), want-1); err != nil {
+			return false, err
+		}
+		v.Spec.Replicas = want
+		return true, nil
+	})
+	switch {
+	case err != nil || !changed:
+		return err
+	case s.many == 1:
+		_, err := fmt.Fprintf(s.out, "%s: that it is to have replicas was taken back.\n", s.title)
+		return err
+	case v.Spec.Replicas != s.many:
+		return errors.New("the definitions of ashlar.dev in this cluster know no replicas of volumes that are there: apply those of this version (deploy/kubernetes/crds)")
+	}
+	_, err = fmt.Fprintf(s.out, "%s: it is on node %s, and is to have %s: when nobody uses it, it becomes a volume with replicas, of which that is the first; each further node makes room for it, and gets its bytes when it is used.\n",
+		s.title, v.Spec.NodeName, counted(s.many))
+	return err
+}
+
+// takesReplicas is why fewer nodes than so many can have a further replica of a volume, of so many bytes, in pools of a set, and what can be done.
+func (r *room) takesReplicas(pools string, v *overview.Volume, bytes int64, many int) error {
+	network, reasons, fit := r.network(v.Node, v.Pool), []string{}, map[string]bool{}
+	for name, p := range r.pools {
+		node := p.Spec.NodeName
+		if slices.Contains(v.On(), node) || !poolset.Set(pools).Has(p.Spec.Pool) && (pools != "" || !p.Spec.Default) {
+			continue
+		}
+		available := min(p.Status.Available-r.promised[name], p.Status.MaxVolume)
+		switch its := r.network(node, p.Spec.Pool); {
+		case r.silent[node] != "":
+			reasons = append(reasons, fmt.Sprintf("node %s does not answer: %s", node, r.silent[node]))
+		case r.cordoned[node]:
+			reasons = append(reasons, fmt.Sprintf("node %s is cordoned", node))
+		case its != network || its == "":
+			reasons = append(reasons, fmt.Sprintf("node %s is not in the network %s", node, network))
+		case available < bytes:
+			reasons = append(reasons, fmt.Sprintf("pool %s has no room for %s", name, cli.Size(bytes)))
+		default:
+			fit[node] = true
+		}
+	}
+	if len(fit) >= many {
+		return nil
+	}
+	slices.Sort(reasons)
+	if len(reasons) == 0 {
+		reasons = []string{fmt.Sprintf("no other one has a pool %s", cmp.Or(pools, v.Pool))}
+	}
+	if more := len(reasons) - mostReasons; more > 0 {
+		reasons = append(reasons[:mostReasons], fmt.Sprintf("and %d more", more))
+	}
+	return fmt.Errorf("each replica needs a node of its own, and of %d further nodes that are needed there are %d: %s", many, len(fit), strings.Join(reasons, "; "))
+}
+
+// revise writes an edit of an object, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read.
+func (c *cluster) revise(ctx context.Context, o client.Object, edit func() (changed bool, err error)) error {
+	for try := 1; ; try++ {
+		before := o.DeepCopyObject().(client.Object)
+		changed, err := edit()
+		if err != nil || !changed {
+			return err
+		}
+		err = c.patiently(ctx, func() error {
+			return c.Patch(ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+		})
+		if !apierrors.IsConflict(err) || try == tries {
+			return refusal(err)
+		}
+		if err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), o) }); err != nil {
+			return err
+		}
+		if o.GetUID() != before.GetUID() {
+			return errDeleted
+		}
+	}
+}
+
+// standing is how a volume is that is to have other replicas: one of the two, or both, if it has some.
+type standing struct {
+	whole *v1alpha1.ReplicatedVolume // nil: it has none yet
+	legs  []v1alpha1.Volume          // or the volume on one node
+}
+
+func (s *replicating) read(ctx context.Context) (now standing, err error) {
+	err = s.patiently(ctx, func() error {
+		whole := &v1alpha1.ReplicatedVolume{}
+		err := s.Get(ctx, client.ObjectKey{Name: s.key}, whole)
+		if now = (standing{}); err == nil {
+			now.whole = whole
+		}
+		if client.IgnoreNotFound(err) != nil {
+			return err
+		}
+		names := []string{s.key}
+		if now.whole != nil {
+			names = whole.Spec.Legs
+		}
+		for _, name := range names {
+			v := v1alpha1.Volume{}
+			if err := s.Get(ctx, client.ObjectKey{Name: name}, &v); err == nil {
+				now.legs = append(now.legs, v)
+			} else if !apierrors.IsNotFound(err) {
+				return err
+			}
+		}
+		return nil
+	})
+	return now, err
+}
+
+// stage is how far it is, in words, and whether it has ended. kind stays the same while only figures change.
+func (s *replicating) stage(now standing) (kind, text string, done bool, err error) {
+	switch {
+	case now.whole == nil && len(now.legs) == 0:
+		return "", "", false, errDeleted
+	case now.whole == nil || now.whole.Status.Made == nil:
+		return s.stageAlone(&now.legs[0])
+	}
+	return s.stageOf(now.whole, now.legs)
+}
+
+// stageAlone is stage of a volume that has no replicas yet.
+func (s *replicating) stageAlone(v *v1alpha1.Volume) (kind, text string, done bool, err error) {
+	why, waits := v.WhyNotReplicated()
+	switch {
+	case v.Spec.Replicas == 0 && v.Spec.ReplicaOf == "" && s.many == 1:
+		return "", "it is on node " + v.Spec.NodeName + " alone", true, nil
+	case v.Spec.Replicas == 0 && v.Spec.ReplicaOf == "":
+		return "", "", false, fmt.Errorf("that it is to have replicas was taken back: it stays on node %s alone", v.Spec.NodeName)
+	case v.Spec.ReplicaOf != "" || why == "":
+		text = "it becomes a volume with replicas"
+	case !waits:
+		return "", "", false, errors.New(why)
+	case len(v.Claimants()) > 0:
+		text = fmt.Sprintf("it is used on node %s", strings.Join(v.Claimants(), ", "))
+		if s.pods != "" {
+			text += " by " + s.pods
+		}
+		text += ": end what uses it (a Deployment or StatefulSet: scale it to 0), and it gets its replicas when it is released"
+	default:
+		text = "it waits: " + why
+	}
+	return text, text, false, nil
+}
+
+// stageOf is stage of a volume that has replicas, of which some are there. What nobody uses has its replicas when there is room for them.
+func (s *replicating) stageOf(r *v1alpha1.ReplicatedVolume, legs []v1alpha1.Volume) (kind, text string, done bool, err error) {
+	current, made := len(r.Current()), 0
+	for i := range legs {
+		if legs[i].Status.Created != nil {
+			made++
+		}
+	}
+	switch {
+	case r.Going():
+		return "", "", false, errors.New("it is being deleted")
+	case r.Spec.Replicas != s.many:
+		return "", "", false, fmt.Errorf("somebody else has it have %s", counted(r.Spec.Replicas))
+	case len(r.Spec.Legs) == s.many && current == s.many:
+		return "", fmt.Sprintf("it has %s, and each has all that was written", counted(s.many)), true, nil
+	case r.Spec.Claim == nil && len(r.Spec.Legs) == s.many && made == s.many && current > 0:
+		return "", fmt.Sprintf("it has %s, and what %d of them lack is copied when the volume is used", counted(s.many), s.many-current), true, nil
+	case r.Status.Lacks != "":
+		text = "it waits: " + r.Status.Lacks
+	case len(r.Spec.Legs) > s.many:
+		text = fmt.Sprintf("%d of its %d replicas have all that was written, and %d are to go", current, len(r.Spec.Legs), len(r.Spec.Legs)-s.many)
+	case made < s.many:
+		text = fmt.Sprintf("%d of %d replicas are there; further nodes make room for it", made, s.many)
+	default:
+		text = fmt.Sprintf("%d of %d replicas have all that was written", current, s.many)
+	}
+	kind = text
+	for i := range r.Status.Legs {
+		l := &r.Status.Legs[i]
+		on := slices.IndexFunc(legs, func(v v1alpha1.Volume) bool { return v.Name == l.Name })
+		switch p := l.Progress; {
+		case l.Current || on < 0:
+		case l.State == v1alpha1.LegJoining && p != nil && p.Total > 0:
+			text += fmt.Sprintf("; node %s: %d %%", legs[on].Spec.NodeName, 100*p.Done/p.Total)
+			kind += fmt.Sprintf("; %s: %d", l.Name, 10*p.Done/p.Total)
+		case l.Message != "":
+			text += fmt.Sprintf("; node %s: %s", legs[on].Spec.NodeName, l.Message)
+			kind += "; " + l.Message
+		}
+	}
+	return kind, text, false, nil
+}
+
+// follow says how far it is, and waits until it is done, or as long as one look.
+func (s *replicating) follow(ctx context.Context) error {
+	for {
+		now, err := s.read(ctx)
+		if err == nil {
+			var kind, text string
+			var done bool
+			kind, text, done, err = s.stage(now)
+			switch {
+			case err == nil && done:
+				_, err := fmt.Fprintf(s.out, "%s: %s.\n", s.title, text)
+				return err
+			case err == nil && kind != s.told:
+				s.told = kind
+				_, err = fmt.Fprintf(s.out, "%s: %s\n", s.title, text)
+			}
+			if err == nil && !s.wait {
+				return nil
+			}
+		}
+		if err == nil {
+			select {
+			case <-ctx.Done():
+			case <-time.After(lookAgain):
+				continue
+			}
+		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("%s: interrupted; it is to have %s, and that goes on: the same command waits for it again", s.title, counted(s.many))
+		}
+		return fmt.Errorf("%s: %w", s.title, err)
+	}
+}

@@ -1,0 +1,166 @@
+package main
+
+import (
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// legOf is a replica of a volume on a node.
+func legOf(name, leg, node string, size int64) *v1alpha1.Volume {
+	return movable(leg, node, size, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = volume.KeyOf(name) })
+}
+
+// replicated is a volume with replicas, all of which are current, on some nodes: the first leg has its name.
+func (e *environment) replicated(name string, size int64, on ...string) *v1alpha1.ReplicatedVolume {
+	e.Helper()
+	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: name, Pool: "default", Pools: "default", Replicas: len(on), Size: size, Numbered: int64(len(on))},
+		Status: v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro())}}
+	for i, node := range on {
+		leg := name
+		if i > 0 {
+			leg = name + "-leg-" + node
+		}
+		v := legOf(name, leg, node, size)
+		e.add(v)
+		r.Spec.Legs = append(r.Spec.Legs, v.Name)
+		r.Status.Legs = append(r.Status.Legs, v1alpha1.Leg{Name: v.Name, Current: true, State: v1alpha1.LegCurrent})
+	}
+	e.add(r)
+	return r
+}
+
+// says writes the status of a volume with replicas, and its spec, as the controller and the node of its claim do.
+func (e *environment) says(r *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolume)) {
+	e.Helper()
+	check.OK(e, e.Get(e.Context(), client.ObjectKeyFromObject(r), r))
+	edit(r)
+	status := r.Status.DeepCopy()
+	check.OK(e, e.Update(e.Context(), r))
+	r.Status = *status
+	check.OK(e, e.Status().Update(e.Context(), r))
+}
+
+// started runs the program, and returns a function that waits for its end.
+func started(t *testing.T, args ...string) (ended func() result) {
+	done := make(chan result, 1)
+	go func() { done <- run(t, apitest.Admin, args...) }()
+	return func() result {
+		select {
+		case r := <-done:
+			return r
+		case <-time.After(time.Minute):
+			t.Fatal("it does not end")
+			return result{}
+		}
+	}
+}
+
+// TestReplicas: a volume is asked for more and for fewer replicas, and it is said how far that is.
+func TestReplicas(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	r := e.replicated("pvc-1", 100*mib, "n1", "n3")
+
+	run(t, apitest.Admin, "replicas", "pvc-1", "2").says(t, "pvc-1: it has 2 replicas, and each has all that was written.\n")
+	run(t, apitest.Admin, "replicas", "pvc-1", "0").refused(t, "give 1 to 3")
+	run(t, apitest.Admin, "replicas", "pvc-1", "4").refused(t, "give 1 to 3")
+	run(t, apitest.Admin, "replicas", "pvc-1").refused(t, "give one volume")
+	run(t, apitest.Admin, "replicas", "nobody", "2").refused(t, `there is no volume "nobody"`)
+	run(t, apitest.Admin, "replicas", r.Spec.Legs[1], "2").refused(t, "is a replica of volume pvc-1 ("+r.ID()+")")
+
+	ended := started(t, "replicas", "pvc-1", "3")
+	time.Sleep(200 * time.Millisecond)
+	leg := legOf("pvc-1", "pvc-1-third", "n4", 100*mib)
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
+		if r.Spec.Replicas != 3 {
+			t.Fatalf("it is to have %d", r.Spec.Replicas)
+		}
+		r.Spec.Claims, r.Spec.Claim = 1, &v1alpha1.Claim{Node: "n1", Mode: "m", Generation: 1}
+		r.Status.Lacks = "no room now"
+	})
+	time.Sleep(200 * time.Millisecond)
+	e.add(leg)
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
+		r.Spec.Legs, r.Spec.Numbered, r.Status.Lacks = append(r.Spec.Legs, leg.Name), 3, ""
+		r.Status.Legs = append(r.Status.Legs, v1alpha1.Leg{Name: leg.Name, State: v1alpha1.LegJoining, Progress: &v1alpha1.Progress{Done: 30, Total: 100}})
+	})
+	time.Sleep(200 * time.Millisecond)
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Status.Legs[2] = v1alpha1.Leg{Name: leg.Name, Current: true} })
+	have := ended()
+	check.OK(t, have.err)
+	have.says(t, "pvc-1: it has had 2 replicas, and is to have 3: each further node makes room for it now, and gets its bytes when it is used.\n", "pvc-1: it waits: no room now\n",
+		"pvc-1: 2 of 3 replicas have all that was written; node n4: 30 %\n", "pvc-1: it has 3 replicas, and each has all that was written.\n")
+
+	run(t, apitest.Admin, "replicas", "pvc-1", "1", "--wait=false").says(t, "those that are too many go", "pvc-1: 3 of its 3 replicas have all that was written, and 2 are to go\n")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
+		r.Spec.Replicas, r.Spec.Legs, r.Spec.Claim = 2, r.Spec.Legs[:2], nil
+		r.Status.Legs = r.Status.Legs[:2]
+		r.Status.Legs[1].Current = false
+	})
+	check.OK(t, e.Delete(t.Context(), leg))
+	run(t, apitest.Admin, "replicas", "pvc-1", "2").says(t, "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Size = 600 * mib })
+	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "each replica needs a node of its own, and of 1 further nodes that are needed there are 0", "node n2 is cordoned", "pool n4.default has no room for 600Mi")
+
+	run(t, apitest.Admin, "volumes").says(t, "pvc-1", "1/2", "n1,n3")
+	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Replicas: 1 of 2 current", "n3", "Waiting")
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "it has replicas, on nodes n1, n3, and these do not move yet")
+	run(t, apitest.Admin, "move", "pvc-1", "--cancel").refused(t, "it has replicas")
+	run(t, apitest.Admin, "move", r.Spec.Legs[1], "--to=n4").refused(t, "is a replica of volume pvc-1")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Delete = r.UID })
+	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "it is being deleted")
+}
+
+// TestFirstReplicas: a volume on one node is asked to have replicas, which it gets when nobody uses it, and that is taken back.
+func TestFirstReplicas(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	v := movable("pvc-1", "n1", 100*mib, func(v *v1alpha1.Volume) {
+		v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n3", Mode: "m", Generation: 1}
+	})
+	e.add(v)
+	e.add(movable("alone", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" }))
+	e.add(movable("follows", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Mutable = map[string]string{"placement": "follow"} }))
+	e.add(movable("large", "n1", 600*mib, nil))
+	run(t, apitest.Admin, "replicas", "alone", "2").refused(t, "it has access=node", "restore it by a class with access: any and replicas")
+	run(t, apitest.Admin, "replicas", "alone", "1").says(t, "alone: it is on node n1 alone.\n")
+	run(t, apitest.Admin, "replicas", "follows", "2").refused(t, "it has placement=follow")
+	run(t, apitest.Admin, "replicas", "large", "2").refused(t, "of 1 further nodes that are needed there are 0")
+
+	used := "pvc-1: it is used on node n3: end what uses it (a Deployment or StatefulSet: scale it to 0), and it gets its replicas when it is released\n"
+	run(t, apitest.Admin, "replicas", "pvc-1", "2", "--wait=false").says(t, "pvc-1: it is on node n1, and is to have 2 replicas", used)
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Replicas != 2 {
+		t.Fatalf("it is asked for %d", v.Spec.Replicas)
+	}
+	run(t, apitest.Admin, "describe", "pvc-1").says(t, "2 replicas, when this is over: it is used on node n3")
+	run(t, apitest.Admin, "replicas", "pvc-1", "1").says(t, "that it is to have replicas was taken back")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Replicas != 0 {
+		t.Fatalf("it was taken back, and is asked for %d", v.Spec.Replicas)
+	}
+
+	ended := started(t, "replicas", "pvc-1", "2")
+	time.Sleep(200 * time.Millisecond)
+	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Claim = nil })
+	time.Sleep(200 * time.Millisecond)
+	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = v.Name })
+	leg := legOf("pvc-1", "pvc-1-second", "n4", 100*mib)
+	e.add(leg)
+	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: v.Name}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: "pvc-1", Pool: "default", Replicas: 2, Size: 100 * mib, Legs: []string{v.Name, leg.Name}, Numbered: 2},
+		Status: v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro()), Legs: []v1alpha1.Leg{{Name: v.Name, Current: true}}}}
+	e.add(r)
+	have := ended()
+	check.OK(t, have.err)
+	have.says(t, used, "pvc-1: it becomes a volume with replicas\n", "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
+}

@@ -1,0 +1,166 @@
+package events
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+)
+
+// ReplicatedChanged says what there is to say of a volume with several legs.
+func (a *Announcer) ReplicatedChanged(o client.Object, _ bool) { a.wholes.Add(o.GetName()) }
+
+// lookAtWholes says what there is to say of the volumes with several legs of which something changed, until the queue is shut down.
+func (a *Announcer) lookAtWholes(ctx context.Context) {
+	for {
+		key, shutdown := a.wholes.Get()
+		if shutdown {
+			return
+		}
+		if err := a.updateReplicated(ctx, key); err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Could not look at a replicated volume for events; trying again", "volume", key)
+			a.wholes.AddRateLimited(key)
+		} else {
+			a.wholes.Forget(key)
+		}
+		a.wholes.Done(key)
+	}
+}
+
+// updateReplicated is update of a volume with several legs.
+func (a *Announcer) updateReplicated(ctx context.Context, key string) error {
+	a.mu.Lock() // so that what is in the cache now is not older than what was told of before
+	defer a.mu.Unlock()
+	r := cluster.ReplicatedNamed(key)
+	err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: key}, r)
+	if client.IgnoreNotFound(err) != nil {
+		return err
+	}
+	if apierrors.IsNotFound(err) {
+		a.update(cluster.ReplicatedNamed(key), true, nil)
+		return nil
+	}
+	var list v1alpha1.VolumeList
+	if err := a.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: key}); err != nil {
+		return err
+	}
+	legs := map[string]*v1alpha1.Volume{}
+	for i := range list.Items {
+		legs[list.Items[i].Name] = &list.Items[i]
+	}
+	a.update(r, false, ofReplicated(r, legs, a.nodes))
+	return nil
+}
+
+// ofLeg are those of the sayings of a volume that is a leg which are of it alone: what is wrong with it is wrong with no volume of a claim, and that volume says what it comes to. What its first leg is copied from is its own source.
+func ofLeg(all []saying) []saying {
+	copies := []string{Copying, Copied, CopyWaits, CopyRefused}
+	return slices.DeleteFunc(all, func(s saying) bool { return s.on != onVolume && !slices.Contains(copies, s.reason) })
+}
+
+// ofReplicated is all that there is to say of a volume with several legs, of which some are there, on nodes that are in some state: which legs are lost, away, joining, new, or given up, and whether the volume can be used.
+func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, nodes map[string]nodeState) (all []saying) {
+	if r.Status.Made == nil || r.Going() {
+		return nil
+	}
+	subject := "volume " + cluster.ReplicatedID(r).String() + ": "
+	if r.Status.Lacks != "" {
+		one := saying{of: r, reason: cluster.ReasonReplicaMissing, level: warning, lasting: true, state: fmt.Sprint(r.Spec.Replicas), note: fmt.Sprintf("%sit has fewer than %d replicas, and no node can have another one: %s", subject, r.Spec.Replicas, r.Status.Lacks)}
+		all = append(all, one.each(replicated)...)
+	}
+	for _, name := range r.Spec.Legs {
+		all = append(all, ofLegOf(r, legs[name], name, subject)...)
+	}
+	for name, v := range legs {
+		if !slices.Contains(r.Spec.Legs, name) && v1alpha1.Going(v) {
+			one := saying{of: r, reason: ReplicaRemoved, level: normal, state: name, note: fmt.Sprintf("%sit does without its replica on node %s, which is deleted", subject, v.Spec.NodeName)}
+			all = append(all, one.each(replicated)...)
+		}
+	}
+	return append(all, ofNoCurrent(r, legs, nodes, subject)...)
+}
+
+// ofLegOf is what there is to say of a leg.
+func ofLegOf(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, name, subject string) (all []saying) {
+	l := r.Leg(name)
+	if v == nil {
+		if l != nil {
+			one := saying{of: r, reason: ReplicaLost, level: warning, lasting: true, state: name, note: subject + "the object of a replica (" + name + ") was deleted; another one takes its place"}
+			all = one.each(replicated)
+		}
+		return all
+	}
+	node := v.Spec.NodeName
+	say := func(one saying) { one.of = r; all = append(all, one.each(replicated)...) }
+	if made := v.CreationTimestamp.Time; v.Status.Created != nil && made.After(r.Status.Made.Time) {
+		say(saying{reason: ReplicaAdded, level: normal, state: name, since: made, note: fmt.Sprintf("%sanother replica was made, on node %s", subject, node)})
+	}
+	if f := v.Common().Refused(v.Generation); f != nil && v.Status.Created != nil && v.Spec.Size > v.Status.Size {
+		say(saying{reason: GrowthRefused, cause: f.Reason, level: warning, state: fmt.Sprint(name, v.Spec.Size), note: fmt.Sprintf("%sits replica on node %s cannot grow: %s", subject, node, f.Message)})
+	}
+	switch {
+	case v1alpha1.IsLost(v):
+		why := "its bytes are missing"
+		if len(v.Status.Health) > 0 {
+			why = v.Status.Health[0].Message
+		}
+		say(saying{reason: ReplicaLost, level: warning, lasting: true, state: name, note: fmt.Sprintf("%sits replica on node %s is lost, and another one takes its place: %s", subject, node, why)})
+	case l != nil && !l.Current:
+		state := name
+		if l.Since != nil {
+			state += " " + l.Since.UTC().Format(time.RFC3339)
+		}
+		one := saying{reason: cluster.ReasonReplicaNotCurrent, level: warning, lasting: true, state: state,
+			note: fmt.Sprintf("%sits replica on node %s does not have all that was written, and is waited for: %s", subject, node, cmp.Or(l.Message, "what it lacks is copied to it while the volume is used"))}
+		if l.Since != nil {
+			one.since = l.Since.Time
+		}
+		say(one)
+		if l.State == v1alpha1.LegJoining {
+			say(saying{reason: ReplicaJoining, level: normal, state: state, note: fmt.Sprintf("%swhat its replica on node %s lacks is being copied to it", subject, node)})
+		}
+	}
+	return all
+}
+
+// ofNoCurrent says that no leg that has all that was written can be used: each is lost, or its node is not there.
+func ofNoCurrent(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, nodes map[string]nodeState, subject string) []saying {
+	var why, state []string
+	for _, name := range r.Current() {
+		v := legs[name]
+		switch {
+		case v == nil:
+			why, state = append(why, "the object of "+name+" was deleted"), append(state, name)
+		case v1alpha1.IsLost(v):
+			why, state = append(why, "its replica on node "+v.Spec.NodeName+" is lost"), append(state, name)
+		case nodes[v.Spec.NodeName].reason == NodeGone || nodes[v.Spec.NodeName].reason == NodeNotReady:
+			why, state = append(why, "node "+v.Spec.NodeName+": "+nodes[v.Spec.NodeName].why), append(state, name+nodes[v.Spec.NodeName].id())
+		default:
+			return nil
+		}
+	}
+	one := saying{of: r, reason: cluster.ReasonNoCurrentReplica, level: warning, lasting: true, state: strings.Join(state, " "),
+		note: subject + "none of its replicas that have all that was written can be used: " + strings.Join(why, "; ")}
+	return one.each(replicated)
+}
+
+// currentAgain is what is said when a leg that was not current is, or nothing: it may be a leg no more.
+func (s saying) currentAgain(r *v1alpha1.ReplicatedVolume) (saying, bool) {
+	name, _, _ := strings.Cut(s.state, " ")
+	if l := r.Leg(name); s.reason != cluster.ReasonReplicaNotCurrent || l == nil || !l.Current {
+		return saying{}, false
+	}
+	s.lasting, s.level, s.since, s.reason = false, normal, time.Now(), ReplicaCurrent
+	before, _, _ := strings.Cut(s.note, " does not have all that was written")
+	s.note = before + " has all that was written again"
+	return s, true
+}

@@ -1,0 +1,88 @@
+package cluster_test
+
+import (
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// TestReplicaEvents: that a replica is away, joins, is current again, is lost, replaced and given up is told on the volume's object, its PersistentVolume and its claim; what is wrong with a leg is not taken for something of the volume.
+func TestReplicaEvents(t *testing.T) {
+	w, all, s := legCluster(t, 3)
+	claim := w.claim("data")
+	spec := w.specOf(claim)
+	spec.Access, spec.Replicas, spec.Nodes = volume.AccessAny, volume.Replicas{Count: 2}, []string{"node-1"}
+	v, err := s.Create(w.ctx, spec)
+	check.OK(t, err)
+	pv := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: spec.Name}, Spec: corev1.PersistentVolumeSpec{
+		Capacity: claim.Spec.Resources.Requests, AccessModes: claim.Spec.AccessModes, ClaimRef: &corev1.ObjectReference{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID},
+		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: v.ID.String()}}}}
+	check.OK(t, w.Create(w.ctx, pv))
+	pv.Status.Phase = corev1.VolumeBound
+	check.OK(t, w.Status().Update(w.ctx, pv))
+	claim.Spec.VolumeName = pv.Name
+	check.OK(t, w.Update(w.ctx, claim))
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	object := cluster.ReplicatedNamed(v.ID.Key)
+	time.Sleep(time.Second) // so exact is when something was made
+	told := func(reason, says string) { w.Helper(); w.told(reason, says, object, pv, claim) }
+
+	away := w.legsOf(spec.Name)[1]
+	set := func(edit func(l *v1alpha1.Leg)) {
+		w.says(spec.Name, func(r *v1alpha1.ReplicatedVolume) {
+			r.Spec.Claim = w.whole(spec.Name).Spec.Claim
+			edit(r.Leg(away.Name))
+		})
+	}
+	set(func(l *v1alpha1.Leg) {
+		*l = v1alpha1.Leg{Name: l.Name, State: v1alpha1.LegWaiting, Message: "its node does not answer on the network", Since: new(metav1.Now())}
+	})
+	told("ReplicaNotCurrent", "replica on node "+away.Spec.NodeName+" does not have all that was written, and is waited for: its node does not answer on the network")
+	set(func(l *v1alpha1.Leg) {
+		l.State, l.Progress = v1alpha1.LegJoining, &v1alpha1.Progress{Done: 1, Total: 2}
+	})
+	told(events.ReplicaJoining, "what its replica on node "+away.Spec.NodeName+" lacks is being copied")
+	set(func(l *v1alpha1.Leg) { *l = v1alpha1.Leg{Name: l.Name, Current: true, State: v1alpha1.LegCurrent} })
+	told(events.ReplicaCurrent, "replica on node "+away.Spec.NodeName+" has all that was written again")
+
+	m := all[away.Spec.NodeName]
+	m.stop()
+	check.OK(t, m.local.Delete(w.ctx, legID(away)))
+	w.start(m.machine)
+	told(events.ReplicaLost, "its replica on node "+away.Spec.NodeName+" is lost, and another one takes its place")
+	w.told("VolumeMissing", "does not have this volume any more", cluster.VolumeNamed(away.Name))
+	if found := w.eventsOn(claim, "VolumeMissing"); len(found) > 0 {
+		t.Errorf("that a leg is missing is told of the claim: %+v", found)
+	}
+	w.eventually("there is another leg", func() bool {
+		legs := w.legsOf(spec.Name)
+		return len(legs) == 3 && legs[2].Status.Created != nil
+	})
+	other := w.legsOf(spec.Name)[2]
+	told(events.ReplicaAdded, "another replica was made, on node "+other.Spec.NodeName)
+	m.stop() // so that its leg is seen to go
+	w.becomes(spec.Name, object.Name, other.Name)
+	told(events.ReplicaRemoved, "it does without its replica on node "+away.Spec.NodeName)
+	w.start(m.machine)
+	w.eventually("the lost one is gone", func() bool { return len(w.legsOf(spec.Name)) == 2 })
+	if found := w.eventsOn(claim, events.ReplicaCurrent); len(found) != 1 {
+		t.Errorf("a leg that is gone is current again: %+v", found)
+	}
+
+	w.edit(spec.Name, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 3 })
+	w.eventually("there are three", func() bool { return len(w.legsOf(spec.Name)) == 3 })
+	w.becomes(spec.Name, object.Name)
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}))
+	told("NoCurrentReplica", "none of its replicas that have all that was written can be used: node node-1: it has no Node object")
+	if found := w.eventsOn(claim, "NodeGone"); len(found) > 0 {
+		t.Errorf("that the bytes of a leg are nowhere else is told of the claim: %+v", found)
+	}
+}

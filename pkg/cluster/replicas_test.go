@@ -1,0 +1,213 @@
+package cluster_test
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// ask asks for a volume on one node to have replicas, as kubectl ashlar does.
+func (w *environment) ask(name string, n int) error {
+	o := w.object(name)
+	before := o.DeepCopy()
+	o.Spec.Replicas = n
+	return w.Patch(w.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+}
+
+// became reports whether a volume that was on one node has legs on so many, of which the one that it was is current, and nothing of the request is left.
+func (w *environment) became(name string, n int) bool {
+	r, legs := w.whole(name), w.legsOf(name)
+	if r == nil || r.Status.Made == nil || len(legs) != n || len(r.Spec.Legs) != n {
+		return false
+	}
+	for _, v := range legs {
+		if v.Status.Created == nil {
+			return false
+		}
+	}
+	return legs[0].Name == r.Name && legs[0].Spec.Replicas == 0 && slices.Equal(r.Current(), []string{r.Name})
+}
+
+// TestBecomesReplicated: a volume that is asked to have replicas gets them when nobody uses it. Its ID and its bytes stay, and no claim of before is one of the new volume.
+func TestBecomesReplicated(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	claims := w.object("v").Spec.Claims
+	check.OK(t, w.ask("v", 2))
+	time.Sleep(300 * time.Millisecond)
+	if w.whole("v") != nil || w.object("v").Spec.ReplicaOf != "" {
+		t.Error("it became one with replicas while it was used")
+	}
+	if have, err := s.Get(w.ctx, v.ID); err != nil || have.Claim.Node != "node-2" {
+		t.Errorf("it is %+v, %v", have, err)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+	w.eventually("it has replicas", func() bool { return w.became("v", 2) })
+	have, err := s.Get(w.ctx, v.ID)
+	check.OK(t, err)
+	if have.ID != v.ID || have.Replicas != 2 || have.Size != v.Size || have.Name != v.Name {
+		t.Errorf("it is %+v", have)
+	}
+	if listed, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(listed) != 1 || listed[0].ID != v.ID {
+		t.Errorf("listed are %+v, %v", listed, err)
+	}
+	w.eventually("its record says that it is a replica", func() bool {
+		local, err := all["node-1"].local.Get(w.ctx, v.ID)
+		return err == nil && local.ReplicaOf == v.ID.Key
+	})
+	r := w.whole("v")
+	if r.Spec.ReplaceAfter != 600 || r.Spec.Pools != "default" || r.Spec.Claim != nil {
+		t.Errorf("its object is %+v", r.Spec)
+	}
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	if have := w.whole("v").Spec.Claim.Generation; have <= claims {
+		t.Errorf("its claim is %d, and there were %d before", have, claims)
+	}
+	if err := w.ask("v", 3); err == nil || !strings.Contains(err.Error(), "how many there are to be says its ReplicatedVolume") {
+		t.Errorf("a leg is asked to have replicas: %v", err)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+
+	v, err = s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	all["node-1"].stop() // so its record does not say that it is a leg
+	check.OK(t, w.ask("v", 2))
+	w.eventually("it is about to have replicas", func() bool { return w.whole("v") != nil })
+	time.Sleep(300 * time.Millisecond)
+	if w.whole("v").Status.Made != nil {
+		t.Error("it can be used before its node knows that it is a leg")
+	}
+	fails(t, s.Claim(w.ctx, v.ID, on("node-2")), errdefs.ErrUnavailable)
+	fails(t, second(s.Get(w.ctx, v.ID)), errdefs.ErrUnavailable)
+	if listed, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(listed) != 1 || listed[0].ID != v.ID {
+		t.Errorf("meanwhile listed are %+v, %v", listed, err)
+	}
+	w.start(all["node-1"].machine)
+	w.eventually("it has replicas when its node is back", func() bool { return w.became("v", 2) })
+	check.OK(t, s.Delete(w.ctx, v.ID))
+
+	alone, err := s.Create(w.ctx, spec("alone"))
+	check.OK(t, err)
+	if err := w.ask("alone", 2); err == nil || !strings.Contains(err.Error(), "a volume with access node gets no replicas") {
+		t.Errorf("a volume with access node is asked to have replicas: %v", err)
+	}
+	check.OK(t, s.Delete(w.ctx, alone.ID))
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// TestBecomesReplicatedCutShort: wherever the controller dies while a volume gets replicas, the next one goes on; and in between it can be deleted, or is not there to be used yet, but never another one's.
+func TestBecomesReplicatedCutShort(t *testing.T) {
+	w, cut := newEnvironment(t), &cutter{}
+	var machines []*machine
+	for i := range 2 {
+		m, _ := w.networked(fmt.Sprint("node-", i+1), "storage")
+		machines = append(machines, m)
+	}
+	wrap(t, func(c *rest.Config) { c.Wrap(cut.wrap) })
+	s, stop := w.store()
+	for _, m := range machines {
+		w.pooled(s, m)
+	}
+	dies := func() bool { // it is cut off, or has come through
+		dead := false
+		w.eventually("it is done, or cut short", func() bool {
+			cut.mu.Lock()
+			dead = cut.dead
+			cut.mu.Unlock()
+			return dead || w.became("v", 2)
+		})
+		return dead
+	}
+	for _, deleted := range []bool{false, true} {
+		for _, after := range []bool{false, true} {
+			n := 1
+			for ; ; n++ {
+				v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+				check.OK(t, err)
+				check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+				check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+				cut.arm(n, after)
+				check.OK(t, w.ask("v", 2))
+				dead := dies()
+				stop()
+				cut.mend()
+				s, stop = w.store()
+				if !deleted {
+					w.eventually(fmt.Sprintf("write %d, done %v: the next one goes on", n, after), func() bool { return w.became("v", 2) })
+					check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+					fails(t, s.Claim(w.ctx, v.ID, on("node-1")), errdefs.ErrInUse)
+					check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+				}
+				w.eventually("it is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil })
+				w.eventually(fmt.Sprintf("write %d, done %v: nothing is left", n, after), func() bool { return w.whole("v") == nil && len(w.legsOf("v")) == 0 })
+				if !dead {
+					break
+				}
+			}
+			if n < 6 { // four to become one, and two to have another leg
+				t.Errorf("it took %d writes", n-1)
+			}
+		}
+	}
+	stop()
+	for _, m := range machines {
+		w.tally(m)
+	}
+}
+
+// TestLacksReplica: a volume that is to have more replicas than there are nodes with room says why it has not, until it has.
+func TestLacksReplica(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 3 })
+	w.eventually("it says why", func() bool {
+		return strings.Contains(w.whole("v").Status.Lacks, "2 nodes have room for one of 3 replicas")
+	})
+	problems, err := s.Health(w.ctx, v.ID)
+	if err != nil || len(problems) != 1 || problems[0].Reason != "ReplicaMissing" || !strings.Contains(problems[0].Message, "1 of 3 replicas are not there: 2 nodes have room") {
+		t.Errorf("its health is %+v, %v", problems, err)
+	}
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 2 })
+	w.eventually("it lacks none", func() bool { return w.whole("v").Status.Lacks == "" })
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestReplicatedIsLost: of a volume with replicas one PersistentVolume is made anew, and none of each replica.
+func TestReplicatedIsLost(t *testing.T) {
+	w, _, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 3))
+	check.OK(t, err)
+	first := w.legsOf("v")[0].Name
+	for _, without := range []string{"", first} {
+		if without != "" {
+			w.becomes("v", w.whole("v").Spec.Legs[1:]...)
+			w.edit("v", func(r *v1alpha1.ReplicatedVolume) {
+				r.Spec.Replicas, r.Spec.Legs = 2, slices.DeleteFunc(r.Spec.Legs, func(name string) bool { return name == without })
+			})
+			w.eventually("the first leg is gone", func() bool { return len(w.legsOf("v")) == 2 })
+		}
+		objects, _, err := lost.Find(w.ctx, w, lost.Options{Driver: "block.csi.ashlar.dev", Class: "c", AccessMode: "ReadWriteOnce", Namespace: "nowhere"})
+		check.OK(t, err)
+		if len(objects) != 1 || objects[0].GetName() != "v" || !strings.Contains(fmt.Sprintf("%+v", objects[0]), v.ID.String()) {
+			t.Errorf("without %q there are %+v", without, objects)
+		}
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
