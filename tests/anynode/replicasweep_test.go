@@ -139,7 +139,10 @@ func (l *replicaLife) run() {
 		time.Sleep(time.Duration(rand.IntN(3000)) * time.Millisecond)
 		l.lasts(hold)
 	case growing:
-		l.with(growing, "grow it", func(ctx context.Context) error { return l.of.Expand(ctx, 80*mib) })
+		l.with(growing, "grow it", func(ctx context.Context) error {
+			_, err := l.controller.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: l.of.ID, CapacityRange: &csi.CapacityRange{RequiredBytes: 80 * mib}, VolumeCapability: l.of.Capability})
+			return err // the mirror grows on the node, of a raw volume too
+		})
 		there := l.at(user)
 		l.again("its node knows", func(ctx context.Context) error { return there.NodeExpand(ctx, there.Target("pod")) })
 	case cutting:
