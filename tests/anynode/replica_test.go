@@ -499,3 +499,57 @@ func TestReplicaOlderCopy(t *testing.T) {
 	m.find(restored, later)
 	m.ends(restored)
 }
+
+// moves asks for the leg of a node to move to another one, and waits until the volume has legs on some nodes, all current.
+func (m *mirrored) moves(from, to string, on ...string) {
+	m.Helper()
+	leg := &v1alpha1.Volume{}
+	check.OK(m, m.kube.Get(m.Context(), client.ObjectKey{Name: m.leg(from)}, leg))
+	before := leg.DeepCopy()
+	leg.Spec.Move = &v1alpha1.Move{Node: to}
+	check.OK(m, m.kube.Patch(m.Context(), leg, client.MergeFrom(before)))
+	began := time.Now()
+	m.eventually(fmt.Sprintf("it has legs on %v", on), func() bool {
+		var list v1alpha1.VolumeList
+		check.OK(m, m.kube.List(m.Context(), &list))
+		m.legs, m.on = nil, nil
+		still := false
+		for _, v := range list.Items {
+			if v.Spec.ReplicaOf == m.key {
+				m.legs, m.on = append(m.legs, v.Name), append(m.on, v.Spec.NodeName)
+				still = still || v.Spec.Move != nil
+			}
+		}
+		slices.Sort(on)
+		have := slices.Clone(m.on)
+		slices.Sort(have)
+		return !still && slices.Equal(have, on) && len(m.object().Current()) == len(on) && len(m.object().Spec.Legs) == len(on)
+	})
+	m.Logf("the leg on %s was on %s after %v", from, to, time.Since(began))
+}
+
+// TestReplicaMoves: a leg is asked to move while its volume is written to: another one takes its place. Then one moves that nobody uses. What was acknowledged is on each.
+func TestReplicaMoves(t *testing.T) {
+	c := newNodes(t)
+	user, other, free := home, consumers[0], consumers[1]
+	m, w := c.mirroredBy("replica moves", user, user, other)
+	m.moves(other, free, user, free)
+	m.goesOn(w)
+	m.moves(user, other, other, free) // the near one
+	m.goesOn(w)
+	w.end()
+	check.OK(t, w.err)
+	m.again("take it down on "+user, func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+	m.moves(free, user, other, user)
+	for _, node := range []string{other, user, free} {
+		m.find(node, w)
+		m.current(m.legs...)
+		if node == free {
+			m.ends(node)
+			break
+		}
+		m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+		m.releases(node)
+	}
+}

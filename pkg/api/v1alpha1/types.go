@@ -151,7 +151,6 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.claims) && self.readers.all(r, has(r.generation) && r.generation <= self.claims)",message="the claims of readers are counted"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || has(self.access) && !has(self.readers)",message="a leg has access any, and nobody but the user of its volume reads it"
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.replicaOf) || has(self.replicaOf)",message="a leg is of one volume, for good"
-// +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || !has(self.move)",message="a leg does not move: a volume with replicas gets another one on another node, and loses this one then"
 // +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the volume is on that node"
@@ -232,7 +231,7 @@ type VolumeSpec struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=1
 	Claims int64 `json:"claims,omitempty"`
-	// Move asks for the volume to be moved to another node.
+	// Move asks for the volume to be moved to another node. A leg whose volume is used does not move itself: its volume gets another one there, and then does without it.
 	// +optional
 	Move *Move `json:"move,omitempty"`
 	// ReplicaOf is the name of the ReplicatedVolume that this volume is a leg of; without it, it is a volume of its own. It stays for good.

@@ -20,9 +20,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// asks reports whether an object says that a volume which this node uses is to move.
+// asks reports whether an object says that a volume which this node uses is to move. Legs do not while they are used: their volume gets others (package replicator).
 func (c *carrier) asks(v *v1alpha1.Volume) bool {
-	return c.uses(v) && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
+	return c.uses(v) && v.Spec.ReplicaOf == "" && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
 }
 
 // uses reports whether a volume is claimed for this node.
