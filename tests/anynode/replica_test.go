@@ -533,6 +533,7 @@ func TestReplicaMoves(t *testing.T) {
 	c := newNodes(t)
 	user, other, free := home, consumers[0], consumers[1]
 	m, w := c.mirroredBy("replica moves", user, user, other)
+	c.cordon(free, false)
 	m.moves(other, free, user, free)
 	m.goesOn(w)
 	m.moves(user, other, other, free) // the near one
