@@ -58,7 +58,9 @@ func TestMoveReplicas(t *testing.T) {
 			time.Sleep(10 * time.Millisecond)
 		}
 	}
-	until(func() bool { return e.Get(t.Context(), client.ObjectKeyFromObject(second), second) == nil && second.Moving() })
+	until(func() bool {
+		return e.Get(t.Context(), client.ObjectKeyFromObject(second), second) == nil && second.Moving()
+	})
 	if second.Spec.Move.Node != "n3" {
 		t.Errorf("it is to move to %+v", second.Spec.Move)
 	}

@@ -63,6 +63,8 @@ func TestReplicaMovesUsed(t *testing.T) {
 	w.cordoned(to, false)
 	w.legMovesTo(old, "node-4")
 	stays("the other leg is in that zone")
+	w.legMovesTo(old, "node-1")
+	stays("the other leg is on that node")
 
 	second := func() bool {
 		legs := w.legsOf("v")

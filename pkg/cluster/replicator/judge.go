@@ -44,7 +44,7 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 			} else if due, replaced := replaceAt(r, l, v); gone || replaced && !time.Now().Before(due) {
 				one.state = bad
 			}
-			if leaves(r, v) {
+			if leaves(r, v, legs) {
 				one.state = bad
 			}
 			if refused := v.Common().Refused(v.Generation); one.state == good && v.Status.Created == nil && (refused != nil || !one.current && v.Spec.Make && l == nil) {
@@ -57,19 +57,21 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 	return all, nil
 }
 
-// leaves reports whether a leg is to be replaced as it was asked to move, and its volume is used. While nobody uses that, nothing makes another leg equal, and the leg's bytes are moved as those of any volume (package mover).
-func leaves(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) bool {
-	return r.Spec.Claim != nil && v.Moving()
+// leaves reports whether a leg is to be replaced as it was asked to move, and its volume is used. While nobody uses that, nothing makes another leg equal, and the leg's bytes are moved as those of any volume (package mover). It stays if
+// another one is where it is to go, but for one that is there beside as many as there are to be.
+func leaves(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume) bool {
+	return r.Spec.Claim != nil && v.Moving() && (len(r.Spec.Legs) > r.Spec.Replicas || !isAt(r, legs, v.Spec.Move.Node))
+}
+
+// isAt reports whether a volume has a leg on a node.
+func isAt(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, node string) bool {
+	return slices.ContainsFunc(r.Spec.Legs, func(name string) bool { return legs[name] != nil && legs[name].Spec.NodeName == node })
 }
 
 // insteadOf is the leg whose place one that is not made yet is to take: it leaves, and no other leg is where it is to go; nil if there is none.
 func insteadOf(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) *v1alpha1.Volume {
 	for _, name := range r.Spec.Legs {
-		v := legs[name]
-		if v == nil || !leaves(r, v) {
-			continue
-		}
-		if !slices.ContainsFunc(r.Spec.Legs, func(other string) bool { return legs[other] != nil && legs[other].Spec.NodeName == v.Spec.Move.Node }) {
+		if v := legs[name]; v != nil && leaves(r, v, legs) && !isAt(r, legs, v.Spec.Move.Node) {
 			return v
 		}
 	}
