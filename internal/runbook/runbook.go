@@ -60,6 +60,7 @@ var pages = map[string]string{
 	"NoCurrentReplica":   "volume-inaccessible",
 	"ReplicaMissing":     "volume-degraded",
 	"ReplicaNotCurrent":  "volume-degraded",
+	"ReplicasDiffer":     "volume-degraded",
 
 	// Of nodes.
 	"AgentSilent":  "agent-down",

@@ -274,9 +274,7 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 		return c.release(ctx, now)
 	case now.m.Synced < now.m.Total:
 		at := time.Now()
-		c.mu.Lock()
-		c.pace.copied(ctx, now.id.Key, now.m.Synced, at)
-		c.mu.Unlock()
+		c.pace.copied(ctx, paced{pacedMove, now.id.Key}, now.m.Synced, at)
 		return c.copying(ctx, now, at)
 	}
 	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {

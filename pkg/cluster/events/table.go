@@ -79,6 +79,7 @@ var Table = []Entry{
 	{"NoCurrentReplica", warning, volumes, "No replica of the volume that has all that was written can be used."},
 	{"ReplicaMissing", warning, volumes, "The volume has fewer replicas than it is to have."},
 	{"ReplicaNotCurrent", warning, volumes, "A replica of the volume lacks something of what was written."},
+	{"ReplicasDiffer", warning, volumes, "The replicas of the volume were compared, and are not equal."},
 	{"MirrorsUnknown", warning, pools, "It cannot be found out which replicated volumes are used on the node."},
 	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},

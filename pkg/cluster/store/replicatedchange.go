@@ -213,6 +213,9 @@ func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	if missing := r.Spec.Replicas - len(legs); missing > 0 {
 		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaMissing, Message: fmt.Sprintf("%d of %d replicas are not there", missing, r.Spec.Replicas)})
 	}
+	if differ := r.Differ(); differ != "" {
+		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: v1alpha1.ReasonReplicasDiffer, Message: differ})
+	}
 	if len(currentLegs(r, legs)) == 0 {
 		all = append(all, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: "none of the replicas that have all that was written is there: " + r.Status.Summary})
 	}
