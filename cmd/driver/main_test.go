@@ -189,7 +189,7 @@ func TestHelp(t *testing.T) {
 	for _, group := range [][]string{
 		{"What is served", "endpoint", "mode", "node-id", "driver-name", "page"},
 		{"Pools and volumes of this machine", "pool", "max-volumes", "attach-required", "ephemeral-pools", "ephemeral-max-size"},
-		{"Kubernetes", "kubeconfig", "topology-label", "gone-grace", "abandon-grace", "agent-endpoint", "copy-bandwidth", "remote-address", "remote-tls", "remote-network", "snapshot-metadata", "startup-taint"},
+		{"Kubernetes", "kubeconfig", "topology-label", "gone-grace", "abandon-grace", "agent-endpoint", "copy-bandwidth", "remote-address", "remote-tls", "remote-network", "scrub-every", "scrub-bandwidth", "snapshot-metadata", "startup-taint"},
 		{"Logging", "v", "vmodule", "logging-format"},
 		{"Other flags", "help", "version"},
 	} {

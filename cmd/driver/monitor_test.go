@@ -38,7 +38,7 @@ func without(scrapes []metricstest.Scrape, but ...string) (missing []string) {
 
 // ofCluster are the metrics that one machine has not, ofThin those of thin pools, and ofDisks those of disks with SMART.
 var (
-	ofCluster = []string{"ashlar_agent_failures_total", "ashlar_agent_oldest_wish_seconds", "ashlar_agent_queue_length", "ashlar_mirrored_bytes_total", "ashlar_mirrors_in_progress", "ashlar_node_agent_up", "ashlar_objects", "ashlar_pool_strays", "ashlar_replica_resync_bytes", "ashlar_replicas", "ashlar_replicated_volumes"}
+	ofCluster = []string{"ashlar_agent_failures_total", "ashlar_agent_oldest_wish_seconds", "ashlar_agent_queue_length", "ashlar_mirrored_bytes_total", "ashlar_mirrors_in_progress", "ashlar_node_agent_up", "ashlar_objects", "ashlar_pool_strays", "ashlar_replica_resync_bytes", "ashlar_replicas", "ashlar_replicas_differ", "ashlar_replicated_volumes"}
 	ofThin    = []string{"ashlar_pool_thin_data_ratio", "ashlar_pool_thin_metadata_ratio"}
 	ofDisks   = []string{"ashlar_disk_errors", "ashlar_disk_healthy", "ashlar_disk_wear_ratio"}
 )

@@ -16,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -38,9 +39,17 @@ func (o *options) checkRemote() error {
 		return errors.New("--remote-address: nodes agree on what they use of each other over their agents' ports; give --agent-endpoint too")
 	case !networkPattern.MatchString(o.remoteNetwork):
 		return fmt.Errorf("--remote-network=%s: use 1 to 63 of a-z, 0-9, dots and dashes, with a letter or digit at either end", o.remoteNetwork)
+	case o.scrubEvery < 0:
+		return fmt.Errorf("--scrub-every=%s: give 0 or more", o.scrubEvery)
 	}
-	_, _, err := parseRemote(o.remoteAddress)
-	return err
+	if _, _, err := parseRemote(o.remoteAddress); err != nil || o.scrubBandwidth == "0" {
+		return err
+	}
+	var err error
+	if o.scrubRate, err = csimap.ParseQuantity(o.scrubBandwidth); err != nil {
+		return fmt.Errorf("--scrub-bandwidth (bytes per second): %w", err)
+	}
+	return nil
 }
 
 // parseRemote reads --remote-address: an IP address or the name of an interface, which may be followed by a port.

@@ -73,12 +73,14 @@ func TestRemoteFlags(t *testing.T) {
 		"give --agent-endpoint":  {mode: "node", remoteAddress: "10.0.0.7"},
 		"--remote-network=A b":   {mode: "node", remoteAddress: "10.0.0.7", agentEndpoint: "10.0.0.7:1", remoteNetwork: "A b"},
 		"--remote-address=a b/1": {mode: "node", remoteAddress: "a b/1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "default"},
+		"--scrub-every=-1s":      {mode: "node", remoteAddress: "eth1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "default", scrubEvery: -time.Second},
+		"--scrub-bandwidth":      {mode: "node", remoteAddress: "eth1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "default", scrubBandwidth: "fast"},
 	} {
 		if err := o.checkRemote(); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%v, want an error that says %s", err, says)
 		}
 	}
-	for _, o := range []options{{mode: "all"}, {mode: "node", remoteAddress: "eth1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "storage.a"}} {
+	for _, o := range []options{{mode: "all"}, {mode: "node", remoteAddress: "eth1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "storage.a", scrubBandwidth: "0"}} {
 		check.OK(t, o.checkRemote())
 	}
 }

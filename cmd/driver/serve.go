@@ -63,6 +63,9 @@ type options struct {
 	// Where volumes of this node are given to others, and in which network.
 	remoteAddress, remoteNetwork string
 	remoteTLS                    bool
+	scrubEvery                   time.Duration
+	scrubBandwidth               string
+	scrubRate                    int64 // as that says; 0: no limit
 	page                         string
 	logFormat                    string
 	verbosity                    int // klog's -v
@@ -213,10 +216,12 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore its deleted volumes are given up (controller)")
 	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what nobody seems to know of is kept: from its creation a volume without claim and\nPersistentVolume; from the first refusal because of it a claim without VolumeAttachment (controller)")
 	flags.StringVar(&o.agentEndpoint, "agent-endpoint", "", "IP:PORT to serve other parts of the driver on, over TLS, as 10.0.0.7:9812: the address has to be one that they reach,\nand is told to them in the status of the node's pools; without it, there is no port (node)")
-	flags.StringVar(&o.copyBandwidth, "copy-bandwidth", "", "how many bytes per second, as 200Mi, the nodes may fetch from this one, all together, for copies of its snapshots and\nvolumes, and for volumes that move there, and how many this one copies of volumes that move while it uses them; without it, as many as\nthere are (node)")
+	flags.StringVar(&o.copyBandwidth, "copy-bandwidth", "", "how many bytes per second, as 200Mi, the nodes may fetch from this one, all together, for copies of its snapshots and\nvolumes, and for volumes that move there, and how many this one copies of volumes that move while it uses them, and to replicas that\nare made equal; without it, as many as there are (node)")
 	flags.StringVar(&o.remoteAddress, "remote-address", "", "IP address of this node, or name of an interface, and if wanted a port (4420), as 10.0.0.7, eth1 or [fd00::7]:4420:\nnodes use each other's volumes there, by NVMe over TCP (access=any of a StorageClass). It has to be one of the host's\nown network, and --agent-endpoint be given; without it, volumes are used on their own node (node)")
 	flags.BoolVar(&o.remoteTLS, "remote-tls", false, "give volumes to other nodes over TLS alone, and use none that is given without; both ends need Linux 6.7 and a tlshd that runs (node)")
 	flags.StringVar(&o.remoteNetwork, "remote-network", "default", "name of the network of --remote-address: nodes that say the same reach each other (node)")
+	flags.DurationVar(&o.scrubEvery, "scrub-every", 720*time.Hour, "how often the replicas of the volumes that this node uses are compared, as 168h; 0: only when somebody asks for it (node)")
+	flags.StringVar(&o.scrubBandwidth, "scrub-bandwidth", "16Mi", "how many bytes per second of each replica are read for that; 0: as many as there are (node)")
 	flags.BoolVar(&o.blocks, "snapshot-metadata", false, "serve SnapshotMetadata (what is allocated, and what changed, in snapshots) by asking the nodes,\nwhich need --agent-endpoint (controller)")
 	flags.BoolVar(&o.startupTaint, "startup-taint", false, "take the taint ashlar.dev/agent-not-ready, which new nodes may be made with, off nodes on which the driver is ready (controller)")
 }

@@ -43,7 +43,7 @@ func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 its network that answers and is not cordoned, or all to one pool (--to NODE/POOL). First it prints what moves where, and what cannot and why. It moves a few at a time.
 
 Volumes that are used are asked to move as well, all of them at once: the nodes that use them copy them meanwhile, and it waits as long as that goes on. One
-that moves only when it is released it does not wait for. With --with-snapshots the snapshots of the node move after that, each to a pool of its own name, those too whose volume is
+that moves only when it is released it does not wait for. A replica of a volume that is used does not move: the volume gets another one elsewhere, and then does without it. With --with-snapshots the snapshots of the node move after that, each to a pool of its own name, those too whose volume is
 elsewhere or gone. It ends with status 1 if something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
 		Args: func(_ *cobra.Command, args []string) (err error) {
 			switch {
@@ -162,7 +162,7 @@ func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving
 			if known == nil { // it was made since
 				known = &overview.Volume{ID: v.ID(), Name: v.Spec.Name}
 			}
-			all = append(all, &leaving{followed: *following(v, known, place{})})
+			all = append(all, &leaving{followed: *titled(following(v, known, place{}))})
 		}
 	}
 	slices.SortStableFunc(all, func(a, b *leaving) int {
@@ -205,6 +205,8 @@ func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) 
 			to, remark = "stays", l.why.Error()
 		case m != nil && m.Left:
 			remark = "it has moved; its old bytes are to be given back"
+		case l.user() != "" && l.v.Spec.ReplicaOf != "":
+			remark = "used on " + l.user() + "; another replica takes its place"
 		case l.user() != "":
 			remark = "used on " + l.user() + "; it moves meanwhile, or when it is released"
 		case m != nil:

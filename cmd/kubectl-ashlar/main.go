@@ -49,6 +49,6 @@ It asks the API server with your own rights, and says what it leaves out for wan
 	root.SetVersionTemplate("{{.Version}}\n")
 	flags.AddFlags(root.PersistentFlags())
 	root.AddCommand(cli.Commands(func() (cli.Source, error) { return connect(flags) }, true)...)
-	root.AddCommand(moveCommand(flags), replicasCommand(flags), evacuateCommand(flags), doctorCommand(flags), adoptCommand(flags))
+	root.AddCommand(moveCommand(flags), replicasCommand(flags), evacuateCommand(flags), scrubCommand(flags), doctorCommand(flags), adoptCommand(flags))
 	return root
 }

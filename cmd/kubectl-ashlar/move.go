@@ -37,7 +37,8 @@ func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 		Long: `kubectl ashlar move has a volume moved to a pool of another node of its network, of the same name or as --to says: its bytes are
 copied, also while it is used, then it is on that node, and the old one gives its bytes back. It keeps its ID, whatever pool that names. VOLUME is its ID (vol.POOL.KEY),
 the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM. Its snapshots stay where they are, unless you say --with-snapshots: then each
-moves to the pool of its own name on that node, also if the volume moves to another one. A snapshot is moved alone by its ID (snap.POOL.KEY).
+moves to the pool of its own name on that node, also if the volume moves to another one. A snapshot is moved alone by its ID (snap.POOL.KEY). A replica of a volume
+is called by its KEY, which is the name of its Volume object. While the volume is used, it gets another replica on that node, and does without this one when that has everything.
 
 It refuses what cannot be done, waits until the move has ended, and says how far it is. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
 volume has not moved.`,
@@ -170,18 +171,11 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if strings.HasPrefix(name, "snap.") {
 		return m.runSnapshot(ctx, o, name)
 	}
-	seen, err := cli.Find(o, name)
+	seen, v, err := m.findMoved(ctx, o, name)
 	if err != nil {
 		return err
 	}
-	title := cli.Title(seen)
-	if seen.Replicas != nil {
-		return fmt.Errorf("move %s: it has replicas, on nodes %s, and these do not move yet; that a pod uses it on another node needs no move, and a replica whose node is gone for good is made anew on another one (kubectl ashlar describe %s)", title, strings.Join(seen.On(), ", "), seen.ID)
-	}
-	v := &v1alpha1.Volume{}
-	if err := m.Get(ctx, client.ObjectKey{Name: keyOf(seen.ID)}, v); err != nil {
-		return fmt.Errorf("read volume %s: %w", seen.ID, err)
-	}
+	title := titled(following(v, seen, place{})).title
 	if m.cancel {
 		if m.snapshots && v.Spec.Move == nil {
 			return m.takeBackSnapshots(ctx, v)
@@ -211,7 +205,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	case err != nil:
 		return fmt.Errorf("move %s to %s: %w", title, to, err)
 	}
-	f := following(v, seen, to)
+	f := titled(following(v, seen, to))
 	err = f.tell(m.out)
 	if err == nil && m.wait {
 		err = m.follow(ctx, f)
@@ -370,6 +364,9 @@ type followed struct {
 	pods  string // that use the volume, by its claim of when it was looked at first
 	claim *v1alpha1.Claim
 	told  string
+
+	legs     string // of a replica: how far another one is that takes its place
+	replaced bool   // it has
 }
 
 func following(v *v1alpha1.Volume, seen *overview.Volume, to place) *followed {
@@ -406,6 +403,9 @@ func (f *followed) carried() bool {
 
 // stage is how far a move is, as of stageOf.
 func (f *followed) stage() (kind, text string, done bool, err error) {
+	if f.isReplaced() {
+		return f.stageOfLegs()
+	}
 	user := f.user()
 	if f.carried() {
 		user = ""
@@ -462,10 +462,14 @@ func (c *cluster) again(ctx context.Context, f *followed) error {
 	now := &v1alpha1.Volume{}
 	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(f.v), now) })
 	if apierrors.IsNotFound(err) || err == nil && now.UID != f.v.UID {
+		if f.replaced = f.isReplaced(); f.replaced {
+			return nil
+		}
 		return errDeleted
 	}
 	if err == nil {
 		f.v = now
+		c.lookAtLegs(ctx, f)
 	}
 	return err
 }

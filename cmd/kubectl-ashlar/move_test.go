@@ -410,7 +410,6 @@ func TestMoveRefused(t *testing.T) {
 	e.add(movable("pvc-any", "n1", 100*mib, nil))
 	e.add(movable("pvc-large", "n1", 600*mib, nil))
 	e.add(movable("pvc-node", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" }))
-	e.add(movable("pvc-replica", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = v.Name }))
 	e.add(movable("pvc-making", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Status.Created, v.Spec.Make = nil, true }))
 	e.add(movable("pvc-stuck", "down", 100*mib, nil))
 	e.add(movable("pvc-lonely", "none", 100*mib, nil))
@@ -440,7 +439,6 @@ func TestMoveRefused(t *testing.T) {
 		{"pvc-any", "sick", "pool sick.default is not well: PoolMissing: mount the disk"},
 		{"pvc-large", "n2", "pool n2.default has no room: 600Mi are needed, and a volume of 500Mi could come at most"},
 		{"pvc-node", "n2", "take a snapshot, and restore it on another node by a class with copies: anywhere"},
-		{"pvc-replica", "n2", "and replicas do not move yet (kubectl get replicatedvolumes.ashlar.dev "},
 		{"pvc-making", "n2", "it is not made yet"},
 		{"pvc-going", "n2", "it is being deleted"},
 		{"pvc-stuck", "n2", "its bytes are on node down, which does not answer: NodeNotReady"},

@@ -20,13 +20,14 @@ import (
 type room struct {
 	pools    map[string]*v1alpha1.Pool // by NODE.POOL
 	cordoned map[string]bool           // what Kubernetes says of each node; nil: it may not be asked
-	silent   map[string]string         // nodes whose agent does not answer, and what is known of that
-	promised map[string]int64          // bytes of what comes to a pool, by a plan or as it was asked for, that the figures of the pool have nothing of
+	legs     *legs
+	silent   map[string]string // nodes whose agent does not answer, and what is known of that
+	promised map[string]int64  // bytes of what comes to a pool, by a plan or as it was asked for, that the figures of the pool have nothing of
 }
 
 // look finds out what room there is.
 func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error) {
-	r := &room{pools: map[string]*v1alpha1.Pool{}, silent: map[string]string{}, promised: map[string]int64{}}
+	r := &room{pools: map[string]*v1alpha1.Pool{}, silent: map[string]string{}, promised: map[string]int64{}, legs: &legs{}}
 	var pools v1alpha1.PoolList
 	if err := c.List(ctx, &pools); err != nil {
 		return nil, fmt.Errorf("list the pools: %w", err)
@@ -48,6 +49,7 @@ func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error)
 	}
 	for _, n := range nodes.Items {
 		r.cordoned[n.Name] = n.Spec.Unschedulable
+		r.legs.nodes = append(r.legs.nodes, n)
 	}
 	return r, c.lookForAsked(ctx, r)
 }
@@ -66,6 +68,9 @@ func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
 		if v := &volumes.Items[i]; v.Spec.Move != nil && !begun(v) {
 			r.promise(v, goal(v))
 		}
+	}
+	if err := c.lookForLegs(ctx, volumes.Items, r.legs); err != nil {
+		return err
 	}
 	for _, s := range snapshots {
 		if !begun(s) {
@@ -87,8 +92,6 @@ func (r *room) leaves(v *v1alpha1.Volume) error {
 	switch m := v.Spec.Move; {
 	case v1alpha1.Going(v) || v.Spec.Abandoned:
 		return errors.New("it is being deleted")
-	case v.Spec.ReplicaOf != "":
-		return errors.New("it is a replica of volume " + v.Spec.ReplicaOf + ", and replicas do not move yet (kubectl get replicatedvolumes.ashlar.dev " + v.Spec.ReplicaOf + ")")
 	case v.Spec.Access == "":
 		return errors.New("it has access=node, and its PersistentVolume names that node, for good: take a snapshot, and restore it on another node by a class with copies: anywhere")
 	case v.Status.Created == nil:
@@ -97,6 +100,8 @@ func (r *room) leaves(v *v1alpha1.Volume) error {
 		return errors.New("its bytes are missing; see kubectl ashlar describe " + v.ID())
 	case m != nil && m.Left:
 		return fmt.Errorf("it has just come from node %s, which has not given its bytes back yet (%s); try again then; if that node never comes back, delete its Node object", m.Node, said(v))
+	case v.Spec.ReplicaOf != "" && v.Spec.Claim != nil: // another one takes its place, which has the bytes from the user of the volume
+		return nil
 	case r.silent[home] != "":
 		return fmt.Errorf("its bytes are on node %s, which does not answer: %s", home, r.silent[home])
 	}
@@ -135,6 +140,9 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 	}
 	if r.silent[node] != "" {
 		return fmt.Errorf("it does not answer: %s", r.silent[node])
+	}
+	if err := r.legs.apart(v, node); err != nil {
+		return err
 	}
 	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, pool), keeps(v)
 	available := min(p.Status.Available-r.promised[name], p.Status.MaxVolume)

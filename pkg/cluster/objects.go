@@ -66,14 +66,6 @@ func SnapshotSource(s *v1alpha1.Snapshot) volume.ID {
 	return volume.ID{Kind: blockdev.Volume, Pool: s.SourceNamed(), Key: s.Spec.Source}
 }
 
-// CutOf is the volume whose bytes a snapshot has: its source, or a leg of that.
-func CutOf(s *v1alpha1.Snapshot) volume.ID {
-	if s.Spec.Leg == "" {
-		return SnapshotSource(s)
-	}
-	return volume.ID{Kind: blockdev.Volume, Pool: s.Spec.Pool, Key: s.Spec.Leg}
-}
-
 // SnapshotNamed is a Snapshot object that has no more than its name.
 func SnapshotNamed(key string) *v1alpha1.Snapshot {
 	return &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}}

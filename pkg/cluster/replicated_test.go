@@ -566,7 +566,6 @@ func TestReplicatedCopies(t *testing.T) {
 	if have, err := all[other.Node].local.GetSnapshot(w.ctx, other.ID); err != nil || have.Source != v.ID {
 		t.Errorf("on its node it is %+v, %v", have, err)
 	}
-	fails(t, second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})), errdefs.ErrUnsupported)
 	clone := replicas("clone", 2)
 	clone.Source = v.ID
 	fails(t, second(s.Create(w.ctx, clone)), errdefs.ErrPrecondition)

@@ -48,6 +48,9 @@ var (
 	MirrorsInProgress = sampledGauge("ashlar_mirrors_in_progress", "Volumes that the node uses, and is copying meanwhile to the nodes that they move to.", "node")
 	MirroredBytes     = sampledCounter("ashlar_mirrored_bytes_total", "Bytes that the node has copied of volumes that it uses to the nodes that they move to, as it has seen that.", "node")
 
+	Scrubs         = counter("ashlar_scrubs_total", "Compares of all replicas of a volume that were done, by what they found (equal, differ).", "result")
+	ReplicasDiffer = sampledGauge("ashlar_replicas_differ", "Volumes that the node uses and whose replicas were found not to be equal.", "node")
+
 	FreezeSeconds = histogram("ashlar_freeze_seconds", "How long the writes to a volume were held back while it was copied, in seconds.",
 		[]float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120}, "node")
 
@@ -64,6 +67,12 @@ var (
 
 	Objects     = sampledGauge("ashlar_objects", "Volumes and snapshots of the cluster, by their state (making, ready, deleting, failed, lost); each replica of a volume counts as one of its node.", "node", "kind", "state")
 	NodeAgentUp = sampledGauge("ashlar_node_agent_up", "1 if the node, which has pools, volumes or snapshots, is there and ready and its agent is heard.", "node")
+)
+
+// Results of Scrubs.
+const (
+	ScrubEqual   = "equal"
+	ScrubDiffers = "differ"
 )
 
 // Volumes with replicas, as the controller sees them.
@@ -94,6 +103,9 @@ func init() {
 // freeze that is too long would be nobody's.
 func Begin(node string) {
 	FreezeSeconds.vec.WithLabelValues(node)
+	for _, result := range []string{ScrubEqual, ScrubDiffers} {
+		Scrubs.vec.WithLabelValues(result)
+	}
 	for name := range programs {
 		CommandFailures.vec.WithLabelValues(name)
 	}

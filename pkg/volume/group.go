@@ -134,7 +134,12 @@ func (l *Local) setIncomplete(key string, incomplete bool) {
 
 // CreateGroup: see Store. The writes to all sources are held back before the first one is
 // cut; if one cannot be cut, none stays.
-func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ Group, err error) {
+func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (Group, error) {
+	return l.CutLegs(ctx, name, sources, nil)
+}
+
+// CutLegs is CreateGroup of volumes of some of which this node has a leg: those are cut.
+func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map[ID]ID) (_ Group, err error) {
 	id := GroupID{KeyOf(name)}
 	sources, err = GroupSources(sources)
 	if err != nil {
@@ -169,7 +174,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	if err := l.removeGroup(ctx, members); err != nil {
 		return Group{}, err
 	}
-	members, err = l.cutGroup(ctx, name, sources)
+	members, err = l.cutGroup(ctx, name, sources, legs)
 	if err != nil {
 		return Group{}, err
 	}
@@ -193,7 +198,7 @@ func (l *Local) existingGroup(ctx context.Context, name string, members []member
 }
 
 // cutGroup cuts all members of a group at one moment. What an error leaves is the caller's to remove.
-func (l *Local) cutGroup(ctx context.Context, name string, sources []ID) (_ []member, err error) {
+func (l *Local) cutGroup(ctx context.Context, name string, sources []ID, legs map[ID]ID) (_ []member, err error) {
 	cuts := make([]groupCut, len(sources))
 	defer func() {
 		for _, c := range cuts {
@@ -206,7 +211,11 @@ func (l *Local) cutGroup(ctx context.Context, name string, sources []ID) (_ []me
 		c := &cuts[i]
 		c.name = name + "\x00" + source.String()
 		c.labels = map[string]string{labelGroup: KeyOf(name), labelGroupSize: strconv.Itoa(len(sources))}
-		if c.origin, err = l.snapshotSource(ctx, source); err != nil {
+		cut := source
+		if leg, is := legs[source]; is && leg != source {
+			cut, c.labels[labelSource] = leg, source.String()
+		}
+		if c.origin, err = l.snapshotSource(ctx, cut); err != nil {
 			return nil, err
 		}
 	}

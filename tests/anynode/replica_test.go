@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -498,4 +500,292 @@ func TestReplicaOlderCopy(t *testing.T) {
 	m.releases(restored)
 	m.find(restored, later)
 	m.ends(restored)
+}
+
+// asksToMove asks for the leg of a node to move to another one.
+func (m *mirrored) asksToMove(from, to string) {
+	m.Helper()
+	leg := &v1alpha1.Volume{}
+	check.OK(m, m.kube.Get(m.Context(), client.ObjectKey{Name: m.leg(from)}, leg))
+	before := leg.DeepCopy()
+	leg.Spec.Move = &v1alpha1.Move{Node: to}
+	check.OK(m, m.kube.Patch(m.Context(), leg, client.MergeFrom(before)))
+}
+
+// moves asks for the leg of a node to move to another one, and waits until the volume has legs on some nodes, all current.
+func (m *mirrored) moves(from, to string, on ...string) {
+	m.Helper()
+	m.asksToMove(from, to)
+	began := time.Now()
+	m.eventually(fmt.Sprintf("it has legs on %v", on), func() bool {
+		var list v1alpha1.VolumeList
+		check.OK(m, m.kube.List(m.Context(), &list))
+		m.legs, m.on = nil, nil
+		still := false
+		for _, v := range list.Items {
+			if v.Spec.ReplicaOf == m.key {
+				m.legs, m.on = append(m.legs, v.Name), append(m.on, v.Spec.NodeName)
+				still = still || v.Spec.Move != nil
+			}
+		}
+		slices.Sort(on)
+		have := slices.Clone(m.on)
+		slices.Sort(have)
+		return !still && slices.Equal(have, on) && len(m.object().Current()) == len(on) && len(m.object().Spec.Legs) == len(on)
+	})
+	m.Logf("the leg on %s was on %s after %v", from, to, time.Since(began))
+}
+
+// TestReplicaMoves: a leg is asked to move while its volume is written to: another one takes its place. Then one moves that nobody uses. What was acknowledged is on each.
+func TestReplicaMoves(t *testing.T) {
+	c := newNodes(t)
+	user, other, free := home, consumers[0], consumers[1]
+	m, w := c.mirroredBy("replica moves", user, user, other)
+	c.cordon(free, false)
+	m.moves(other, free, user, free)
+	m.goesOn(w)
+	m.moves(user, other, other, free) // the near one
+	m.goesOn(w)
+	w.end()
+	check.OK(t, w.err)
+	m.again("take it down on "+user, func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+	m.moves(free, user, other, user)
+	for _, node := range []string{other, user, free} {
+		m.find(node, w)
+		m.current(m.legs...)
+		if node == free {
+			m.ends(node)
+			break
+		}
+		m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+		m.releases(node)
+	}
+}
+
+// compared asks for the legs of the volume to be compared, and waits until that is done.
+func (m *mirrored) compared() *v1alpha1.Scrub {
+	m.Helper()
+	v := m.object()
+	before := v.DeepCopy()
+	v.Spec.Scrubs++
+	check.OK(m, m.kube.Patch(m.Context(), v, client.MergeFrom(before)))
+	began := time.Now()
+	is := func() bool {
+		s := m.object().Status.Scrub
+		return s != nil && s.Asked == v.Spec.Scrubs && s.Progress == nil
+	}
+	for time.Since(began) < 5*time.Minute && !is() { // beside a writer that never rests it may take that long on one CPU
+		time.Sleep(time.Second)
+	}
+	m.eventually("its legs were compared", is)
+	m.Logf("compared after %v", time.Since(began))
+	return m.object().Status.Scrub
+}
+
+// TestReplicaScrub: the legs of a volume are compared while it is written to: nothing differs. Then a block of one leg rots: that is found, and told, until it is so no more; a compare goes on where it was, also by another user.
+func TestReplicaScrub(t *testing.T) {
+	c := newNodes(t)
+	user, near, far := home, home, consumers[0]
+	m, w := c.mirroredBy("replica scrub", user, near, far)
+	if s := m.compared(); s.Last != nil || s.Ended == nil {
+		t.Errorf("they differ: %+v", s.Last)
+	}
+	m.goesOn(w)
+	const at = 15*mib + 8192
+	flip := func() {
+		t.Helper()
+		file, err := os.OpenFile(filepath.Join(c.dir, "pool-of-"+far, "volumes", m.leg(far)+".img"), os.O_RDWR, 0)
+		check.OK(t, err)
+		defer file.Close()
+		b := make([]byte, 1)
+		_, err = file.ReadAt(b, at)
+		check.OK(t, err)
+		b[0] ^= 1
+		_, err = file.WriteAt(b, at)
+		check.OK(t, err)
+		check.OK(t, file.Sync())
+	}
+	flip()
+	s := m.compared()
+	if s.Last == nil || s.Last.Bytes != 4096 || len(s.Last.Ranges) != 1 || s.Last.Ranges[0] != (v1alpha1.ByteRange{Offset: at, Length: 4096}) {
+		t.Errorf("found were %+v", s.Last)
+	}
+	w.end()
+	check.OK(t, w.err)
+	m.again("take it down on "+user, func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+
+	v := m.object()
+	before := v.DeepCopy()
+	v.Status.Scrub.Progress = &v1alpha1.Progress{Done: 15*mib + mib/2, Total: v.Spec.Size}
+	check.OK(t, m.kube.Status().Patch(m.Context(), v, client.MergeFrom(before)))
+	next := consumers[1]
+	m.find(next, w)
+	m.eventually("the rest was compared", func() bool { return m.object().Status.Scrub.Progress == nil })
+	if s := m.object().Status.Scrub; s.Last != nil {
+		t.Errorf("behind what differs, found was %+v", s.Last)
+	}
+	flip()
+	if s := m.compared(); s.Last != nil {
+		t.Errorf("they differ: %+v", s.Last)
+	}
+	m.ends(next)
+}
+
+// TestReplicaBandwidth: what is copied to the legs that join is within the limit of the node that uses them, all together; and two join at once at the most.
+func TestReplicaBandwidth(t *testing.T) {
+	const limit, volumes, size = 4 * mib, 3, 40 * mib
+	for _, flags := range [][]string{nil, {fmt.Sprintf("--copy-bandwidth=%d", limit)}} {
+		t.Run(fmt.Sprint(flags), func(t *testing.T) {
+			c := newNodesWith(t, map[string][]string{home: flags})
+			user, old, free := home, consumers[0], consumers[1]
+			var all []*mirrored
+			for i := range volumes {
+				m := c.mirror(fmt.Sprint("bandwidth ", len(flags), i), "ext4", user, old)
+				m.claims(user)
+				m.again("stage it on "+user, func(ctx context.Context) error { return m.up(ctx, user) })
+				check.OK(t, drivertest.Content{Seed: fmt.Sprint(i), Size: size}.Write(filepath.Join(m.target(user), "data"))) // a new leg gets what there is
+				all = append(all, m)
+			}
+			c.cordon(free, false)
+			for _, m := range all {
+				m.asksToMove(old, free)
+			}
+			began, most := time.Now(), 0
+			c.eventually("all have moved", func() bool {
+				done, joining := true, 0
+				for _, m := range all {
+					v := m.object()
+					done = done && len(v.Spec.Legs) == 2 && len(v.Current()) == 2 && !slices.Contains(v.Spec.Legs, m.leg(old))
+					for _, l := range v.Status.Legs {
+						if l.State == v1alpha1.LegJoining {
+							joining++
+						}
+					}
+				}
+				most = max(most, joining)
+				return done
+			})
+			took := time.Since(began)
+			t.Logf("%d MiB, %v: all have moved after %v, %d at once", volumes*size/mib, flags, took, most)
+			if least := volumes * size / limit * time.Second; flags != nil && took < least*7/10 {
+				t.Errorf("with the limit it took %v, and not %v", took, least)
+			}
+			if most > 2 {
+				t.Errorf("%d legs joined at once", most)
+			}
+			for _, m := range all {
+				m.again("take it down on "+user, func(ctx context.Context) error { return m.down(ctx, user) })
+				m.releases(user)
+				m.again("delete it", m.of.Delete)
+			}
+			c.gone()
+		})
+	}
+}
+
+// TestReplicaFollows: what may be changed of a volume changes while it is used, and a driver that starts sets it again.
+func TestReplicaFollows(t *testing.T) {
+	c := newNodes(t)
+	user := consumers[0]
+	m := c.mirror("replica follows", co.Block, home, consumers[1])
+	m.claims(user)
+	m.again("stage it on "+user, func(ctx context.Context) error { return m.up(ctx, user) })
+	info, err := os.Stat(m.target(user))
+	check.OK(t, err)
+	number := info.Sys().(*syscall.Stat_t).Rdev
+	setting := fmt.Sprintf("/sys/dev/block/%d:%d/queue/read_ahead_kb", unix.Major(number), unix.Minor(number))
+	is := func(want string) {
+		t.Helper()
+		m.eventually("the setting is "+want, func() bool {
+			have, err := os.ReadFile(setting)
+			check.OK(t, err)
+			return strings.TrimSpace(string(have)) == want
+		})
+	}
+	for _, value := range []string{"256", "768"} {
+		for _, name := range m.legs {
+			leg := &v1alpha1.Volume{}
+			check.OK(t, c.kube.Get(t.Context(), client.ObjectKey{Name: name}, leg))
+			before := leg.DeepCopy()
+			leg.Spec.Mutable = map[string]string{"readAheadKiB": value}
+			check.OK(t, c.kube.Patch(t.Context(), leg, client.MergeFrom(before)))
+		}
+		is(value)
+	}
+	back := killed(c, c.agents[user])
+	check.OK(t, os.WriteFile(setting, []byte("64"), 0))
+	back()
+	is("768")
+	m.ends(user)
+}
+
+// TestReplicaGroup: two volumes with replicas are cut at one moment while somebody writes to the one, then to the other: what the second one has the first one has too, and not much more.
+func TestReplicaGroup(t *testing.T) {
+	c := newNodes(t)
+	user := consumers[1]
+	var both [2]*mirrored
+	var files [2]*os.File
+	for i := range both {
+		m := c.mirror(fmt.Sprint("replica group ", i), "ext4", home, consumers[0])
+		m.claims(user)
+		m.again("stage it on "+user, func(ctx context.Context) error { return m.up(ctx, user) })
+		var err error
+		files[i], err = os.OpenFile(filepath.Join(m.target(user), "count"), os.O_CREATE|os.O_RDWR|os.O_SYNC, 0o600)
+		check.OK(t, err)
+		both[i] = m
+	}
+	var stop atomic.Bool
+	done := make(chan error, 1)
+	go func() {
+		for n := 1; !stop.Load(); n++ {
+			for _, file := range files {
+				if _, err := file.WriteAt(fmt.Appendf(nil, "%020d", n), 0); err != nil {
+					done <- err
+					return
+				}
+			}
+			time.Sleep(time.Millisecond)
+		}
+		done <- nil
+	}()
+	time.Sleep(time.Second)
+	var group *csi.VolumeGroupSnapshot
+	c.again("cut both", func(ctx context.Context) (err error) {
+		group, err = c.controller.Group(ctx, "replica group", both[0].of.ID, both[1].of.ID)
+		return err
+	})
+	time.Sleep(time.Second)
+	stop.Store(true)
+	check.OK(t, <-done)
+	var counts [2]int
+	for i, m := range both {
+		check.OK(t, files[i].Close())
+		at := slices.IndexFunc(group.GetSnapshots(), func(one *csi.Snapshot) bool { return one.GetSourceVolumeId() == m.of.ID })
+		copied := c.create(fmt.Sprint("replica group: copy ", i), "ext4", func(r *csi.CreateVolumeRequest) {
+			r.CapacityRange.RequiredBytes = 64 * mib
+			co.FromSnapshot(r, group.GetSnapshots()[at].GetSnapshotId())
+		})
+		copied.use(user, func(target string) {
+			text, err := os.ReadFile(filepath.Join(target, "count"))
+			check.OK(t, err)
+			counts[i], err = strconv.Atoi(strings.TrimLeft(string(text), "0"))
+			check.OK(t, err)
+		})
+		copied.again("delete the copy", copied.of.Delete)
+	}
+	t.Logf("the first was cut at %d, the second at %d", counts[0], counts[1])
+	if counts[1] < 10 || counts[0] < counts[1] || counts[0] > counts[1]+1 {
+		t.Errorf("they were cut at %d and %d", counts[0], counts[1])
+	}
+	c.again("delete the group", func(ctx context.Context) error {
+		return c.controller.RemoveGroup(ctx, group.GetGroupSnapshotId(), group.GetSnapshots()...)
+	})
+	for _, m := range both {
+		m.again("take it down", func(ctx context.Context) error { return m.down(ctx, user) })
+		m.releases(user)
+		m.again("delete it", m.of.Delete)
+	}
+	c.gone()
 }

@@ -24,7 +24,7 @@ var programs = strings.Fields(`
 
 // subcommands are those of programs that are ours, or that pages use a part of.
 var subcommands = map[string][]string{
-	"kubectl ashlar": {"adopt", "capacity", "describe", "doctor", "pools", "replicas", "status", "volumes"},
+	"kubectl ashlar": {"move", "scrub", "adopt", "capacity", "describe", "doctor", "pools", "replicas", "status", "volumes"},
 	"kubectl": {"annotate", "apply", "ashlar", "auth", "cordon", "debug", "delete", "describe", "exec", "get", "logs", "patch", "port-forward", "rollout", "scale",
 		"taint", "uncordon"},
 	"driver": {"adopt", "capacity", "demo", "describe", "doctor", "manifests", "pools", "serve", "status", "volumes"},

@@ -17,3 +17,6 @@ func (v *Volume) SetMoveStatus(s *MoveStatus) { v.Status.Move = s }
 
 // SetMoveStatus says how far the move of the snapshot is.
 func (s *Snapshot) SetMoveStatus(far *MoveStatus) { s.Status.Move = far }
+
+// Moving: it is asked to move, and has not yet.
+func (v *Volume) Moving() bool { return v.Spec.Move != nil && !v.Spec.Move.Left }

@@ -1,8 +1,10 @@
 package v1alpha1
 
 import (
+	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -35,12 +37,13 @@ type ReplicatedVolume struct {
 	Status ReplicatedVolumeStatus `json:"status,omitempty"`
 }
 
-// ReplicatedVolumeSpec is what a volume with several legs is to be. The controller alone writes it.
+// ReplicatedVolumeSpec is what a volume with several legs is to be. The controller alone writes it, but for Scrubs.
 //
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.claims) || has(self.claims) && self.claims >= oldSelf.claims",message="claims are counted up"
 // +kubebuilder:validation:XValidation:rule="!has(self.claim) || has(self.claims) && has(self.claim.generation) && self.claim.generation == self.claims",message="the generation of a claim is the count of claims"
 // +kubebuilder:validation:XValidation:rule="!has(self.claim) || has(oldSelf.claim) && self.claim == oldSelf.claim || !has(oldSelf.claims) || self.claims > oldSelf.claims",message="another claim has another generation"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.scrubs) || has(self.scrubs) && self.scrubs >= oldSelf.scrubs",message="what was asked for is counted up"
 // +kubebuilder:validation:XValidation:rule="self.numbered >= oldSelf.numbered",message="legs are counted up"
 // +kubebuilder:validation:XValidation:rule="self.pool == oldSelf.pool",message="the pool that the ID of a volume names does not change"
 type ReplicatedVolumeSpec struct {
@@ -87,6 +90,10 @@ type ReplicatedVolumeSpec struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=1
 	Claims int64 `json:"claims,omitempty"`
+	// Scrubs is how often a person has asked for the legs to be compared, beside what the driver does by itself.
+	// +optional
+	// +kubebuilder:validation:Minimum=1
+	Scrubs int64 `json:"scrubs,omitempty"`
 	// Delete: the legs may be deleted, and the object after them. It is the UID of this very object.
 	// +optional
 	Delete types.UID `json:"delete,omitempty"`
@@ -107,6 +114,10 @@ type ReplicatedVolumeStatus struct {
 	// +listMapKey=name
 	// +kubebuilder:validation:MaxItems=6
 	Legs []Leg `json:"legs,omitempty"`
+	// Scrub is how far the legs are compared, and what was found; without it they never were.
+	// +optional
+	Scrub *Scrub `json:"scrub,omitempty"`
+
 	// Lacks says why there are fewer legs than there are to be, while no node can have another one. The controller writes it.
 	// +optional
 	// +kubebuilder:validation:MaxLength=2048
@@ -143,6 +154,79 @@ type Leg struct {
 	// Since when it is not current, by the clock of who wrote that.
 	// +optional
 	Since *metav1.Time `json:"since,omitempty"`
+}
+
+// Scrub is a compare of all current legs of a volume, from its beginning to its end, while it is used. It goes on where it was with the next user.
+type Scrub struct {
+	// Asked is the spec.scrubs that the compare which began last is for.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	Asked int64 `json:"asked,omitempty"`
+	// Progress of the compare that is under way, in bytes; without it none is.
+	// +optional
+	Progress *Progress `json:"progress,omitempty"`
+	// Found is what that one has found until now.
+	// +optional
+	Found *Differences `json:"found,omitempty"`
+	// Ended is when one was last done, by the clock of the node that did it.
+	// +optional
+	Ended *metav1.Time `json:"ended,omitempty"`
+	// Last is what that one found; without it, that all legs are equal.
+	// +optional
+	Last *Differences `json:"last,omitempty"`
+}
+
+// MostRanges is how many ranges Differences names.
+const MostRanges = 16
+
+// Differences are what is not the same on all legs of a volume, or cannot be read on all.
+type Differences struct {
+	// Bytes, in blocks of 4 KiB, or of 1 MiB where a leg cannot be read.
+	// +kubebuilder:validation:Minimum=1
+	Bytes int64 `json:"bytes"`
+	// Ranges are the first ones.
+	// +optional
+	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=16
+	Ranges []ByteRange `json:"ranges,omitempty"`
+	// Message says why some could not be read.
+	// +optional
+	// +kubebuilder:validation:MaxLength=2048
+	Message string `json:"message,omitempty"`
+}
+
+// ByteRange is a part of a volume.
+type ByteRange struct {
+	// +kubebuilder:validation:Minimum=0
+	Offset int64 `json:"offset"`
+	// +kubebuilder:validation:Minimum=1
+	Length int64 `json:"length"`
+}
+
+// ReasonReplicasDiffer is of the problem that legs which are current are not equal.
+const ReasonReplicasDiffer = "ReplicasDiffer"
+
+// Differ says what was found when the legs were compared; empty: that they are equal, or nothing, as they never were.
+func (v *ReplicatedVolume) Differ() string {
+	s := v.Status.Scrub
+	if s == nil || s.Last == nil && s.Found == nil {
+		return ""
+	}
+	found, when := s.Last, ""
+	if s.Found != nil {
+		found, when = s.Found, "by the compare that is under way"
+	} else if s.Ended != nil {
+		when = "by the compare that ended at " + s.Ended.UTC().Format(time.RFC3339)
+	}
+	var where []string
+	for _, r := range found.Ranges {
+		where = append(where, fmt.Sprintf("%d+%d", r.Offset, r.Length))
+	}
+	text := fmt.Sprintf("%d bytes are not the same on all its replicas, %s, at %s", found.Bytes, when, strings.Join(where, ", "))
+	if found.Message != "" {
+		text += "; " + found.Message
+	}
+	return text
 }
 
 // States of a leg (Leg.State).

@@ -151,7 +151,6 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.claims) && self.readers.all(r, has(r.generation) && r.generation <= self.claims)",message="the claims of readers are counted"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || has(self.access) && !has(self.readers)",message="a leg has access any, and nobody but the user of its volume reads it"
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.replicaOf) || has(self.replicaOf)",message="a leg is of one volume, for good"
-// +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || !has(self.move)",message="a leg does not move: a volume with replicas gets another one on another node, and loses this one then"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicas) || has(self.access)",message="a volume with access node gets no replicas: its PersistentVolume says one node, for good; make a snapshot, and restore it by a class with access any and replicas"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicas) || !has(self.replicaOf) || has(oldSelf.replicas) && self.replicas == oldSelf.replicas",message="the volume has replicas: how many there are to be says its ReplicatedVolume"
 // +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
@@ -234,7 +233,7 @@ type VolumeSpec struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=1
 	Claims int64 `json:"claims,omitempty"`
-	// Move asks for the volume to be moved to another node.
+	// Move asks for the volume to be moved to another node. A leg whose volume is used does not move itself: its volume gets another one there, and then does without it.
 	// +optional
 	Move *Move `json:"move,omitempty"`
 	// Replicas asks for the volume to become one with so many legs, when nobody uses it: then it is the first of them, which the controller says by replicaOf, and this goes when its ReplicatedVolume is there.

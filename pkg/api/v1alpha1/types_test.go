@@ -210,7 +210,6 @@ func TestAccessRules(t *testing.T) {
 	v = begin(func(s *v1alpha1.VolumeSpec) { s.Access, s.ReplicaOf = "any", strings.Repeat("a", 32) })
 	refused(v, "a leg is of one volume, for good", func(s *v1alpha1.VolumeSpec) { s.ReplicaOf = "" })
 	refused(v, "a leg is of one volume, for good", func(s *v1alpha1.VolumeSpec) { s.ReplicaOf = strings.Repeat("b", 32) })
-	refused(v, "a leg does not move", func(s *v1alpha1.VolumeSpec) { s.Move = &v1alpha1.Move{Node: "another"} })
 	refused(v, "nobody but the user of its volume reads it", func(s *v1alpha1.VolumeSpec) { s.Claims, s.Readers = 1, []v1alpha1.Claim{*claim("m", 1)} })
 	check.OK(t, c.Delete(ctx, v))
 

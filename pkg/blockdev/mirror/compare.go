@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -16,38 +17,30 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-const (
-	chunk = 1 << 20 // what is compared at a time
-	block = 4 << 10 // what is told of
-)
+// Chunk is what is compared at a time, in bytes.
+const Chunk = 1 << 20
 
-// Compare reads all legs of a mirror that is in use, side by side, and returns the ranges, in blocks of 4 KiB, in which one has other bytes than the first. What is being written differs for a moment; so what differs is
-// read again with the mirror held for that (milliseconds for each MiB), and is told only if it does then. pace is called before each MiB, and may wait. Which leg is right nobody can tell from the bytes.
-// It ends with the first error, with what it has found until then. errdefs.ErrUnavailable while a leg joins or has failed. A crash may leave the mirror held, until Recover.
-func Compare(ctx context.Context, name string, pace func(context.Context) error) (differ []dm.Range, err error) {
+const block = 4 << 10 // what is told of
+
+// Compare reads all legs of a mirror that is in use, side by side, from an offset in whole chunks on, and returns the ranges, in blocks of 4 KiB, in which one has other bytes than the first. What is being written differs for a moment; so what differs is
+// read again with the mirror held for that (milliseconds for each MiB), and is told only if it does then. pace is called before each MiB, with where that is and
+// what was found until then, and may wait. Which leg is right nobody can tell from the bytes.
+// It ends with the first error, with what it has found until then. errdefs.ErrUnavailable while a leg joins or has failed, and when the mirror gets
+// other legs. A crash may leave the mirror held, until Recover.
+func Compare(ctx context.Context, name string, from int64, pace func(ctx context.Context, at int64, differ []dm.Range) error) (differ []dm.Range, err error) {
 	err = of(name, "compare its legs", func() error {
 		s, err := state(name)
 		if err != nil {
 			return err
 		}
-		if err := s.whole(); err != nil {
-			return err
-		}
-		legs, end, err := s.open()
-		if err != nil {
-			return err
-		}
-		defer end()
-		for at := int64(0); at < s.Size; at += chunk {
-			if err := errors.Join(ctx.Err(), pace(ctx)); err != nil {
+		legs, free, err := side{}.with(s.devices())
+		defer func() { free() }()
+		for at := from; err == nil && at < s.Size; at += Chunk {
+			if err = errors.Join(ctx.Err(), pace(ctx, at, differ)); err != nil {
 				return err
 			}
-			length := min(chunk, s.Size-at)
-			found, err := legs.differ(at, length)
-			if err == nil && len(found) > 0 {
-				found, err = legs.differHeld(name, at, length)
-			}
-			if err != nil {
+			var found []dm.Range
+			if found, err = legs.compare(name, at, min(Chunk, s.Size-at)); err != nil {
 				return err
 			}
 			for _, r := range found {
@@ -58,12 +51,12 @@ func Compare(ctx context.Context, name string, pace func(context.Context) error)
 				differ = append(differ, r)
 			}
 		}
-		return nil
+		return err
 	})
 	return differ, err
 }
 
-// compared is a leg that is open for reading, and memory for a chunk of it.
+// compared is a leg, and memory for a chunk of it. It is open only while it is read: a leg that leaves is given back.
 type compared struct {
 	leg    uint64
 	f      *os.File
@@ -72,30 +65,62 @@ type compared struct {
 
 type side []compared
 
-func (s State) open() (legs side, end func(), err error) {
+// with are legs with memory.
+func (legs side) with(devices []uint64) (_ side, free func(), err error) {
 	var ends []func()
-	end = func() {
-		for _, e := range ends {
-			e()
-		}
-	}
-	for _, l := range s.Legs {
-		f, err := openNumber(l.Device)
-		if err == nil {
-			ends = append(ends, func() { _ = f.Close() }) // it was read only
-			var memory []byte
-			var free func()
-			if memory, free, err = direct.Memory(chunk); err == nil {
-				ends = append(ends, free)
-				legs = append(legs, compared{l.Device, f, memory})
-			}
-		}
-		if err != nil {
+	free = func() {
+		for _, end := range ends {
 			end()
-			return nil, nil, err
 		}
 	}
-	return legs, end, nil
+	for _, device := range devices {
+		memory, end, err := direct.Memory(Chunk)
+		if err != nil {
+			return nil, free, err
+		}
+		ends, legs = append(ends, end), append(legs, compared{leg: device, memory: memory})
+	}
+	return legs, free, nil
+}
+
+// are is errdefs.ErrUnavailable unless a mirror is over just these legs, and all of it is whole.
+func (legs side) are(name string) error {
+	s, err := state(name)
+	if err == nil {
+		err = s.whole()
+	}
+	if err == nil && !slices.EqualFunc(legs, s.devices(), func(l compared, device uint64) bool { return l.leg == device }) {
+		err = fmt.Errorf("%w: it has other legs by now", errdefs.ErrUnavailable)
+	}
+	return err
+}
+
+// compare compares a range of all legs.
+func (legs side) compare(name string, at, length int64) (found []dm.Range, err error) {
+	if err := legs.are(name); err != nil {
+		return nil, err
+	}
+	defer legs.close()
+	for i := range legs {
+		if legs[i].f, err = openNumber(legs[i].leg); err != nil {
+			return nil, err
+		}
+	}
+	found, err = legs.differ(at, length)
+	if err == nil && len(found) > 0 {
+		found, err = legs.differHeld(name, at, length)
+	}
+	return found, err
+}
+
+// close closes what is open: it was read only.
+func (legs side) close() {
+	for i := range legs {
+		if legs[i].f != nil {
+			_ = legs[i].f.Close()
+			legs[i].f = nil
+		}
+	}
 }
 
 // Flush has what a leg has acknowledged be durable.
@@ -154,10 +179,7 @@ func (legs side) differ(at, length int64) (found []dm.Range, err error) {
 // differHeld is differ while nothing is under way.
 func (legs side) differHeld(name string, at, length int64) (found []dm.Range, err error) {
 	defer lock(name)()
-	s, err := state(name)
-	if err == nil {
-		err = s.whole()
-	}
+	err = legs.are(name)
 	if err == nil {
 		err = dm.Hold(name)
 	}

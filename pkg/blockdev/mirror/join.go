@@ -59,6 +59,9 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	if err != nil || d == nil {
 		return errors.Join(err, unix.ENXIO)
 	}
+	if err := steady(append(s.devices(), leg)); err != nil { // also of a driver of before
+		return err
+	}
 	first := s.Legs[0].Device
 	if len(s.Legs) > 1 {
 		uuid := d.UUID

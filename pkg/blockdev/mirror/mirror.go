@@ -89,6 +89,9 @@ func Make(name, uuid string, size int64, legs ...uint64) error {
 			}
 			return err
 		}
+		if err := steady(legs); err != nil {
+			return err
+		}
 		return dm.Make(name, uuid, flat(size, legs))
 	})
 }

@@ -657,7 +657,7 @@ func TestRefuses(t *testing.T) {
 	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: size})))
 	is(t, mirror.Finish(ctx, f.name, 0), errdefs.ErrUnavailable)
 	is(t, mirror.Resize(f.name, 2*size), errdefs.ErrUnavailable)
-	_, err := mirror.Compare(ctx, f.name, free)
+	_, err := mirror.Compare(ctx, f.name, 0, free)
 	is(t, err, errdefs.ErrUnavailable)
 	f.leave(2)
 	f.legs[1].fail()
@@ -681,7 +681,7 @@ func is(t *testing.T, err, want error) {
 	}
 }
 
-func free(context.Context) error { return nil }
+func free(context.Context, int64, []dm.Range) error { return nil }
 
 // TestCompare: a block that rots on one leg is found, and nothing else, also beside a writer.
 func TestCompare(t *testing.T) {
@@ -701,7 +701,7 @@ func TestCompare(t *testing.T) {
 			}
 		}
 	})
-	found, err := mirror.Compare(ctx, f.name, free)
+	found, err := mirror.Compare(ctx, f.name, 0, free)
 	check.OK(t, err)
 	if len(found) > 0 {
 		t.Errorf("legs that are equal differ in %v", found)
@@ -717,15 +717,30 @@ func TestCompare(t *testing.T) {
 	rot(1, 20*mib+5000)
 	rot(2, 20*mib+9000)
 	rot(0, 31*mib)
-	found, err = mirror.Compare(ctx, f.name, free)
+	found, err = mirror.Compare(ctx, f.name, 0, free)
 	close(stop)
 	ends(t, writer, "the writer")
 	check.OK(t, err)
 	if want := []dm.Range{{Offset: 20*mib + 4096, Length: 8192}, {Offset: 31 * mib, Length: 4096}}; !slices.Equal(found, want) {
 		t.Errorf("they differ in %v, not %v", found, want)
 	}
-	_, err = mirror.Compare(ctx, f.name, func(context.Context) error { return os.ErrDeadlineExceeded })
+	found, err = mirror.Compare(ctx, f.name, 20*mib, func(_ context.Context, at int64, found []dm.Range) error {
+		if at == 21*mib && len(found) == 1 {
+			return os.ErrDeadlineExceeded
+		}
+		return nil
+	})
 	is(t, err, os.ErrDeadlineExceeded)
+	if want := []dm.Range{{Offset: 20*mib + 4096, Length: 8192}}; !slices.Equal(found, want) {
+		t.Errorf("from 20 to 21 MiB they differ in %v, not %v", found, want)
+	}
+	_, err = mirror.Compare(ctx, f.name, 0, func(_ context.Context, at int64, _ []dm.Range) error {
+		if at == 20*mib {
+			f.leave(1) // what it has from now on is nobody's
+		}
+		return nil
+	})
+	is(t, err, errdefs.ErrUnavailable)
 }
 
 // TestResize: it grows with its legs, while it is used.
@@ -802,4 +817,29 @@ func TestEnds(t *testing.T) {
 		}
 	}
 	f.has(0, 1, 0)
+}
+
+// TestSteady: nobody changes what is being written to the legs, whatever table the mirror has.
+func TestSteady(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 1)
+	steady := func(when string) {
+		t.Helper()
+		d, err := dm.Find(f.name)
+		check.OK(t, err)
+		text, err := os.ReadFile("/sys/dev/block/" + dm.Number(d.Number) + "/queue/stable_writes")
+		if errors.Is(err, os.ErrNotExist) {
+			t.Skip("this kernel has no such setting")
+		}
+		if err != nil || string(text) != "1\n" {
+			t.Errorf("%s it is %q, %v", when, text, err)
+		}
+	}
+	steady("with two legs")
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, nil))
+	steady("while one joins")
+	check.OK(t, mirror.Finish(ctx, f.name, 0))
+	steady("with three")
+	f.leave(0, 1)
+	steady("with one")
 }

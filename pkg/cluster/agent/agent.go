@@ -58,8 +58,12 @@ type Options struct {
 	CarryEvery time.Duration
 	// Carries is how many of those are copied at once; 0 is the usual number.
 	Carries int
-	// CarryBandwidth is how many bytes per second the node copies of volumes that move while it uses them; 0: as many as there are.
+	// CarryBandwidth is how many bytes per second the node copies of volumes that move while it uses them, and to legs that join; 0: as many as there are.
 	CarryBandwidth int64
+	// ScrubEvery is how often the legs of the volumes that the node uses are compared; 0: only when somebody asks for it.
+	ScrubEvery time.Duration
+	// ScrubBandwidth is how many bytes per second of each leg are read for that; 0: as many as there are.
+	ScrubBandwidth int64
 }
 
 // Agents connects to the agents of other nodes (port.Callers).
@@ -86,6 +90,8 @@ type Agent struct {
 	replicas      replicas
 	carried       workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (Carry)
 
+	pace pace // of what the kernel copies of the volumes that this node uses
+
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
 }
@@ -107,7 +113,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 		return nil, err
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
-		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, carried: newCarried(o.CarryEvery)}
+		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, carried: newCarried(o.CarryEvery), pace: pace{limit: o.CarryBandwidth}}
 	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config), a.connectReplicas(config)); err != nil {
 		return nil, err
 	}

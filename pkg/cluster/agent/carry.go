@@ -87,7 +87,6 @@ type carrier struct {
 
 	mu    sync.Mutex
 	known map[string]carriage
-	pace  pace
 }
 
 // carriage is what is known of a volume that is carried, beside what the kernel and the object say. It is forgotten with the process.
@@ -106,7 +105,8 @@ type carriage struct {
 
 // Carry carries volumes until ctx ends.
 func (a *Agent) Carry(ctx context.Context, volumes Carried, legs Legs) {
-	c := &carrier{Agent: a, volumes: volumes, legs: legs, known: map[string]carriage{}, pace: pace{limit: a.options.CarryBandwidth, throttle: volumes.Throttle}}
+	c := &carrier{Agent: a, volumes: volumes, legs: legs, known: map[string]carriage{}}
+	c.pace.by(volumes.Throttle)
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer a.carried.ShutDown()
@@ -148,9 +148,7 @@ func (c *carrier) find(ctx context.Context) {
 		c.carried.Add(ref.Key)
 	}
 	if copied, err := c.copied(ctx, mirrors, ""); err == nil && len(copied) == 0 {
-		c.mu.Lock()
-		c.pace.rests(ctx)
-		c.mu.Unlock()
+		c.pace.rests(ctx, pacedMove, "")
 	}
 	if err = errors.Join(err, failure); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Could not look for volumes that move while they are used; trying again")

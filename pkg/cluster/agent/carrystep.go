@@ -20,9 +20,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// asks reports whether an object says that a volume which this node uses is to move.
+// asks reports whether an object says that a volume which this node uses is to move. Legs do not while they are used: their volume gets others (package replicator).
 func (c *carrier) asks(v *v1alpha1.Volume) bool {
-	return c.uses(v) && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
+	return c.uses(v) && v.Spec.ReplicaOf == "" && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
 }
 
 // uses reports whether a volume is claimed for this node.
@@ -274,9 +274,7 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 		return c.release(ctx, now)
 	case now.m.Synced < now.m.Total:
 		at := time.Now()
-		c.mu.Lock()
-		c.pace.copied(ctx, now.id.Key, now.m.Synced, at)
-		c.mu.Unlock()
+		c.pace.copied(ctx, paced{pacedMove, now.id.Key}, now.m.Synced, at)
 		return c.copying(ctx, now, at)
 	}
 	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {

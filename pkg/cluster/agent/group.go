@@ -93,12 +93,14 @@ func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snap
 	working, end := a.making(ctx, r)
 	defer end()
 	var sources []volume.ID
+	locks, legs := groupLocks(r.key, members), map[volume.ID]volume.ID{}
 	for i := range members {
-		sources = append(sources, cluster.SnapshotSource(&members[i]))
-	}
-	locks := groupLocks(r.key, members)
-	for _, source := range sources {
-		locks = append(locks, keylock.Volume(source.Key))
+		source := cluster.SnapshotSource(&members[i])
+		cut, err := a.cutOf(ctx, &members[i])
+		if err != nil {
+			return made, err
+		}
+		sources, legs[source], locks = append(sources, source), cut, append(locks, keylock.Volume(cut.Key))
 	}
 	err = a.withYieldingLocks(working, locks, nil, func(ctx context.Context) (err error) {
 		var all []*v1alpha1.Snapshot
@@ -109,7 +111,7 @@ func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snap
 			all = append(all, &members[i])
 		}
 		defer follow(ctx, a, all...)()
-		made, err = a.local.CreateGroup(ctx, members[0].Spec.Name, sources)
+		made, err = a.local.CutLegs(ctx, members[0].Spec.Name, sources, legs)
 		return err
 	})
 	return made, err

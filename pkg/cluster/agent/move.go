@@ -301,6 +301,23 @@ func (a *Agent) mayCome(ctx context.Context, v *v1alpha1.Volume) error {
 		return fmt.Errorf("%w: volume %s stays on node %s: that is not in the network %q, as node %s is, and who uses the volume may need it to be", errdefs.ErrUnavailable,
 			id, v.Spec.NodeName, a.options.Network.Name, a.local.Node())
 	}
+	return a.apart(ctx, v)
+}
+
+// apart is errWaits for a leg that is to come to where another one of its volume is: they are on different nodes.
+func (a *Agent) apart(ctx context.Context, v *v1alpha1.Volume) error {
+	if v.Spec.ReplicaOf == "" {
+		return nil
+	}
+	var here v1alpha1.VolumeList
+	if err := a.kube.Client.List(ctx, &here, client.UnsafeDisableDeepCopy); err != nil {
+		return kube.APIError("list the volumes of node "+a.local.Node(), err)
+	}
+	for i := range here.Items {
+		if other := &here.Items[i]; other.Spec.ReplicaOf == v.Spec.ReplicaOf && other.Name != v.Name {
+			return fmt.Errorf("%w: node %s has another replica of its volume, %s", errWaits, a.local.Node(), other.Name)
+		}
+	}
 	return nil
 }
 
@@ -329,6 +346,9 @@ func (a *Agent) locate(v *v1alpha1.Volume) {
 
 // unclaimed is errWaits while somebody uses a volume.
 func unclaimed(v *v1alpha1.Volume) error {
+	if c := v.Spec.Claim; c != nil && v.Spec.ReplicaOf != "" {
+		return fmt.Errorf("%w: replica %s is used on node %s: its volume gets another replica on node %s, and does without this one when that has everything", errWaits, v.Name, c.Node, v.Spec.Move.Node)
+	}
 	if nodes := v.Claimants(); len(nodes) > 0 {
 		return fmt.Errorf("%w: volume %s is used on node %s; it is copied when it is not", errWaits, cluster.VolumeID(v), strings.Join(nodes, ", "))
 	}

@@ -13,7 +13,7 @@ func TestPace(t *testing.T) {
 		percent := 0
 		p := &pace{limit: 50 * mib, throttle: func(n int) error { percent = n; return nil }}
 		now, done := time.Now(), 0.0
-		p.copied(t.Context(), "a", 0, now)
+		p.copied(t.Context(), paced{pacedMove, "a"}, 0, now)
 		if percent != firstPercent {
 			t.Errorf("it begins with %d %%", percent)
 		}
@@ -22,22 +22,22 @@ func TestPace(t *testing.T) {
 			now = now.Add(time.Second)
 			last = most * float64(percent) / 100
 			done += last
-			p.copied(t.Context(), "a", int64(done), now)
+			p.copied(t.Context(), paced{pacedMove, "a"}, int64(done), now)
 		}
 		if step := most / 100; last > 50*mib+step || last < 50*mib-step {
 			t.Errorf("of %.0f MiB a second, %.0f are copied", most/mib, last/mib)
 		}
-		p.copied(t.Context(), "b", 0, now.Add(time.Second)) // another one: nothing is known of its rate
+		p.copied(t.Context(), paced{pacedMove, "b"}, 0, now.Add(time.Second)) // another one: nothing is known of its rate
 		was := percent
-		p.copied(t.Context(), "b", 0, now.Add(time.Second+leastLook/2))
+		p.copied(t.Context(), paced{pacedMove, "b"}, 0, now.Add(time.Second+leastLook/2))
 		if percent != was {
 			t.Errorf("after half a look it went from %d %% to %d %%", was, percent)
 		}
-		p.rests(t.Context())
+		p.rests(t.Context(), pacedMove, "")
 		if percent != allPercent {
 			t.Errorf("at rest it is %d %%", percent)
 		}
-		p.copied(t.Context(), "c", 0, now.Add(time.Minute))
+		p.copied(t.Context(), paced{pacedMove, "c"}, 0, now.Add(time.Minute))
 		if percent != firstPercent {
 			t.Errorf("after a rest it begins with %d %%", percent)
 		}
@@ -48,13 +48,79 @@ func TestPace(t *testing.T) {
 func TestPaceWithout(t *testing.T) {
 	var told []int
 	p := &pace{throttle: func(n int) error { told = append(told, n); return errors.New("no such file") }}
-	p.rests(t.Context())
+	p.rests(t.Context(), pacedMove, "")
 	if len(told) > 0 {
 		t.Errorf("at rest it was told %v", told)
 	}
-	p.copied(t.Context(), "a", 0, time.Now())
-	p.copied(t.Context(), "a", 1<<30, time.Now().Add(time.Second))
+	p.copied(t.Context(), paced{pacedMove, "a"}, 0, time.Now())
+	p.copied(t.Context(), paced{pacedMove, "a"}, 1<<30, time.Now().Add(time.Second))
 	if len(told) != 1 || told[0] != allPercent {
 		t.Errorf("it was told %v", told)
+	}
+}
+
+// TestPaceShared: copies that go on at once are within the limit together, and each may be as fast as that when the others have ended.
+func TestPaceShared(t *testing.T) {
+	const mib = 1 << 20
+	percent := 0
+	p := &pace{limit: 50 * mib}
+	p.by(func(n int) error { percent = n; return nil })
+	now := time.Now()
+	done := map[string]float64{}
+	second := func(keys ...string) (all float64) {
+		for _, key := range keys {
+			now = now.Add(time.Second / time.Duration(len(keys)))
+			one := 1000 * mib * float64(percent) / 100 / float64(len(keys))
+			done[key] += one
+			all += one
+			p.copied(t.Context(), paced{pacedJoin, key}, int64(done[key]), now)
+		}
+		return all
+	}
+	p.copied(t.Context(), paced{pacedJoin, "a"}, 0, now)
+	p.copied(t.Context(), paced{pacedJoin, "b"}, 0, now)
+	p.copied(t.Context(), paced{pacedMove, "c"}, 0, now)
+	all := 0.0
+	for range 20 {
+		all = second("a", "b")
+	}
+	if all > 70*mib || all < 35*mib {
+		t.Errorf("two copy %.0f MiB a second", all/mib)
+	}
+	p.rests(t.Context(), pacedMove, "")
+	p.rests(t.Context(), pacedJoin, "a")
+	if percent == allPercent {
+		t.Error("one goes on, and the limit is off")
+	}
+	for range 20 {
+		all = second("b")
+	}
+	if all > 60*mib || all < 40*mib {
+		t.Errorf("one copies %.0f MiB a second", all/mib)
+	}
+	p.rests(t.Context(), pacedJoin, "b")
+	if percent != allPercent {
+		t.Errorf("at rest it is %d %%", percent)
+	}
+}
+
+// TestPaceBegins: a copy that is about to begin is slow at first, and what was equal before it is none of what was copied.
+func TestPaceBegins(t *testing.T) {
+	const mib = 1 << 20
+	percent := 0
+	p := &pace{limit: 50 * mib, throttle: func(n int) error { percent = n; return nil }}
+	now, one := time.Now(), paced{pacedJoin, "a"}
+	p.begins(t.Context(), one, now)
+	p.rests(t.Context(), pacedJoin, "b")
+	if percent != firstPercent {
+		t.Errorf("it begins with %d %%", percent)
+	}
+	p.copied(t.Context(), one, 900*mib, now.Add(time.Second))
+	if percent != firstPercent {
+		t.Errorf("after the first look it is %d %%", percent)
+	}
+	p.copied(t.Context(), one, 1000*mib, now.Add(2*time.Second))
+	if percent != firstPercent/2 {
+		t.Errorf("at twice the limit it went to %d %%", percent)
 	}
 }

@@ -39,7 +39,7 @@ type replicas struct {
 
 	mu    sync.Mutex
 	known map[string]*replica // by the names of their objects
-	holds Holds               // those that are used here; nil: none can be
+	using Using               // those that are used here; nil: none can be
 }
 
 // replica is what is known of one beside its object. It is forgotten with the process.
@@ -169,32 +169,32 @@ func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 	return untilHeard(ctx, w, r, id)
 }
 
-// HoldReplicated says who holds back the writes to volumes with several legs that are used here.
-func (a *Agent) HoldReplicated(holds Holds) {
+// UseReplicated says who holds back the writes to volumes with several legs that are used here, and sets what may be changed of them: volume.Local.
+func (a *Agent) UseReplicated(using Using) {
 	a.replicas.mu.Lock()
 	defer a.replicas.mu.Unlock()
-	a.replicas.holds = holds
+	a.replicas.using = using
 }
 
 // holdReplicated holds back the writes to a volume with several legs, if it is used here. The caller may have the lock of one leg, which the first shares with the volume.
 func (a *Agent) holdReplicated(ctx context.Context, key, locked string) (release func() error, err error) {
 	v, is := a.replicated(key)
 	a.replicas.mu.Lock()
-	holds := a.replicas.holds
+	using := a.replicas.using
 	a.replicas.mu.Unlock()
-	if !is || holds == nil {
+	if !is || using == nil {
 		return nil, nil
 	}
 	var locks []string
 	if locked != key {
 		locks = []string{keylock.Volume(key)}
 	}
-	return a.hold(ctx, holds, cluster.ReplicatedID(v), locks)
+	return a.hold(ctx, using, cluster.ReplicatedID(v), locks)
 }
 
 // ReplicaLegs opens the legs of volumes that this node uses: it is a replicapool.Legs.
 func (a *Agent) ReplicaLegs(volumes LegVolumes, connections LegConnections) *ReplicaLegs {
-	return &ReplicaLegs{a, volumes, connections}
+	return &ReplicaLegs{Agent: a, volumes: volumes, connections: connections, scrubbing: make(chan struct{}, 1)}
 }
 
 // ReplicaLegs are the legs of the volumes that this node uses.
@@ -202,6 +202,8 @@ type ReplicaLegs struct {
 	*Agent
 	volumes     LegVolumes
 	connections LegConnections
+	scrubbing   chan struct{} // has room for one who compares legs
+	turns       turns         // of legs that are made equal
 }
 
 var _ replicapool.Legs = (*ReplicaLegs)(nil)
@@ -688,7 +690,7 @@ func (a *Agent) forgetReplica(key string) {
 }
 
 // Health: see replicapool.Legs.
-func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) []blockdev.Problem {
+func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) (problems []blockdev.Problem) {
 	if len(s.Failed()) == len(s.Legs) {
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: "none of its legs takes what is written; who uses it gets errors, or waits"}}
 	}
@@ -696,11 +698,14 @@ func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) []blockdev.Proble
 	if !is {
 		return nil
 	}
-	if current := len(v.Current()); current < v.Spec.Replicas {
-		return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaNotCurrent,
-			Message: fmt.Sprintf("%d of %d legs have everything that was written: %s", current, v.Spec.Replicas, missingLegs(v))}}
+	if differ := v.Differ(); differ != "" {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: v1alpha1.ReasonReplicasDiffer, Message: differ})
 	}
-	return nil
+	if current := len(v.Current()); current < v.Spec.Replicas {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaNotCurrent,
+			Message: fmt.Sprintf("%d of %d legs have everything that was written: %s", current, v.Spec.Replicas, missingLegs(v))})
+	}
+	return problems
 }
 
 // missingLegs says of the legs that are not current why.

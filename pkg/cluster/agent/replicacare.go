@@ -86,6 +86,9 @@ type tender struct {
 	equal      equal
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
+
+	follows  map[string]string // the mutable parameters that were set last
+	followed bool              // some were, by this process
 }
 
 // tries are those of a leg to join.
@@ -112,6 +115,8 @@ func (t *tender) run(ctx context.Context) {
 	if err := mirror.Recover(ctx, t.name); err != nil && !errors.Is(err, errdefs.ErrNotFound) {
 		klog.FromContext(ctx).Error(err, "Could not put right what a driver before this one may have left of a mirror")
 	}
+	defer t.along(ctx, t.scrubs)()
+	defer t.turnEnds(ctx)
 	for ctx.Err() == nil {
 		s, err := mirror.Look(t.name)
 		if errors.Is(err, errdefs.ErrNotFound) {
@@ -177,6 +182,8 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if s.Held {
 		return nil
 	}
+	t.paces(ctx, s)
+	t.follow(ctx, now.v)
 	if err := t.list(ctx, now); err != nil {
 		return err
 	}
@@ -193,7 +200,7 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 			return func(*view) error { return err }
 		})
 	default:
-		t.join(ctx, now)
+		return t.join(ctx, now)
 	}
 	return nil
 }
@@ -499,18 +506,24 @@ func (t *tender) again(name string) {
 }
 
 // join has a leg that is not in the mirror be made equal, one at a time.
-func (t *tender) join(ctx context.Context, now *view) {
+func (t *tender) join(ctx context.Context, now *view) error {
 	for _, name := range now.v.Spec.Legs {
 		if slices.Contains(now.in(), name) || time.Now().Before(t.of(name).next) {
 			continue
+		}
+		if !t.hasTurn(ctx, now) {
+			return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) {
+				setWaiting(leg, "legs of other volumes that this node uses are made equal first")
+			})
 		}
 		tries := t.of(name).many
 		t.start(func() func(*view) error {
 			err := t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error { return t.joinLeg(ctx, now, name, tries) })
 			return func(now *view) error { return t.joined(ctx, now, name, err) }
 		})
-		return
+		return nil
 	}
+	return nil
 }
 
 // joined is the end of a try of a leg to join.

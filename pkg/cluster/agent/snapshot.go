@@ -35,21 +35,37 @@ func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Res
 	case s.Common().Refused(s.Generation) != nil:
 		return reconcile.Result{}, nil // it waits to be deleted
 	}
+	cut, err := a.cutOf(ctx, s)
+	if err != nil {
+		return reconcile.Result{}, refuse(ctx, a, s, err)
+	}
 	working, end := a.making(ctx, r)
 	defer end()
 	defer a.Changed()
 	var made volume.Snapshot
-	if err := a.withYieldingLocks(working, []string{keylock.Snapshot(s.Name), keylock.Volume(cluster.CutOf(s).Key)}, nil, func(ctx context.Context) (err error) {
+	if err := a.withYieldingLocks(working, []string{keylock.Snapshot(s.Name), keylock.Volume(cut.Key)}, nil, func(ctx context.Context) (err error) {
 		if err := stillWanted(ctx, a, s); err != nil {
 			return err
 		}
 		defer follow(ctx, a, s)()
-		made, err = a.local.CutLeg(ctx, s.Spec.Name, cluster.SnapshotSource(s), cluster.CutOf(s))
+		made, err = a.local.CutLeg(ctx, s.Spec.Name, cluster.SnapshotSource(s), cut)
 		return err
 	}); err != nil {
 		return reconcile.Result{}, refuse(ctx, a, s, err)
 	}
 	return reconcile.Result{}, a.reportSnapshot(ctx, s, made)
+}
+
+// cutOf is the volume whose bytes a snapshot is to have: its source, or the leg of that which this node has. That may have come here from a pool of another name, which its ID has.
+func (a *Agent) cutOf(ctx context.Context, s *v1alpha1.Snapshot) (volume.ID, error) {
+	if s.Spec.Leg == "" {
+		return cluster.SnapshotSource(s), nil
+	}
+	leg, there, err := get(ctx, a, s.Spec.Leg, &v1alpha1.Volume{})
+	if err != nil || !there {
+		return volume.ID{}, errors.Join(err, fmt.Errorf("%w: node %s has no leg %s of volume %s", errdefs.ErrUnavailable, a.local.Node(), s.Spec.Leg, cluster.SnapshotSource(s)))
+	}
+	return cluster.VolumeID(leg), nil
 }
 
 // findSnapshot finds the snapshot of an object that may not be cut: see findVolume.

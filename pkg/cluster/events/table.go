@@ -88,6 +88,7 @@ var Table = []Entry{
 	{"ReplicaMissing", warning, replicated, "The volume has fewer replicas than it is to have, and no node can have another one."},
 	{"ReplicaNotCurrent", warning, replicated, "A replica of the volume lacks something of what was written."},
 	{ReplicaLost, warning, replicated, "The bytes of a replica are missing; another one takes its place."},
+	{"ReplicasDiffer", warning, replicated, "The replicas of the volume were compared, and are not equal."},
 	{"MirrorsUnknown", warning, pools, "It cannot be found out which replicated volumes are used on the node."},
 	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},

@@ -121,6 +121,9 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 		if gone, err := m.gone(ctx, cluster.VolumeID(v), v.Spec.Move.Node); err != nil || gone {
 			return lastRetry, err
 		}
+		if together, err := m.together(ctx, v); err != nil || together {
+			return lastRetry, err
+		}
 		if err := m.labelSnapshots(ctx, v); err != nil {
 			return 0, err
 		}
@@ -131,6 +134,24 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 	}
 	err = kube.IgnoreConflict(m.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
 	return 0, kube.APIError("move volume "+key, client.IgnoreNotFound(err))
+}
+
+// together reports whether a leg would come to where another one of its volume is. Both of two that move there at once find the other.
+func (m *Mover) together(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+	if v.Spec.ReplicaOf == "" {
+		return false, nil
+	}
+	var list v1alpha1.VolumeList
+	if err := m.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: v.Spec.ReplicaOf}); err != nil {
+		return false, kube.APIError("list the replicas of "+v.Spec.ReplicaOf, err)
+	}
+	for i := range list.Items {
+		if other := &list.Items[i]; other.Name != v.Name && (other.Spec.NodeName == v.Spec.Move.Node || other.Moving() && other.Spec.Move.Node == v.Spec.Move.Node) {
+			klog.FromContext(ctx).Info("A replica does not move to where another one of its volume is, or moves to", "replica", v.Name, "other", other.Name, "node", v.Spec.Move.Node)
+			return true, nil
+		}
+	}
+	return false, nil
 }
 
 // ended reports whether the new node of what has moved has taken it over, and the old one has given its bytes back, or will never come back.

@@ -2,6 +2,7 @@ package replicator
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -16,7 +17,7 @@ type state int
 const (
 	good    state = iota // it is current, or will be
 	missing              // it is to be made
-	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, or it has not been current for too long
+	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, it has not been current for too long, or it is to move
 )
 
 // judgement is what is thought of a leg.
@@ -43,6 +44,9 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 			} else if due, replaced := replaceAt(r, l, v); gone || replaced && !time.Now().Before(due) {
 				one.state = bad
 			}
+			if leaves(r, v, legs) {
+				one.state = bad
+			}
 			if refused := v.Common().Refused(v.Generation); one.state == good && v.Status.Created == nil && (refused != nil || !one.current && v.Spec.Make && l == nil) {
 				one.state = missing // it is asked for elsewhere, if its node cannot make it
 			}
@@ -51,6 +55,27 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 		all = append(all, one)
 	}
 	return all, nil
+}
+
+// leaves reports whether a leg is to be replaced as it was asked to move, and its volume is used. While nobody uses that, nothing makes another leg equal, and the leg's bytes are moved as those of any volume (package mover). It stays if
+// another one is where it is to go, but for one that is there beside as many as there are to be.
+func leaves(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume) bool {
+	return r.Spec.Claim != nil && v.Moving() && (len(r.Spec.Legs) > r.Spec.Replicas || !isAt(r, legs, v.Spec.Move.Node))
+}
+
+// isAt reports whether a volume has a leg on a node.
+func isAt(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, node string) bool {
+	return slices.ContainsFunc(r.Spec.Legs, func(name string) bool { return legs[name] != nil && legs[name].Spec.NodeName == node })
+}
+
+// insteadOf is the leg whose place one that is not made yet is to take: it leaves, and no other leg is where it is to go; nil if there is none.
+func insteadOf(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) *v1alpha1.Volume {
+	for _, name := range r.Spec.Legs {
+		if v := legs[name]; v != nil && leaves(r, v, legs) && !isAt(r, legs, v.Spec.Move.Node) {
+			return v
+		}
+	}
+	return nil
 }
 
 // replaceAt is when a leg was not current for so long that it is to be replaced; ok is false if it is not. That takes somebody who uses the volume: nobody else can make it current.

@@ -1,5 +1,5 @@
 // Package replicator carries on what the controller does of volumes with several legs (docs/replication.md) when nobody asks: legs are claimed as their volume is, as soon as they can be; a deletion that was cut short goes on; a leg that
-// was away grows; and one that cannot be used any more is replaced.
+// was away grows; and one that cannot be used any more, or is to be elsewhere, is replaced.
 package replicator
 
 import (
@@ -38,10 +38,10 @@ const workers = 4
 // Maker makes legs.
 type Maker interface {
 	// HasRoom is ErrNoSpace if no node has room for a leg that BeginLeg would make.
-	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error
-	// BeginLeg sees to it that the Volume of a leg that the object names is there, for its node to make it; one that its node cannot make is taken back, to be made elsewhere the next time. It is as another leg, and blank. ErrNoSpace
-	// if no node has room.
-	BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error
+	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
+	// BeginLeg sees to it that the Volume of a leg that the object names is there, for its node to make it; one that its node cannot make is taken back, to be made elsewhere the next time. It is as another leg, and blank. With
+	// instead it is where that leg is to move to. ErrNoSpace if no node has room.
+	BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
 }
 
 // Replicator looks after the legs of volumes. Every replica of the controller has one: each of its writes is refused if the object was changed. It learns of them from the events of a cache (Changed, VolumeChanged), and works
@@ -234,7 +234,7 @@ func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		if like == nil {
 			return nil // nobody knows what it is to be
 		}
-		why, err := p.room(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like))
+		why, err := p.room(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like, insteadOf(r, legs)))
 		if err != nil {
 			return err
 		}
@@ -249,7 +249,7 @@ func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 	if like == nil || !lacks(r, judged) {
 		return p.say(ctx, r, without)
 	}
-	return p.add(ctx, r, like)
+	return p.add(ctx, r, like, insteadOf(r, legs))
 }
 
 // template is a leg that another one is to be as: a current one.
@@ -290,13 +290,13 @@ func (p *Replicator) say(ctx context.Context, r *v1alpha1.ReplicatedVolume, with
 }
 
 // add names one more leg; it is made when the object is seen again. If no node has room it is tried again after a time.
-func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like *v1alpha1.Volume) error {
+func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume) error {
 	if len(r.Spec.Legs) >= mostLegs {
 		return nil
 	}
 	before := r.DeepCopy()
 	name := cluster.AddLeg(r)
-	without, err := p.room(ctx, r, p.maker.HasRoom(ctx, r, name, like))
+	without, err := p.room(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead))
 	if err != nil {
 		return err
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -55,7 +56,7 @@ func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
 	return volume.NewGroup(id, snapshots)
 }
 
-// CreateGroup: see volume.Store. The sources have to be on one node: its agent cuts all
+// CreateGroup: see volume.Store. The sources, or legs of them that are current, have to be on one node: its agent cuts all
 // once all objects are there.
 func (s *Store) CreateGroup(ctx context.Context, name string, sources []volume.ID) (volume.Group, error) {
 	group, err := s.createGroup(ctx, name, sources)
@@ -85,7 +86,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		}
 		return group, nil
 	}
-	wanted, err := s.planGroup(ctx, name, sources)
+	wanted, err := s.planGroup(ctx, name, sources, members)
 	if err == nil {
 		err = s.clearGroup(ctx, members, wanted)
 	}
@@ -101,33 +102,74 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 	return toGroup(id, members), nil
 }
 
-// planGroup returns the objects of the members of a new group, by their names. Their node is ready.
-func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID) (map[string]*v1alpha1.Snapshot, error) {
+// planGroup returns the objects of the members of a new group, by their names. All are cut on one node, which is ready: of a volume with several legs a current one there. Where an earlier try has begun with the group it goes on, if it can.
+func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID, begun []v1alpha1.Snapshot) (map[string]*v1alpha1.Snapshot, error) {
+	var nodes []string // that have all of them until now, the best one first
+	cuts := make([]map[string]*v1alpha1.Volume, len(sources))
+	for i, source := range sources {
+		found, err := s.cutsOf(ctx, source)
+		if err != nil {
+			return nil, err
+		}
+		cuts[i] = map[string]*v1alpha1.Volume{}
+		var on []string
+		for _, v := range found {
+			on, cuts[i][v.Spec.NodeName] = append(on, v.Spec.NodeName), v
+		}
+		before := nodes
+		if nodes = slices.DeleteFunc(slices.Clone(before), func(node string) bool { return cuts[i][node] == nil }); i == 0 {
+			nodes = on
+		}
+		if len(nodes) == 0 {
+			return nil, fmt.Errorf("%w: volume %s is on node %s and volume %s on node %s: only volumes of one node can be cut at one moment (of one with replicas, one that has all that was written)",
+				errdefs.ErrInvalid, sources[0], strings.Join(before, ", "), source, strings.Join(on, ", "))
+		}
+	}
+	node, err := s.readyOf(ctx, nodes, begun)
 	wanted := map[string]*v1alpha1.Snapshot{}
-	var node string
-	for _, source := range sources {
-		r, err := s.replicated(ctx, source)
-		if err == nil && r != nil {
-			err = fmt.Errorf("%w: volume %s has replicas, and is in no group; make a snapshot of it alone", errdefs.ErrUnsupported, source)
-		}
-		if err != nil {
-			return nil, err
-		}
-		v, err := s.usable(ctx, source)
-		if err != nil {
-			return nil, err
-		}
-		if node == "" {
-			node = v.Spec.NodeName
-		}
-		if v.Spec.NodeName != node {
-			return nil, fmt.Errorf("%w: volume %s is on node %s and volume %s on node %s: only volumes of one node can be cut at one moment",
-				errdefs.ErrInvalid, sources[0], node, source, v.Spec.NodeName)
-		}
-		one := newSnapshot(name, v, &v1alpha1.Group{Key: volume.KeyOf(name), Size: len(sources)})
+	for i, source := range sources {
+		one := newSnapshot(name, source, cuts[i][node], &v1alpha1.Group{Key: volume.KeyOf(name), Size: len(sources)})
 		wanted[one.Name] = one
 	}
-	return wanted, s.nodes.Ready(ctx, node)
+	return wanted, err
+}
+
+// cutsOf are the Volumes of which one is cut for a snapshot of a volume: itself, or its current legs.
+func (s *Store) cutsOf(ctx context.Context, source volume.ID) ([]*v1alpha1.Volume, error) {
+	r, err := s.replicated(ctx, source)
+	if err != nil {
+		return nil, err
+	}
+	if r == nil {
+		v, err := s.usable(ctx, source)
+		return []*v1alpha1.Volume{v}, err
+	}
+	if err := usableReplicated(r); err != nil {
+		return nil, err
+	}
+	best, err := s.stands(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	legs, err := s.legs(ctx, r)
+	others := slices.DeleteFunc(currentLegs(r, legs), func(v *v1alpha1.Volume) bool { return v.Name == best.Name })
+	return append([]*v1alpha1.Volume{best}, others...), err
+}
+
+// readyOf is the node of some that is to cut a group: where that has begun, or else the first that carries out what is asked of it.
+func (s *Store) readyOf(ctx context.Context, nodes []string, begun []v1alpha1.Snapshot) (node string, err error) {
+	if len(begun) > 0 && slices.Contains(nodes, begun[0].Spec.NodeName) {
+		nodes = append([]string{begun[0].Spec.NodeName}, nodes...)
+	}
+	var failures []error
+	for _, node := range nodes {
+		err := s.nodes.Ready(ctx, node)
+		if err == nil {
+			return node, nil
+		}
+		failures = append(failures, err)
+	}
+	return nodes[0], failures[0]
 }
 
 // clearGroup removes what an earlier try left of a group, unless it belongs to this one.
@@ -138,7 +180,8 @@ func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wan
 		}
 	}
 	if !slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
-		return v1alpha1.Going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
+		return v1alpha1.Going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name]) ||
+			m.Status.Created == nil && m.Spec.NodeName != wanted[m.Name].Spec.NodeName
 	}) {
 		return nil
 	}

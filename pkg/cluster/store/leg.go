@@ -20,8 +20,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// apart is why a node cannot have one more leg beside others; empty if it can. Legs are on different nodes, or where those have different values of the label that the class names, and in one network.
-func apart(r *v1alpha1.ReplicatedVolume, node *corev1.Node, network string, others []*corev1.Node, theirs string) string {
+// neighbour is a node that has another leg.
+type neighbour struct {
+	*corev1.Node
+	leaves bool // it is to have it no more
+}
+
+// apart is why a node cannot have one more leg beside others; empty if it can. Legs are on different nodes, or where those have different values of the label that the class names, and in one network. Where a leg leaves, its successor
+// may be.
+func apart(r *v1alpha1.ReplicatedVolume, node *corev1.Node, network string, others []neighbour, theirs string) string {
 	key := r.Spec.TopologyKey
 	switch {
 	case theirs != "" && network != theirs:
@@ -33,7 +40,7 @@ func apart(r *v1alpha1.ReplicatedVolume, node *corev1.Node, network string, othe
 		switch {
 		case other.Name == node.Name:
 			return fmt.Sprintf("node %s has a replica", node.Name)
-		case key != "" && other.Labels[key] == node.Labels[key]:
+		case key != "" && !other.leaves && other.Labels[key] == node.Labels[key]:
 			return fmt.Sprintf("node %s is where node %s is, which has a replica (parameter replicaTopologyKey=%s)", node.Name, other.Name, key)
 		}
 	}
@@ -45,8 +52,8 @@ func kept(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume, but string) []*
 	return slices.DeleteFunc(slices.Clone(legs), func(v *v1alpha1.Volume) bool { return v.Name == but || v1alpha1.Going(v) })
 }
 
-// unfitFor are the pools that cannot have one more leg of a volume, which keeps so many bytes of it, and why.
-func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, keeps int64) (refusals, error) {
+// unfitFor are the pools of a set that cannot have one more leg of a volume, which keeps so many bytes of it, and why.
+func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name, set string, keeps int64) (refusals, error) {
 	legs, err := s.legs(ctx, r)
 	if err != nil {
 		return nil, err
@@ -59,7 +66,7 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	if err != nil {
 		return nil, err
 	}
-	pools, _, err := s.poolsOf(ctx, r.Spec.Pools, nil)
+	pools, _, err := s.poolsOf(ctx, set, nil)
 	unfit := refusals{}
 	for _, p := range pools {
 		node, err := s.nodeNamed(ctx, p.Spec.NodeName)
@@ -82,13 +89,13 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 }
 
 // nodesOf are the nodes of some legs, and the network that they are in.
-func (s *Store) nodesOf(ctx context.Context, legs []*v1alpha1.Volume, networks map[string]string) (nodes []*corev1.Node, network string, err error) {
+func (s *Store) nodesOf(ctx context.Context, legs []*v1alpha1.Volume, networks map[string]string) (nodes []neighbour, network string, err error) {
 	for _, v := range legs {
 		node, err := s.nodeNamed(ctx, v.Spec.NodeName)
 		if err != nil {
 			return nil, "", err
 		}
-		if nodes = append(nodes, node); network == "" {
+		if nodes = append(nodes, neighbour{node, v.Moving() || v1alpha1.IsLost(v)}); network == "" {
 			network = networks[v.Spec.NodeName]
 		}
 	}
@@ -104,7 +111,7 @@ func (s *Store) nodeNamed(ctx context.Context, name string) (*corev1.Node, error
 
 // createLeg makes a leg that an object names, if it is not there yet, in the first pool that has room and does not refuse it.
 func (s *Store) createLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
-	spec, unfit, err := s.planLeg(ctx, r, name, like)
+	spec, unfit, err := s.planLeg(ctx, r, name, like, nil)
 	if err != nil {
 		return err
 	}
@@ -120,9 +127,9 @@ func (s *Store) createLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, nam
 	}
 }
 
-// BeginLeg sees to it that the Volume of a leg that an object names is there, for its node to make it; one that its node cannot make is taken back, to be made elsewhere the next time. ErrNoSpace if no node has room.
-func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
-	spec, unfit, err := s.planLeg(ctx, r, name, like)
+// BeginLeg: see replicator.Maker.
+func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error {
+	spec, unfit, err := s.planLeg(ctx, r, name, like, instead)
 	if err != nil {
 		return err
 	}
@@ -143,9 +150,9 @@ func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	return nil
 }
 
-// HasRoom is ErrNoSpace if no node has room for a leg that BeginLeg would make.
-func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
-	spec, unfit, err := s.planLeg(ctx, r, name, like)
+// HasRoom: see replicator.Maker.
+func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error {
+	spec, unfit, err := s.planLeg(ctx, r, name, like, instead)
 	if err == nil {
 		_, err = s.plan(ctx, spec, unfit)
 	}
@@ -155,13 +162,16 @@ func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	return nil
 }
 
-// planLeg says what a leg is to be, and which pools cannot have it.
-func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, unfit refusals, err error) {
+// planLeg says what a leg is to be, and which pools cannot have it. With instead it is where that leg is to move to.
+func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) (spec volume.Spec, unfit refusals, err error) {
 	spec, ok := cluster.LegSpec(r, name, like)
 	if !ok {
 		return spec, nil, fmt.Errorf("%w: the object of volume %s names a replica %s that it never numbered", errdefs.ErrPrecondition, cluster.ReplicatedID(r), name)
 	}
-	unfit, err = s.unfitFor(ctx, r, name, r.Spec.Size+spec.Encryption.Scheme.Overhead())
+	if instead != nil {
+		spec.Nodes, spec.Pool = []string{instead.Spec.Move.Node}, instead.MovePool()
+	}
+	unfit, err = s.unfitFor(ctx, r, name, spec.Pool, r.Spec.Size+spec.Encryption.Scheme.Overhead())
 	return spec, unfit, err
 }
 

@@ -217,6 +217,9 @@ func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 		}
 		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaMissing, Message: message})
 	}
+	if differ := r.Differ(); differ != "" {
+		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: v1alpha1.ReasonReplicasDiffer, Message: differ})
+	}
 	if len(currentLegs(r, legs)) == 0 {
 		all = append(all, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: "none of the replicas that have all that was written is there: " + r.Status.Summary})
 	}

@@ -14,18 +14,23 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// newSnapshot is the object of a new snapshot; of a group too, with group set.
-func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v1alpha1.Snapshot {
+// newSnapshot is the object of a new snapshot of the volume of an ID; of a group too, with group set. What is cut is that volume, or a leg of it.
+func newSnapshot(name string, id volume.ID, cut *v1alpha1.Volume, group *v1alpha1.Group) *v1alpha1.Snapshot {
 	o := cluster.SnapshotNamed(volume.KeyOf(name))
 	if group != nil {
-		o = cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, cluster.VolumeID(source))))
+		o = cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, id)))
 	}
-	o.Labels = map[string]string{v1alpha1.SourceLabel: source.Name}
+	o.Labels = map[string]string{v1alpha1.SourceLabel: cut.Name}
 	if group != nil {
 		o.Labels[v1alpha1.GroupLabel] = group.Key
 	}
-	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name,
-		SourcePool: source.Spec.IDPool, Encryption: source.Spec.Encryption, Group: group}
+	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: cut.Spec.NodeName, Pool: cut.Spec.Pool, Name: name, Source: id.Key, Encryption: cut.Spec.Encryption, Group: group}
+	if cut.Name != id.Key {
+		o.Spec.Leg = cut.Name
+	}
+	if id.Pool != cut.Spec.Pool {
+		o.Spec.SourcePool = id.Pool
+	}
 	return o
 }
 
@@ -113,17 +118,7 @@ func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID)
 	if err != nil {
 		return nil, err
 	}
-	want := newSnapshot(name, v, nil)
-	if r == nil {
-		return want, nil
-	}
-	if want.Spec.Source = r.Name; v.Name != r.Name {
-		want.Spec.Leg = v.Name
-	}
-	if r.Spec.Pool != want.Spec.Pool {
-		want.Spec.SourcePool = r.Spec.Pool
-	}
-	return want, nil
+	return newSnapshot(name, source, v, nil), nil
 }
 
 // DeleteSnapshot: see volume.Store.

@@ -1,0 +1,168 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// legs are what says where a replica of a volume may be, as the driver's controller sees it.
+type legs struct {
+	all   []*v1alpha1.Volume
+	whole map[string]*v1alpha1.ReplicatedVolume // by name
+	nodes []corev1.Node                         // none: they may not be listed
+}
+
+// lookForLegs finds them among all volumes.
+func (c *cluster) lookForLegs(ctx context.Context, volumes []v1alpha1.Volume, found *legs) error {
+	for i := range volumes {
+		if v := &volumes[i]; v.Spec.ReplicaOf != "" {
+			found.all = append(found.all, v)
+		}
+	}
+	if len(found.all) == 0 {
+		return nil
+	}
+	var list v1alpha1.ReplicatedVolumeList
+	if err := c.List(ctx, &list); err != nil {
+		return fmt.Errorf("list the volumes with replicas: %w", err)
+	}
+	found.whole = map[string]*v1alpha1.ReplicatedVolume{}
+	for i := range list.Items {
+		found.whole[list.Items[i].Name] = &list.Items[i]
+	}
+	return nil
+}
+
+// labels of a node; nil: they are not known.
+func (l *legs) labels(node string) map[string]string {
+	if i := slices.IndexFunc(l.nodes, func(n corev1.Node) bool { return n.Name == node }); i >= 0 {
+		return l.nodes[i].Labels
+	}
+	return nil
+}
+
+// apart is why a replica cannot come to a node; nil if it can, and for what is none. The controller places them the same way.
+func (l *legs) apart(v *v1alpha1.Volume, node string) error {
+	if v.Spec.ReplicaOf == "" {
+		return nil
+	}
+	whole, key := l.whole[v.Spec.ReplicaOf], ""
+	if whole == nil {
+		return fmt.Errorf("there is no volume %s that it is a replica of", v.Spec.ReplicaOf)
+	}
+	if key = whole.Spec.TopologyKey; key != "" && l.labels(node)[key] == "" {
+		return fmt.Errorf("it has no label %s (parameter replicaTopologyKey of the class), or you may not list nodes", key)
+	}
+	for _, other := range l.all {
+		if other.Spec.ReplicaOf != v.Spec.ReplicaOf || other.Name == v.Name || v1alpha1.Going(other) {
+			continue
+		}
+		at := other.Spec.NodeName
+		if other.Moving() {
+			at = other.Spec.Move.Node
+		}
+		switch {
+		case other.Spec.NodeName == node || at == node:
+			return fmt.Errorf("it has another replica of the volume, %s", other.Name)
+		case key != "" && l.labels(at)[key] == l.labels(node)[key]:
+			return fmt.Errorf("it is where node %s is, which has another replica of the volume, %s (parameter replicaTopologyKey=%s of the class)", at, other.Name, key)
+		}
+	}
+	return nil
+}
+
+// isReplaced reports whether another replica is to take the place of what is to move, or has done so: it is one of a volume that is used.
+func (f *followed) isReplaced() bool {
+	v := f.v
+	return v.Spec.ReplicaOf != "" && (v1alpha1.Going(v) || v.Moving() && v.Spec.Claim != nil)
+}
+
+// lookAtLegs finds out how far that is, in words.
+func (c *cluster) lookAtLegs(ctx context.Context, f *followed) {
+	if f.legs = ""; !f.isReplaced() {
+		return
+	}
+	whole := &v1alpha1.ReplicatedVolume{}
+	if c.Get(ctx, client.ObjectKey{Name: f.v.Spec.ReplicaOf}, whole) != nil {
+		return // what was said before is true
+	}
+	if !slices.Contains(whole.Spec.Legs, f.v.Name) {
+		f.legs = "another replica has everything; this one is being deleted"
+		return
+	}
+	for _, name := range whole.Spec.Legs {
+		next := &v1alpha1.Volume{}
+		if name == f.v.Name || c.Get(ctx, client.ObjectKey{Name: name}, next) != nil || next.Spec.NodeName != f.to.node {
+			continue
+		}
+		f.legs = fmt.Sprintf("replica %s is made on node %s", name, f.to.node)
+		if l := whole.Leg(name); l != nil && l.Message != "" {
+			f.legs = fmt.Sprintf("replica %s on node %s: %s", name, f.to.node, l.Message)
+		}
+	}
+}
+
+// stageOfLegs is stageOf for one that is replaced.
+func (f *followed) stageOfLegs() (kind, text string, done bool, err error) {
+	if f.replaced {
+		return "", "another replica has taken its place", true, nil
+	}
+	text = cmp.Or(f.legs, fmt.Sprintf("used on %s; the volume is to get another replica on node %s, and does without this one when that has everything", f.user(), f.to.node))
+	kind, _, _ = strings.Cut(text, ": ")
+	return kind, text, false, nil
+}
+
+// titled gives what is to move its title.
+func titled(f *followed) *followed {
+	if f.v.Spec.ReplicaOf == "" {
+		return f
+	}
+	of := "volume " + f.v.Spec.ReplicaOf
+	if c := f.v.Spec.ClaimRef; c != nil {
+		of = c.Namespace + "/" + c.Name
+	}
+	f.title = fmt.Sprintf("replica %s of %s", f.v.Name, of)
+	return f
+}
+
+// findMoved finds what a person calls a volume. A replica is called by its own KEY or ID.
+func (c *cluster) findMoved(ctx context.Context, o *overview.Overview, name string) (*overview.Volume, *v1alpha1.Volume, error) {
+	v := &v1alpha1.Volume{}
+	if err := c.Get(ctx, client.ObjectKey{Name: keyOf(name)}, v); err == nil && v.Spec.ReplicaOf != "" && (name == v.Name || name == v.ID()) {
+		return &overview.Volume{ID: v.ID(), Name: v.Spec.Name}, v, nil
+	}
+	seen, err := cli.Find(o, name)
+	if err != nil {
+		return nil, nil, err
+	}
+	var all v1alpha1.VolumeList
+	v = &v1alpha1.Volume{}
+	if err = c.Get(ctx, client.ObjectKey{Name: keyOf(seen.ID)}, v); err == nil && v.Spec.ReplicaOf == "" {
+		return seen, v, nil
+	}
+	if client.IgnoreNotFound(err) == nil {
+		err = errors.Join(err, c.List(ctx, &all))
+	}
+	var names []string
+	for _, leg := range all.Items {
+		if leg.Spec.ReplicaOf == keyOf(seen.ID) {
+			names = append(names, fmt.Sprintf("%s (node %s)", leg.Name, leg.Spec.NodeName))
+		}
+	}
+	if len(names) > 0 {
+		slices.Sort(names)
+		return nil, nil, fmt.Errorf("%s has replicas; say which one is to move: %s", cli.Title(seen), strings.Join(names, ", "))
+	}
+	return nil, nil, fmt.Errorf("read volume %s: %w", seen.ID, err)
+}

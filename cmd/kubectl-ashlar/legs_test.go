@@ -1,0 +1,82 @@
+package main
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// TestMoveReplicas: replicas of a volume are evacuated to where none of it is, and its class lets them be; one of a volume that is used is there until another one has taken its place.
+func TestMoveReplicas(t *testing.T) {
+	e := newEnvironment(t)
+	hasten(t, time.Minute)
+	for name, zone := range map[string]string{"n1": "a", "n2": "b", "n3": "b", "n4": "c", "n5": "a"} {
+		n := node(name, corev1.ConditionTrue)
+		metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", zone)
+		e.add(n)
+		e.add(networked(name, map[string]int64{"n5": 400, "n3": 300}[name]*mib+100*mib))
+	}
+	key := volume.KeyOf("pvc-1")
+	of := func(name, node string, used bool) *v1alpha1.Volume {
+		return movable(name, node, 50*mib, func(v *v1alpha1.Volume) {
+			v.Spec.ReplicaOf, v.Spec.ClaimRef = key, &v1alpha1.ClaimRef{Namespace: "shop", Name: "data"}
+			if used {
+				v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n4", Mode: "mount", Generation: 1}
+			}
+		})
+	}
+	first, second := of("pvc-1", "n1", false), of("leg-2", "n2", true)
+	whole := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: key}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: "pvc-1", Pool: "default", Replicas: 2, TopologyKey: "zone", Size: 50 * mib, Numbered: 2, Legs: []string{first.Name, second.Name}}}
+	e.add(first)
+	e.add(second)
+	e.add(whole)
+
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "has replicas; say which one is to move: ", first.Name+" (node n1)", second.Name+" (node n2)")
+	run(t, apitest.Admin, "move", first.ID(), "--to=n2").refused(t, "it has another replica of the volume, "+second.Name)
+	run(t, apitest.Admin, "move", first.Name, "--to=n3").refused(t, "it is where node n2 is, which has another replica of the volume", "replicaTopologyKey=zone")
+	run(t, apitest.Admin, "evacuate", "n1", "--dry-run").says(t, "replica "+first.Name+" of shop/data  50Mi  n5  -\n")
+
+	e.drivers("")
+	r := run(t, apitest.Admin, "evacuate", "n1")
+	check.OK(t, r.err)
+	r.says(t, "replica "+first.Name+" of shop/data: it is on node n5\n", "No volume is left on node n1.\n")
+
+	third := of("leg-3", "n3", true)
+	ended := make(chan result)
+	go func() { ended <- run(t, apitest.Admin, "evacuate", "n2") }()
+	until := func(is func() bool) {
+		for !is() {
+			time.Sleep(10 * time.Millisecond)
+		}
+	}
+	until(func() bool {
+		return e.Get(t.Context(), client.ObjectKeyFromObject(second), second) == nil && second.Moving()
+	})
+	if second.Spec.Move.Node != "n3" {
+		t.Errorf("it is to move to %+v", second.Spec.Move)
+	}
+	e.add(third)
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(whole), whole))
+	whole.Spec.Legs, whole.Spec.Numbered = append(whole.Spec.Legs, third.Name), 3
+	check.OK(t, e.Update(t.Context(), whole))
+	whole.Status.Legs = []v1alpha1.Leg{{Name: first.Name, Current: true}, {Name: third.Name, State: v1alpha1.LegJoining, Message: "25Mi of 50Mi are equal to the others"}}
+	check.OK(t, e.Status().Update(t.Context(), whole))
+	time.Sleep(300 * time.Millisecond)
+	whole.Spec.Legs = slices.DeleteFunc(whole.Spec.Legs, func(name string) bool { return name == second.Name })
+	check.OK(t, e.Update(t.Context(), whole))
+	time.Sleep(300 * time.Millisecond)
+	check.OK(t, e.Delete(t.Context(), second))
+	r = <-ended
+	check.OK(t, r.err)
+	r.says(t, "used on node n4; another replica takes its place\n", ": replica "+third.Name+" on node n3: 25Mi of 50Mi are equal to the others\n", ": another replica has everything; this one is being deleted\n",
+		"replica "+second.Name+" of shop/data: another replica has taken its place\n", "No volume is left on node n2.\n")
+}

@@ -1,0 +1,115 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// scrubbing is what asks for the replicas of a volume to be compared.
+type scrubbing struct {
+	*cluster
+	out io.Writer
+}
+
+func scrubCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
+	return &cobra.Command{
+		Use:   "scrub VOLUME",
+		Short: "Have the replicas of a volume compared",
+		Long: `kubectl ashlar scrub asks the node that uses a volume with replicas to compare them, byte by byte, beside what it does by itself (--scrub-every of the driver). It says what the last compare has found, and does
+not wait: that may take hours. Nothing is changed by it. VOLUME is its ID (vol.POOL.KEY), the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM.`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 1 {
+				return errors.New("give one volume: its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM")
+			}
+			return nil
+		},
+		ValidArgsFunction: completeOf(flags, func(o *overview.Overview) (names []string) {
+			for i := range o.Volumes {
+				names = append(names, cli.NamesOf(&o.Volumes[i])...)
+			}
+			return names
+		}),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := connect(flags)
+			if err != nil {
+				return err
+			}
+			s := &scrubbing{c, cli.Plain(cmd.OutOrStdout())}
+			return s.run(cmd.Context(), args[0])
+		},
+	}
+}
+
+func (s *scrubbing) run(ctx context.Context, name string) error {
+	r, err := s.find(ctx, name)
+	if err != nil {
+		return err
+	}
+	for try := 1; ; try++ {
+		before := r.DeepCopy()
+		r.Spec.Scrubs++
+		err := s.patiently(ctx, func() error {
+			return s.Patch(ctx, r, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+		})
+		if err == nil {
+			break
+		}
+		if !apierrors.IsConflict(err) || try == tries {
+			return fmt.Errorf("ask for the replicas of %s to be compared: %w", name, refusal(err))
+		}
+		if err := s.Get(ctx, client.ObjectKeyFromObject(before), r); err != nil {
+			return fmt.Errorf("read volume %s: %w", name, err)
+		}
+	}
+	return s.tell(r)
+}
+
+// find finds a volume with replicas.
+func (s *scrubbing) find(ctx context.Context, name string) (*v1alpha1.ReplicatedVolume, error) {
+	o, err := s.Overview(ctx)
+	if err != nil {
+		return nil, err
+	}
+	key := keyOf(name)
+	if seen, err := cli.Find(o, name); err == nil {
+		key = keyOf(seen.ID)
+	}
+	r := &v1alpha1.ReplicatedVolume{}
+	err = s.Get(ctx, client.ObjectKey{Name: key}, r)
+	if apierrors.IsNotFound(err) {
+		return nil, fmt.Errorf("there is no volume %s that has replicas (kubectl get replicatedvolumes.ashlar.dev)", name)
+	}
+	return r, err
+}
+
+// tell says who compares them when, and what is known.
+func (s *scrubbing) tell(r *v1alpha1.ReplicatedVolume) error {
+	what := "nobody uses it now: its replicas are compared when somebody does"
+	if c := r.Spec.Claim; c != nil {
+		what = fmt.Sprintf("node %s compares its replicas, when all are current, and no other volume is being compared there", c.Node)
+	}
+	known := "They were not compared yet"
+	switch c := r.Status.Scrub; {
+	case r.Differ() != "":
+		known = r.Differ()
+	case c != nil && c.Ended != nil:
+		known = "By the compare that ended at " + c.Ended.UTC().Format(time.RFC3339) + " they are equal"
+	}
+	if c := r.Status.Scrub; c != nil && c.Progress != nil && c.Progress.Total > 0 {
+		known += fmt.Sprintf("; one is under way, at %d %%, which ends first", 100*c.Progress.Done/c.Progress.Total)
+	}
+	_, err := fmt.Fprintf(s.out, "%s: %s.\n%s.\n", r.ID(), what, known)
+	return err
+}

@@ -1,0 +1,249 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
+)
+
+// The node that uses a volume with several legs compares them, from time to time: what rots on a disk, or what was written to the wrong place, nobody else finds before it is read. It is slow, one volume at a time, and takes up where it
+// was: how far it is, when the last one ended, and what was found, is in the object. What differs is told, and left as it is: from the bytes nobody can tell which leg is right.
+
+const (
+	// scrubLooks is how many looks (Options.CarryEvery) are between two of whether a volume is to be compared, and to be gone on with.
+	scrubLooks = 10
+	// scrubTries is how often a part that cannot be read is read, while all legs are said to be whole, before it counts as found.
+	scrubTries = 3
+	// scrubWrites is how often what is known of a compare is written down, where others write the same object.
+	scrubWrites = 5
+)
+
+// scrubs compares the legs of a mirror, as often as that is due, until ctx ends.
+func (t *tender) scrubs(ctx context.Context) {
+	s := &scrub{tender: t}
+	for pause(ctx, scrubLooks*t.options.CarryEvery) == nil {
+		v, is := t.replicated(t.ref.Key)
+		if !is || !s.mine(v) || !scrubDue(v, t.options.ScrubEvery, time.Now()) {
+			continue
+		}
+		select {
+		case t.scrubbing <- struct{}{}:
+		case <-ctx.Done():
+			return
+		}
+		err := s.run(ctx)
+		<-t.scrubbing
+		if err != nil && ctx.Err() == nil && !errors.Is(err, errdefs.ErrUnavailable) && !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrNotFound) {
+			klog.FromContext(ctx).Error(err, "Could not compare the legs of a replicated volume; going on with that later")
+		}
+	}
+}
+
+// along runs a part until end is called, or ctx ends.
+func (t *tender) along(ctx context.Context, part func(context.Context)) (end func()) {
+	ctx, stop := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	done.Go(func() { part(ctx) })
+	return func() {
+		stop()
+		done.Wait()
+	}
+}
+
+// scrubDue reports whether the legs of a volume are to be compared: that was begun, a person asks for it, or the last time is long ago.
+func scrubDue(v *v1alpha1.ReplicatedVolume, every time.Duration, now time.Time) bool {
+	s := v.Status.Scrub
+	if s == nil {
+		s = &v1alpha1.Scrub{}
+	}
+	if s.Progress != nil || s.Asked < v.Spec.Scrubs {
+		return true
+	}
+	last := v.CreationTimestamp.Time
+	if s.Ended != nil {
+		last = s.Ended.Time
+	}
+	return every > 0 && now.Sub(last) >= every
+}
+
+// scrub compares the legs of one mirror.
+type scrub struct {
+	*tender
+	failedAt int64 // the part that could not be read last
+	failed   int   // how often
+}
+
+// mine reports whether the claim of a volume is that by which the mirror was made.
+func (s *scrub) mine(v *v1alpha1.ReplicatedVolume) bool {
+	return v.Spec.Claim != nil && v.Spec.Claim.Generation == s.generation && v.Status.Opened == s.generation && !v.Going()
+}
+
+// run compares all that is not compared yet. errdefs.ErrUnavailable while not all legs are there, or not as many as there are to be: they are equal, or are made so, in a while.
+func (s *scrub) run(ctx context.Context) error {
+	state, err := mirror.Look(s.name)
+	if err != nil {
+		return err
+	}
+	if len(state.Legs) < 2 || state.Joining != nil || len(state.Failed()) > 0 || state.Held {
+		return fmt.Errorf("%w: not all legs are there to be compared", errdefs.ErrUnavailable)
+	}
+	var at int64
+	var before *v1alpha1.Differences
+	if err := s.write(ctx, func(c *v1alpha1.Scrub, v *v1alpha1.ReplicatedVolume) {
+		if c.Progress == nil || c.Progress.Total != state.Size {
+			c.Progress, c.Found, c.Asked = &v1alpha1.Progress{Total: state.Size}, nil, v.Spec.Scrubs
+		}
+		at, before = c.Progress.Done, c.Found.DeepCopy()
+	}); err != nil {
+		return err
+	}
+	klog.FromContext(ctx).Info("The legs of a replicated volume are compared", "from", at, "size", state.Size)
+	told, known := at, bytesOf(before)
+	differ, err := mirror.Compare(ctx, s.name, at, func(ctx context.Context, now int64, differ []dm.Range) error {
+		found := with(before, differ, "")
+		news := bytesOf(found) > known
+		if known = bytesOf(found); news {
+			klog.FromContext(ctx).Error(nil, "The legs of a replicated volume differ", "bytes", found.Bytes)
+		}
+		if at = now; news || now-told >= max(mirror.Chunk, state.Size/progressOf) {
+			told = now
+			if err := s.tell(ctx, now, found); err != nil {
+				return err
+			}
+		}
+		return s.pace(ctx)
+	})
+	found := with(before, differ, "")
+	if err != nil {
+		return s.interrupted(ctx, at, found, err)
+	}
+	return s.ended(ctx, found)
+}
+
+// pace waits as long as the limit of the node asks for after each chunk.
+func (s *scrub) pace(ctx context.Context) error {
+	if s.options.ScrubBandwidth == 0 {
+		return nil
+	}
+	return pause(ctx, time.Duration(float64(mirror.Chunk)/float64(s.options.ScrubBandwidth)*float64(time.Second)))
+}
+
+// interrupted takes the error that ended a compare somewhere. A part that cannot be read again and again, while no leg is taken for failed, counts as found, and is stepped over.
+func (s *scrub) interrupted(ctx context.Context, at int64, found *v1alpha1.Differences, err error) error {
+	if ctx.Err() != nil || errors.Is(err, errdefs.ErrNotFound) {
+		return err
+	}
+	next := at
+	if !errors.Is(err, errdefs.ErrUnavailable) && !errors.Is(err, errdefs.ErrBusy) {
+		if s.failedAt != at {
+			s.failedAt, s.failed = at, 0
+		}
+		if s.failed++; s.failed >= scrubTries {
+			s.failed, next = 0, at+mirror.Chunk
+			found = with(found, []dm.Range{{Offset: at, Length: mirror.Chunk}}, errdefs.Words(err))
+		}
+	}
+	return errors.Join(err, s.tell(ctx, next, found))
+}
+
+// tell writes down how far a compare is, and what it has found.
+func (s *scrub) tell(ctx context.Context, at int64, found *v1alpha1.Differences) error {
+	return s.write(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
+		if c.Progress != nil {
+			c.Progress.Done, c.Found = min(at, c.Progress.Total), found
+		}
+	})
+}
+
+// ended writes down that all was compared.
+func (s *scrub) ended(ctx context.Context, found *v1alpha1.Differences) error {
+	err := s.write(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
+		c.Progress, c.Found, c.Last, c.Ended = nil, nil, found, new(metav1.NewTime(time.Now()).Rfc3339Copy())
+	})
+	if err != nil {
+		return err
+	}
+	result := metrics.ScrubEqual
+	if found != nil {
+		result = metrics.ScrubDiffers
+	}
+	metrics.Scrubs.Inc(result)
+	klog.FromContext(ctx).Info("The legs of a replicated volume were compared", "result", result)
+	return nil
+}
+
+// write changes what the object says of the compare, if the volume is used here by the claim that there was.
+func (s *scrub) write(ctx context.Context, edit func(*v1alpha1.Scrub, *v1alpha1.ReplicatedVolume)) error {
+	for try := 1; ; try++ {
+		v, err := s.replicatedNow(ctx, s.ref.Key)
+		if err != nil {
+			return err
+		}
+		if !s.mine(v) {
+			return fmt.Errorf("%w: replicated volume %s is not used here by claim %d any more", errdefs.ErrUnavailable, s.ref.Key, s.generation)
+		}
+		err = s.writeReplicas(ctx, v, func(status *v1alpha1.ReplicatedVolumeStatus) {
+			if status.Scrub == nil {
+				status.Scrub = &v1alpha1.Scrub{}
+			}
+			edit(status.Scrub, v)
+		})
+		if !errors.Is(err, errdefs.ErrBusy) || try == scrubWrites || pause(ctx, busyRetry) != nil {
+			return err
+		}
+	}
+}
+
+// bytesOf is how many bytes differ.
+func bytesOf(d *v1alpha1.Differences) int64 {
+	if d == nil {
+		return 0
+	}
+	return d.Bytes
+}
+
+// with are differences, and some that were found after them; nil: none.
+func with(before *v1alpha1.Differences, differ []dm.Range, message string) *v1alpha1.Differences {
+	if len(differ) == 0 {
+		return before
+	}
+	all := &v1alpha1.Differences{}
+	if before != nil {
+		all = before.DeepCopy()
+	}
+	for _, r := range differ {
+		all.Bytes += r.Length
+		if len(all.Ranges) < v1alpha1.MostRanges {
+			all.Ranges = append(all.Ranges, v1alpha1.ByteRange{Offset: r.Offset, Length: r.Length})
+		}
+	}
+	if message != "" {
+		all.Message = cluster.Limited(message)
+	}
+	return all
+}
+
+// differing is how many of the volumes that are used here have legs that differ, as far as that is known.
+func (a *Agent) differing() (n int) {
+	if !a.replicas.read.Load() {
+		return 0
+	}
+	var list v1alpha1.ReplicatedVolumeList
+	if err := a.replicas.kube.Cache.List(context.Background(), &list); err != nil { // it is memory
+		return 0
+	}
+	return len(slices.DeleteFunc(list.Items, func(v v1alpha1.ReplicatedVolume) bool { return v.Differ() == "" }))
+}

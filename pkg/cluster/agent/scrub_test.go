@@ -1,0 +1,55 @@
+package agent
+
+import (
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+)
+
+// TestScrubDue: legs are compared when that was begun, when somebody asks for it, and when the last time is long ago; of a volume that never was, when that is old enough.
+func TestScrubDue(t *testing.T) {
+	now := time.Now()
+	ago := func(d time.Duration) *metav1.Time { return new(metav1.NewTime(now.Add(-d))) }
+	for what, c := range map[string]struct {
+		every  time.Duration
+		scrubs int64
+		scrub  *v1alpha1.Scrub
+		due    bool
+	}{
+		"never, and new":           {2 * time.Hour, 0, nil, false},
+		"never, and old":           {30 * time.Minute, 0, nil, true},
+		"never, and switched off":  {0, 0, nil, false},
+		"asked for":                {0, 1, nil, true},
+		"asked for, and done":      {0, 1, &v1alpha1.Scrub{Asked: 1, Ended: ago(time.Hour)}, false},
+		"asked for again":          {0, 2, &v1alpha1.Scrub{Asked: 1, Ended: ago(time.Hour)}, true},
+		"under way":                {0, 0, &v1alpha1.Scrub{Progress: &v1alpha1.Progress{Total: 1}}, true},
+		"done a short time ago":    {2 * time.Hour, 0, &v1alpha1.Scrub{Ended: ago(time.Hour)}, false},
+		"done a long time ago":     {2 * time.Hour, 0, &v1alpha1.Scrub{Ended: ago(3 * time.Hour)}, true},
+		"and not to be done again": {0, 0, &v1alpha1.Scrub{Ended: ago(3 * time.Hour)}, false},
+	} {
+		v := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: *ago(time.Hour)}, Spec: v1alpha1.ReplicatedVolumeSpec{Scrubs: c.scrubs}, Status: v1alpha1.ReplicatedVolumeStatus{Scrub: c.scrub}}
+		if due := scrubDue(v, c.every, now); due != c.due {
+			t.Errorf("%s: %v", what, due)
+		}
+	}
+}
+
+// TestDifferences: those that are found later are added, and the first ones named.
+func TestDifferences(t *testing.T) {
+	if with(nil, nil, "") != nil {
+		t.Error("nothing was found, and said")
+	}
+	var many []dm.Range
+	for i := range int64(v1alpha1.MostRanges) {
+		many = append(many, dm.Range{Offset: i * 8192, Length: 4096})
+	}
+	first := with(nil, many[:1], "")
+	all := with(first, many, "it cannot be read")
+	if first.Bytes != 4096 || len(first.Ranges) != 1 || all.Bytes != (v1alpha1.MostRanges+1)*4096 || len(all.Ranges) != v1alpha1.MostRanges || all.Message != "it cannot be read" {
+		t.Errorf("%+v, then %+v", first, all)
+	}
+}

@@ -1,0 +1,41 @@
+package agent
+
+import (
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// TestTurns: a few legs are made equal at once, those of the volumes with the fewest current ones first; who does not ask any more is not waited for.
+func TestTurns(t *testing.T) {
+	var all turns
+	now := time.Now()
+	takes := func(key string, current int, want bool) {
+		t.Helper()
+		if all.takes(blockdev.Ref{Key: key}, current, now, 3*time.Second) != want {
+			t.Errorf("%s, with %d current: %v", key, current, !want)
+		}
+	}
+	is := func(key string, joins bool) { all.are(blockdev.Ref{Key: key}, joins) }
+	is("before", true) // of a driver of before
+	takes("two", 2, true)
+	takes("two", 2, true)
+	takes("other two", 2, false)
+	takes("one", 1, false)
+	is("before", false)
+	takes("other two", 2, false)
+	takes("one", 1, true)
+	is("two", false)
+	takes("other two", 2, true)
+	is("other two", false)
+	is("one", false)
+
+	is("x", true)
+	takes("y", 2, true)
+	takes("one", 1, false)
+	is("y", false)
+	takes("two", 2, false)
+	now = now.Add(4 * time.Second) // one has gone
+	takes("two", 2, true)
+}

@@ -1,0 +1,88 @@
+package cluster_test
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// TestReplicatedGroup: volumes with replicas are in group snapshots, beside others: all are cut on one node that has all of them, of each volume with replicas one that is current, whichever leg that is.
+func TestReplicatedGroup(t *testing.T) {
+	w, all, s := legCluster(t, 3)
+	w.cordoned("node-3", true)
+	w.eventually("the store knows that", func() bool {
+		_, err := s.Create(w.ctx, anyNode("probe", "node-1", "node-3"))
+		return err == nil
+	})
+	first, err := s.Create(w.ctx, replicas("first", 2, "node-1"))
+	check.OK(t, err)
+	second, err := s.Create(w.ctx, replicas("second", 2, "node-2"))
+	check.OK(t, err)
+	plain, err := s.Create(w.ctx, anyNode("plain", "node-2"))
+	check.OK(t, err)
+	w.cordoned("node-3", false)
+	far, err := s.Create(w.ctx, anyNode("far", "node-3"))
+	check.OK(t, err)
+
+	group, err := s.CreateGroup(w.ctx, "g", []volume.ID{first.ID, second.ID, plain.ID})
+	check.OK(t, err)
+	of := map[volume.ID]bool{}
+	for _, one := range group.Snapshots {
+		of[one.Source] = true
+		o := w.cutObject(one.ID)
+		if o.Spec.NodeName != "node-2" {
+			t.Errorf("%s was cut on %s", one.Source, o.Spec.NodeName)
+		}
+		if leg := w.legsOf("first")[1].Name; one.Source == first.ID && o.Spec.Leg != leg {
+			t.Errorf("of the first volume the leg %q was cut, and not %s", o.Spec.Leg, leg)
+		}
+	}
+	if len(group.Snapshots) != 3 || !of[first.ID] || !of[second.ID] || !of[plain.ID] {
+		t.Errorf("the group is %+v", group)
+	}
+	again, err := s.CreateGroup(w.ctx, "g", []volume.ID{plain.ID, second.ID, first.ID})
+	if err != nil || !again.Created.Equal(group.Created) || len(again.Snapshots) != 3 {
+		t.Errorf("asked for again it is %+v, %v", again, err)
+	}
+	restored := spec("restored")
+	restored.Source = group.Snapshots[slices.IndexFunc(group.Snapshots, func(one volume.Snapshot) bool { return one.Source == first.ID })].ID
+	copied, err := s.Create(w.ctx, restored)
+	check.OK(t, err)
+	check.OK(t, s.Delete(w.ctx, copied.ID))
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+
+	refused := func(sources ...volume.ID) {
+		t.Helper()
+		_, err := s.CreateGroup(w.ctx, "none", sources)
+		if fails(t, err, errdefs.ErrInvalid); err == nil || !strings.Contains(err.Error(), "only volumes of one node can be cut at one moment") {
+			t.Error(err)
+		}
+	}
+	refused(first.ID, far.ID)
+	w.says("first", func(r *v1alpha1.ReplicatedVolume) { r.Leg(w.legsOf("first")[1].Name).Current = false })
+	w.eventually("the store knows that", func() bool {
+		_, err := s.CreateGroup(w.ctx, "none", []volume.ID{first.ID, plain.ID})
+		if err == nil {
+			check.OK(t, s.DeleteGroup(w.ctx, volume.GroupID{Key: volume.KeyOf("none")}))
+		}
+		return err != nil
+	})
+	refused(first.ID, plain.ID)
+
+	all["node-1"].stop()
+	w.node("node-1", false)
+	w.eventually("what both have is cut where somebody is there", func() bool {
+		w.says("first", func(r *v1alpha1.ReplicatedVolume) {
+			for i := range r.Status.Legs {
+				r.Status.Legs[i].Current = true
+			}
+		})
+		group, err := s.CreateGroup(soon(t), "there", []volume.ID{first.ID, second.ID})
+		return err == nil && w.cutObject(group.Snapshots[0].ID).Spec.NodeName == "node-2"
+	})
+}

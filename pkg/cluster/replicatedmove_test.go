@@ -1,0 +1,142 @@
+package cluster_test
+
+import (
+	"bytes"
+	"slices"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+)
+
+// legMovesTo asks for a leg to move to a node; empty: not any more.
+func (w *environment) legMovesTo(leg *v1alpha1.Volume, node string) {
+	w.Helper()
+	v := &v1alpha1.Volume{}
+	check.OK(w, w.Get(w.ctx, client.ObjectKeyFromObject(leg), v))
+	before := v.DeepCopy()
+	if v.Spec.Move = nil; node != "" {
+		v.Spec.Move = &v1alpha1.Move{Node: node}
+	}
+	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
+}
+
+// TestReplicaMovesUsed: a leg that is asked to move while its volume is used is there until another one, on the node that it is to move to, has everything; that may be in its own zone, and is not where the volume has a leg, or on a node
+// that is cordoned. If nobody wants it to move any more, its successor goes.
+func TestReplicaMovesUsed(t *testing.T) {
+	w, all, s := legCluster(t, 4)
+	for name, zone := range map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"} {
+		node := &corev1.Node{}
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: name}, node))
+		metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
+		check.OK(t, w.Update(w.ctx, node))
+	}
+	time.Sleep(300 * time.Millisecond) // the controller's watch
+	spec := replicas("v", 2, "node-1")
+	spec.Replicas.TopologyKey = "zone"
+	v, err := s.Create(w.ctx, spec)
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	w.becomes("v", w.whole("v").Spec.Legs...)
+	old := w.legsOf("v")[1]
+	to := map[string]string{"node-2": "node-3", "node-3": "node-2"}[old.Spec.NodeName]
+
+	stays := func(why string) {
+		t.Helper()
+		time.Sleep(500 * time.Millisecond)
+		if legs := w.legsOf("v"); len(legs) != 2 {
+			t.Errorf("%s, and it has legs on %v", why, w.homes("v"))
+		}
+		w.legMovesTo(old, "")
+	}
+	w.cordoned(to, true)
+	time.Sleep(300 * time.Millisecond)
+	w.legMovesTo(old, to)
+	stays("its new node is cordoned")
+	w.cordoned(to, false)
+	w.legMovesTo(old, "node-4")
+	stays("the other leg is in that zone")
+	w.legMovesTo(old, "node-1")
+	stays("the other leg is on that node")
+
+	second := func() bool {
+		legs := w.legsOf("v")
+		return len(legs) == 3 && legs[2].Spec.NodeName == to && legs[2].Status.Created != nil
+	}
+	w.legMovesTo(old, to)
+	w.eventually("another leg is there", second)
+	w.legMovesTo(old, "")
+	w.eventually("it is not needed any more", func() bool { return len(w.whole("v").Spec.Legs) == 2 })
+	w.becomes("v", w.whole("v").Spec.Legs...)
+	w.eventually("it is gone", func() bool { return len(w.legsOf("v")) == 2 })
+	if !slices.Contains(w.whole("v").Spec.Legs, old.Name) {
+		t.Error("the wrong leg has gone")
+	}
+
+	w.legMovesTo(old, to)
+	w.eventually("another leg is there", second)
+	time.Sleep(300 * time.Millisecond)
+	if legs := w.legsOf("v"); len(legs) != 3 || legs[1].Spec.NodeName != old.Spec.NodeName {
+		t.Errorf("its legs are on %v before the new one has everything", w.homes("v"))
+	}
+	w.replaced("v", old.Name)
+	if homes := w.homes("v"); !slices.Equal(homes, []string{"node-1", to}) {
+		t.Errorf("its legs are on %v", homes)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// TestReplicaMovesAtRest: a leg whose volume nobody uses is moved with its bytes, stays the leg that it is, and is as current as before; never to where another leg of its volume is. Who claims the volume while it is copied gets another one.
+func TestReplicaMovesAtRest(t *testing.T) {
+	drivertest.NeedRoot(t)
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a, b, c := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network}), w.begin(&machine{name: "node-3", ported: true, network: network})
+	s := w.calling(a)
+	w.pooled(s, b)
+	w.pooled(s, c)
+	w.cordoned(c.name, true)
+	time.Sleep(300 * time.Millisecond)
+	v, err := s.Create(w.ctx, replicas("v", 2, a.name))
+	check.OK(t, err)
+	w.cordoned(c.name, false)
+	first, second := w.legsOf("v")[0], w.legsOf("v")[1]
+	w.write(a, legID(first), 0)
+	want := w.content(a, legID(first))
+
+	w.legMovesTo(first, b.name)
+	w.movesays("v", "has another replica of its volume")
+	w.legMovesTo(first, "")
+	w.legMovesTo(first, c.name)
+	w.moved("v", a, c)
+	if homes := w.homes("v"); !slices.Equal(homes, []string{c.name, b.name}) {
+		t.Errorf("its legs are on %v", homes)
+	}
+	if r := w.whole("v"); len(r.Current()) != 2 || r.Status.Summary != "2 of 2" {
+		t.Errorf("it is %+v", r.Status)
+	}
+	if have := w.content(c, legID(first)); !bytes.Equal(have, want) {
+		t.Error("its bytes are others")
+	}
+	if have, err := c.local.Get(w.ctx, legID(first)); err != nil || have.ReplicaOf != first.Spec.ReplicaOf {
+		t.Errorf("on its new node it is %+v, %v", have, err)
+	}
+	check.OK(t, s.Claim(w.ctx, v.ID, on(a.name)))
+	w.eventually("both are claimed", func() bool { return !slices.Contains(w.claims("v"), "") })
+	w.becomes("v", first.Name, second.Name)
+	w.legMovesTo(second, a.name)
+	w.eventually("it gets another one", func() bool { legs := w.legsOf("v"); return len(legs) == 3 && legs[2].Spec.NodeName == a.name })
+	w.replaced("v", second.Name)
+	check.OK(t, s.Release(w.ctx, v.ID, a.name))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
