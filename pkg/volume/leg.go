@@ -27,6 +27,9 @@ type LegState struct {
 	Era    uint32 // one of its marks, which began before that moment: what was written since then is since that. 0: whatever was ever written
 }
 
+// NoEra is an era of no marks: all of a leg counts as written since, also when marks are kept later.
+const NoEra = 1
+
 var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})(?::([0-9A-Z]{1,32}):([0-9]{1,10}))?$`)
 
 func (s LegState) label() string {

@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -340,6 +341,11 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if err := l.writeList(ctx, v, chosen, opened); err != nil {
 		return replicapool.Opened{}, err
 	}
+	for _, leg := range chosen {
+		if err := l.begins(ctx, v, leg); err != nil {
+			return replicapool.Opened{}, err
+		}
+	}
 	out := replicapool.Opened{Generation: v.Spec.Claim.Generation, Size: chosen[0].Keeps(v.Spec.Size)}
 	for i, leg := range opened {
 		if !slices.ContainsFunc(chosen, func(c openedLeg) bool { return c.name == leg.name }) {
@@ -403,7 +409,10 @@ func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, na
 		if err == nil {
 			g := v.Spec.Claim.Generation
 			err = l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
-				s.Sound, s.Opened, s.Closed, s.Boot = g, g, false, leg.Now
+				s.Sound, s.Opened, s.Closed = g, g, false
+				if !leg.LostPower() { // else it is known until the list is written: this try may not get there
+					s.Boot = leg.Now
+				}
 				return nil
 			})
 		}
@@ -413,6 +422,19 @@ func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, na
 		return err
 	})
 	return leg, err
+}
+
+// begins has the record of a leg that is current say that what its machine loses from now on is lost anew.
+func (l *ReplicaLegs) begins(ctx context.Context, v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
+	if !leg.LostPower() {
+		return nil
+	}
+	return l.withLeg(ctx, v, leg.name, func(id volume.ID) error {
+		return l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
+			s.Boot = leg.Now
+			return nil
+		})
+	})
 }
 
 // attach attaches a leg, which is that, of no later claim, and large enough.
@@ -440,12 +462,13 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 }
 
 // choose says which legs are current from now on: all of them, if nothing can differ; else one, which has everything that was acknowledged, as they all have. One that may have lost with its power what was not flushed is the last.
+// If legs that were closed are of different claims, the list is of before the last one: an object that was restored. Then those of the last one have everything.
 func choose(opened []openedLeg) []openedLeg {
-	if !slices.ContainsFunc(opened, func(leg openedLeg) bool { return !leg.Closed }) {
+	if !slices.ContainsFunc(opened, func(leg openedLeg) bool { return !leg.Closed || leg.Sound != opened[0].Sound }) {
 		return opened
 	}
 	best := slices.MinFunc(opened, func(a, b openedLeg) int {
-		return volume.TrueFirst(!a.LostPower(), !b.LostPower())
+		return cmp.Or(volume.TrueFirst(!a.LostPower(), !b.LostPower()), cmp.Compare(b.Sound, a.Sound))
 	})
 	return []openedLeg{best}
 }
@@ -505,10 +528,14 @@ func (a *Agent) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume,
 	return kube.APIError("write which legs of the replicated volume "+v.Name+" are current", err)
 }
 
-// object returns the object of a volume that this node uses, as known here, or else as the API server has it.
+// object returns the object of a volume that this node uses, as known here, with all that this node wrote, or else as the API server has it.
 func (l *ReplicaLegs) object(ctx context.Context, key string) (*v1alpha1.ReplicatedVolume, error) {
-	if v, is := l.replicated(key); is {
-		return v, nil
+	if _, is := l.replicated(key); is {
+		v := &v1alpha1.ReplicatedVolume{}
+		err := l.replicas.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v)
+		if err == nil && v.Spec.Claim != nil && v.Spec.Claim.Node == l.local.Node() {
+			return v, nil
+		}
 	}
 	return l.replicatedNow(ctx, key)
 }

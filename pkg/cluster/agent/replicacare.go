@@ -84,6 +84,7 @@ type tender struct {
 	generation int64 // of the claim by which it was made
 	joins      map[string]*tries
 	equal      equal
+	seen       uint32                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
 
@@ -117,6 +118,7 @@ func (t *tender) run(ctx context.Context) {
 	}
 	defer t.along(ctx, t.scrubs)()
 	defer t.turnEnds(ctx)
+	t.isSeen()
 	for ctx.Err() == nil {
 		s, err := mirror.Look(t.name)
 		if errors.Is(err, errdefs.ErrNotFound) {
@@ -126,15 +128,71 @@ func (t *tender) run(ctx context.Context) {
 			err = t.look(ctx, s)
 		}
 		t.tell(ctx, err)
-		if s, err = mirror.Look(t.name); err != nil { // what was done just now is no news
-			continue
-		}
 		waiting, cancel := context.WithTimeout(ctx, t.options.CarryEvery)
-		_, err = mirror.Watch(waiting, t.name, s.Event)
+		err = t.meanwhile(ctx, t.dropSilent, func() error {
+			s, err = mirror.Watch(waiting, t.name, t.seen)
+			return err
+		})
+		late := waiting.Err() != nil
 		cancel()
-		if err != nil && waiting.Err() == nil {
+		switch {
+		case err == nil:
+			t.seen = s.Event // not that of any look: what the kernel forgets between two is to be told by Watch
+		case !late:
 			_ = pause(ctx, busyRetry)
 		}
+	}
+}
+
+// isSeen: what has happened to the mirror until now is no news.
+func (t *tender) isSeen() {
+	if s, err := mirror.Look(t.name); err == nil {
+		t.seen = s.Event
+	}
+}
+
+// meanwhile does something that waits for what is under way in the mirror, and so perhaps for a leg that does not answer; only the end of the connection to that ends it. So that is looked for meanwhile.
+func (t *tender) meanwhile(ctx context.Context, look func(context.Context), work func() error) error {
+	done := make(chan error, 1)
+	go func() { done <- work() }()
+	for {
+		select {
+		case err := <-done:
+			return err
+		case <-time.After(2 * t.options.CarryEvery):
+			look(ctx)
+		}
+	}
+}
+
+// change is meanwhile, of a step that changes the mirror.
+func (t *tender) change(ctx context.Context, step func() error) error {
+	defer t.isSeen()
+	return t.meanwhile(ctx, t.dropSilent, step)
+}
+
+// dropSilent takes legs that do not answer for too long off the list, and ends the connections to them, if another one is current. They leave the mirror with the next look.
+func (t *tender) dropSilent(ctx context.Context) {
+	v, is := t.replicated(t.ref.Key)
+	if !is || v.Spec.Claim.Generation != t.generation || v.Status.Opened != t.generation {
+		return
+	}
+	s, err := mirror.Look(t.name)
+	if err != nil || len(s.Legs) == 0 {
+		return
+	}
+	now, err := t.view(ctx, v.DeepCopy(), s)
+	if err == nil {
+		t.findFailed(now)
+		if s.Joining != nil && t.unreached(now, now.leg[s.Joining.Device]) != "" {
+			t.endSilent(ctx, now.leg[s.Joining.Device])
+		}
+		if len(now.failing) > 0 {
+			_, err = t.drop(ctx, now)
+		}
+	}
+	if err != nil {
+		t.tell(ctx, err)
 	}
 }
 
@@ -197,7 +255,15 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	case t.due(now):
 		t.start(func() func(*view) error {
 			err := t.common(ctx, now)
-			return func(*view) error { return err }
+			return func(*view) error {
+				if err != nil {
+					t.equal.written = -1 // also if nothing more is written: the legs may have different names for it
+				}
+				if errors.Is(err, errOtherMirror) {
+					t.equal.next, err = time.Time{}, nil
+				}
+				return err
+			}
 		})
 	default:
 		return t.join(ctx, now)
@@ -235,10 +301,13 @@ func (t *tender) end(ctx context.Context) error {
 		return nil // the object is one of before the claim, or the watch is
 	}
 	klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", t.generation, "claims", v.Spec.Claims)
-	for _, name := range v.Spec.Legs {
-		t.endSilent(ctx, name)
+	endSilent := func(ctx context.Context) {
+		for _, name := range v.Spec.Legs {
+			t.endSilent(ctx, name)
+		}
 	}
-	if err := mirror.End(ctx, t.name); err != nil {
+	endSilent(ctx)
+	if err := t.meanwhile(ctx, endSilent, func() error { return mirror.End(ctx, t.name) }); err != nil {
 		return err
 	}
 	for _, name := range v.Spec.Legs {
@@ -351,10 +420,29 @@ func (t *tender) unreached(now *view, name string) string {
 
 // leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays.
 func (t *tender) leave(ctx context.Context, now *view) error {
+	devices, err := t.drop(ctx, now)
+	if err != nil {
+		return err
+	}
+	for name := range now.failing {
+		t.again(name)
+	}
+	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, devices...) }); err != nil {
+		return err
+	}
+	for name := range now.failing {
+		t.giveBack(ctx, now.v, name)
+	}
+	return nil
+}
+
+// drop takes legs that have failed off the list, and ends the connections to those that do not answer. It returns the devices that are to leave the mirror.
+func (t *tender) drop(ctx context.Context, now *view) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
 	if len(rest) == 0 {
-		return fmt.Errorf("%w: no leg of the replicated volume takes what is written: %s", errdefs.ErrUnavailable, reasons(now.failing))
+		return nil, fmt.Errorf("%w: no leg of the replicated volume takes what is written: %s", errdefs.ErrUnavailable, reasons(now.failing))
 	}
+	before := now.v.ResourceVersion
 	if err := t.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for i := range s.Legs {
 			if why := now.failing[s.Legs[i].Name]; why != "" {
@@ -363,24 +451,19 @@ func (t *tender) leave(ctx context.Context, now *view) error {
 		}
 		s.Legs = slices.DeleteFunc(s.Legs, func(leg v1alpha1.Leg) bool { return !leg.Current && !slices.Contains(now.v.Spec.Legs, leg.Name) })
 	}); err != nil {
-		return err
+		return nil, err
 	}
-	devices := now.unknown()
+	devices = now.unknown()
 	for name, why := range now.failing {
-		klog.FromContext(ctx).Info("A leg of a replicated volume is not current any more", "leg", name, "why", why, "current", rest)
-		t.again(name)
+		if now.v.ResourceVersion != before {
+			klog.FromContext(ctx).Info("A leg of a replicated volume is not current any more", "leg", name, "why", why, "current", rest)
+		}
 		if device, is := now.device[name]; is {
 			devices = append(devices, device)
 		}
 		t.endSilent(ctx, name)
 	}
-	if err := mirror.Leave(ctx, t.name, devices...); err != nil {
-		return err
-	}
-	for name := range now.failing {
-		t.giveBack(ctx, now.v, name)
-	}
-	return nil
+	return devices, nil
 }
 
 // endSilent ends the connection to a leg that does not answer: what is on its way there ends with errors, which the mirror holds; else it would be waited for.
@@ -398,7 +481,9 @@ func (t *tender) endSilent(ctx context.Context, name string) {
 
 // giveBack lets go of a leg that is not in the mirror any more.
 func (t *tender) giveBack(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) {
-	if err := t.withLeg(ctx, v, name, func(id volume.ID) error { return t.letGo(ctx, id) }); err != nil && ctx.Err() == nil {
+	if err := t.meanwhile(ctx, t.dropSilent, func() error {
+		return t.withLeg(ctx, v, name, func(id volume.ID) error { return t.letGo(ctx, id) })
+	}); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Info("Could not give back a leg that is not current any more; it is tried again when it is to join", "leg", name, "err", err.Error())
 	}
 }
@@ -419,14 +504,15 @@ func (t *tender) list(ctx context.Context, now *view) error {
 		if leg := now.v.Leg(name); name == "" || leg != nil && leg.Current {
 			continue
 		}
-		if err := t.complete(ctx, now.v, name, l.Device); err != nil {
-			return err
-		}
-		if err := t.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) {
-			if now.v.Leg(name) == nil {
-				s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
-			}
-			setCurrent(now.v.Leg(name), t.generation)
+		if err := t.meanwhile(ctx, t.dropSilent, func() error {
+			return t.complete(ctx, now.v, name, l.Device, func() error {
+				return t.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+					if now.v.Leg(name) == nil {
+						s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
+					}
+					setCurrent(now.v.Leg(name), t.generation)
+				})
+			})
 		}); err != nil {
 			return err
 		}
@@ -437,22 +523,34 @@ func (t *tender) list(ctx context.Context, now *view) error {
 	return nil
 }
 
-// complete has a leg that is equal be that durably, and its record say so.
-func (t *tender) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64) error {
+// complete has a leg that is equal be that durably, and its record say so, and what those of the others say of the volume by now. Nobody changes that before it is on the list.
+func (t *tender) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64, list func() error) error {
+	ctx, cancel := context.WithTimeout(ctx, openTime)
+	defer cancel()
 	if err := mirror.Flush(device); err != nil {
 		return err
 	}
-	return t.withLeg(ctx, v, name, func(id volume.ID) error {
-		if err := t.kept(ctx, name, id); err != nil {
+	return t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error {
+		current, err := t.currentLeg(ctx, v)
+		if err != nil {
 			return err
 		}
-		return t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
-			if s.Opened != t.generation {
-				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, t.generation)
+		if err := t.withLeg(ctx, v, name, func(id volume.ID) error {
+			if err := t.kept(ctx, name, id); err != nil {
+				return err
 			}
-			s.Sound = t.generation
-			return nil
-		})
+			return t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, own map[string]string) error {
+				if s.Opened != t.generation {
+					return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, t.generation)
+				}
+				volume.CarryLabels(current.Data.Labels, own)
+				s.Sound = t.generation
+				return nil
+			})
+		}); err != nil {
+			return err
+		}
+		return list()
 	})
 }
 
@@ -462,14 +560,14 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 	switch {
 	case now.s.Joining.Failed || name == "" || !slices.Contains(now.v.Spec.Legs, name) || t.unreached(now, name) != "":
 		t.endSilent(ctx, name)
-		if err := mirror.Leave(ctx, t.name, now.s.Joining.Device); err != nil {
+		if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, now.s.Joining.Device) }); err != nil {
 			return err
 		}
 		t.again(name)
 		t.giveBack(ctx, now.v, name)
 		return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, "it failed while it was made equal, and is tried again") })
 	case now.s.Equal():
-		if err := mirror.Finish(ctx, t.name, now.near); err != nil {
+		if err := t.change(ctx, func() error { return mirror.Finish(ctx, t.name, now.near) }); err != nil {
 			return err
 		}
 		s, err := mirror.Look(t.name)
@@ -529,7 +627,7 @@ func (t *tender) join(ctx context.Context, now *view) error {
 // joined is the end of a try of a leg to join.
 func (t *tender) joined(ctx context.Context, now *view, name string, err error) error {
 	switch {
-	case errors.Is(err, errdefs.ErrBusy):
+	case errors.Is(err, errdefs.ErrBusy), errors.Is(err, errOtherMirror):
 		t.of(name).next = time.Now().Add(t.options.CarryEvery)
 		return nil
 	case err == nil:
@@ -569,7 +667,12 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string, tries int)
 			lacks, err = t.lacks(ctx, v, leg, legs, now.s.Size, tries)
 		}
 		if err == nil {
-			err = mirror.Join(ctx, t.name, leg.device.Number, lacks)
+			err = mirror.Join(ctx, t.name, leg.device.Number, func(ctx context.Context) ([]dm.Range, error) {
+				if err := t.unchanged(now); err != nil { // the marks are those of a leg that was in it
+					return nil, err
+				}
+				return lacks(ctx)
+			})
 		}
 		if s, failure := mirror.Look(t.name); err == nil && failure == nil {
 			klog.FromContext(ctx).Info("A leg of a replicated volume is made equal to the others", "leg", name, "bytes", s.Total-s.Synced)

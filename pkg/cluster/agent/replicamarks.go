@@ -58,6 +58,9 @@ func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins 
 		if failure == nil {
 			era, failure = t.volumes.BeginEra(ctx, legs[name])
 		}
+		if failure == nil {
+			failure = mirror.Still(t.name) // what was under way is there, and so among what holds data
+		}
 		var more []dm.Range
 		if failure == nil {
 			more, failure = t.marks(ctx, legs[name], since)
@@ -124,7 +127,10 @@ func (t *tender) common(ctx context.Context, now *view) error {
 func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume.ID) (err error) {
 	eras := map[volume.ID]uint32{}
 	for _, id := range legs {
-		if eras[id], err = t.volumes.BeginEra(ctx, id); err != nil && !errors.Is(err, errdefs.ErrUnsupported) { // whose marks are not kept counts as written, all of it
+		switch eras[id], err = t.volumes.BeginEra(ctx, id); {
+		case errors.Is(err, errdefs.ErrUnsupported):
+			eras[id] = volume.NoEra
+		case err != nil:
 			return err
 		}
 	}
@@ -141,12 +147,8 @@ func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume
 			return err
 		}
 	}
-	s, err := mirror.Look(t.name)
-	if err != nil {
+	if err := t.unchanged(now); err != nil {
 		return err
-	}
-	if s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device }) {
-		return fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrBusy)
 	}
 	name := rand.Text()
 	for _, id := range legs {
@@ -161,6 +163,18 @@ func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume
 		}
 	}
 	return nil
+}
+
+// errOtherMirror is no ErrBusy, which who waits for a lock tries again with what was known before.
+var errOtherMirror = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
+
+// unchanged is errOtherMirror if anything has happened to the mirror since a look at it: other legs are in it, or one has failed, which the kernel may have forgotten.
+func (t *tender) unchanged(now *view) error {
+	s, err := mirror.Look(t.name)
+	if err == nil && (s.Event != now.s.Event || s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device })) {
+		err = errOtherMirror
+	}
+	return err
 }
 
 // kept makes sure that the machine of a leg has not started anew since it was opened: what it said of a flush may not be so (docs/reliability.md).

@@ -1,0 +1,547 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+const tendedSize = 16 << 20
+
+// tended is a volume with several legs that is used here: the mirror is the kernel's, its legs are devices of this machine, of which the first is the near one; the object is in memory.
+type tended struct {
+	*tender
+	t  *testing.T
+	mu sync.Mutex
+	v  *v1alpha1.ReplicatedVolume
+	// looks is called before the object is read; begins when an era of a leg is begun, marks when its marks are asked for.
+	looks         func()
+	begins, marks func(name string) error
+	patches       func() error // is called before the object is written
+	legs          map[string]*tendedLeg
+}
+
+type tendedLeg struct {
+	name   string // of the device, too
+	disk   uint64
+	number uint64
+	live   bool
+	ended  bool
+	state  volume.LegState
+	labels map[string]string
+	boot   string // of its machine
+}
+
+// newTended has a volume whose first legs, so many, are current, and in the mirror.
+func newTended(t *testing.T, current int, names ...string) *tended {
+	drivertest.NeedRoot(t)
+	drivertest.NeedMapper(t)
+	check.OK(t, mirror.Available())
+	f := newObject(t, current, names...)
+	var numbers []uint64
+	for i, name := range names {
+		f.device(name)
+		if i < current {
+			numbers = append(numbers, f.legs[name].number)
+		}
+	}
+	check.OK(t, mirror.Make(f.tender.name, "LVM-NOT-OF-LVM-TEST-TENDED", tendedSize, numbers...))
+	t.Cleanup(func() {
+		for _, l := range f.legs {
+			f.fails(l)
+		}
+		_ = dm.Replace(f.tender.name, []dm.Line{{Length: tendedSize, Kind: "zero"}})
+		_, err := mirror.Remove(context.Background(), f.tender.name)
+		check.OK(t, err)
+	})
+	return f
+}
+
+// newObject is newTended without the mirror, and without devices.
+func newObject(t *testing.T, current int, names ...string) *tended {
+	f := &tended{t: t, legs: map[string]*tendedLeg{}, looks: func() {}}
+	f.begins = func(string) error { return nil }
+	f.marks, f.patches = f.begins, func() error { return nil }
+	f.v = &v1alpha1.ReplicatedVolume{}
+	f.v.Name, f.v.ResourceVersion = "tended", "1"
+	f.v.Spec.Size, f.v.Spec.Legs, f.v.Spec.Replicas, f.v.Spec.Claims = tendedSize, names, len(names), 1
+	f.v.Spec.Claim, f.v.Status.Opened, f.v.Status.Made = &v1alpha1.Claim{Generation: 1}, 1, new(metav1.NowMicro())
+	a := &Agent{local: &volume.Local{}, options: Options{CarryEvery: 50 * time.Millisecond, Locks: &keylock.Table{}}}
+	objects := kube.Connection{Cache: tendedCache{nil, f}, Client: tendedClient{nil, f}, Live: tendedClient{nil, f}}
+	a.kube, a.replicas.kube, a.replicas.known = objects, objects, map[string]*replica{}
+	a.replicas.read.Store(true)
+	for i, name := range names {
+		l := &tendedLeg{name: "test-" + name, live: true, labels: map[string]string{}, boot: "1"}
+		f.legs[name] = l
+		if i < current {
+			l.state = volume.LegState{Sound: 1, Opened: 1, Boot: "1"}
+			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: name, Current: true, Sound: 1, State: v1alpha1.LegCurrent})
+		}
+		a.note(f.v.Name, func(r *replica) {
+			r.legs[name] = volume.ID{Kind: blockdev.Volume, Pool: "pool", Key: name}
+		})
+	}
+	f.tender = &tender{ReplicaLegs: a.ReplicaLegs(tendedVolumes{f}, tendedConnections{f}), ref: blockdev.Ref{Kind: blockdev.Volume, Key: f.v.Name}, name: "ashlar-test-tended", generation: 1, joins: map[string]*tries{}}
+	return f
+}
+
+func (f *tended) device(name string) {
+	image := filepath.Join(drivertest.Dir(f.t), name)
+	check.OK(f.t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, tendedSize)))
+	loop := drivertest.Loop(f.t, image)
+	f.t.Cleanup(func() { drivertest.Run(f.t, "losetup", "-d", loop) })
+	var st unix.Stat_t
+	check.OK(f.t, unix.Stat(loop, &st))
+	l := f.legs[name]
+	l.disk = st.Rdev
+	check.OK(f.t, dm.Make(l.name, "", dm.Linear(l.disk, tendedSize)))
+	f.t.Cleanup(func() { drivertest.Run(f.t, "dmsetup", "remove", "--retry", l.name) })
+	d, err := dm.Find(l.name)
+	check.OK(f.t, err)
+	l.number = d.Number
+}
+
+// silent has a leg answer nothing any more; the kernel's connection says so a time later.
+func (f *tended) silent(name string, later time.Duration) {
+	check.OK(f.t, dm.Suspend(f.legs[name].name))
+	time.AfterFunc(later, func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.legs[name].live = false
+	})
+}
+
+// fails has all that is under way to a leg, and comes, end with errors.
+func (f *tended) fails(l *tendedLeg) {
+	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "error"}}))
+}
+
+// flaky has a leg fail what is written, and flushes.
+func (f *tended) flaky(name string) {
+	l := f.legs[name]
+	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "flakey", Text: dm.Number(l.disk) + " 0 0 1 1 error_writes"}}))
+}
+
+func (f *tended) mends(name string) {
+	check.OK(f.t, dm.Replace(f.legs[name].name, dm.Linear(f.legs[name].disk, tendedSize)))
+}
+
+func (f *tended) file() *os.File {
+	d, err := dm.Find(f.tender.name)
+	check.OK(f.t, err)
+	file, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
+	check.OK(f.t, err)
+	f.t.Cleanup(func() { _ = file.Close() })
+	return file
+}
+
+// write writes a page, and tells when that is acknowledged.
+func (f *tended) write(at int64) (done chan error) {
+	file := f.file()
+	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	check.OK(f.t, err)
+	page[0] = 1
+	done = make(chan error, 1)
+	go func() {
+		_, err := file.WriteAt(page, at)
+		done <- err
+	}()
+	return done
+}
+
+func (f *tended) ends(done chan error, what string) {
+	f.t.Helper()
+	select {
+	case err := <-done:
+		check.OK(f.t, err)
+	case <-time.After(10 * time.Second):
+		f.t.Error(what, "still waits")
+	}
+}
+
+// starts has somebody look after the mirror.
+func (f *tended) starts() {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		f.run(ctx)
+		close(done)
+	}()
+	f.t.Cleanup(func() {
+		cancel()
+		for _, l := range f.legs {
+			f.fails(l)
+		}
+		<-done
+	})
+}
+
+func (f *tended) now() *view {
+	f.t.Helper()
+	s, err := mirror.Look(f.tender.name)
+	check.OK(f.t, err)
+	f.mu.Lock()
+	v := f.v.DeepCopy()
+	f.mu.Unlock()
+	now, err := f.view(context.Background(), v, s)
+	check.OK(f.t, err)
+	return now
+}
+
+func (f *tended) current(names ...string) {
+	f.t.Helper()
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		now := f.now()
+		if slices.Equal(now.v.Current(), names) && slices.Equal(now.in(), names) {
+			return
+		}
+		if time.Now().After(end) {
+			f.t.Fatalf("%v are current, and %v in the mirror, not %v", now.v.Current(), now.in(), names)
+		}
+	}
+}
+
+type tendedCache struct {
+	cache.Cache
+	*tended
+}
+
+func (c tendedCache) Get(_ context.Context, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+	c.looks()
+	return c.get(key, o)
+}
+
+func (f *tended) get(key client.ObjectKey, o client.Object) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch o := o.(type) {
+	case *v1alpha1.ReplicatedVolume:
+		f.v.DeepCopyInto(o)
+		return nil
+	case *corev1.Node:
+	case *v1alpha1.Volume:
+		if key.Name == f.v.Spec.Legs[0] {
+			return nil
+		}
+	}
+	return apierrors.NewNotFound(schema.GroupResource{}, key.Name)
+}
+
+type tendedClient struct {
+	client.Client
+	*tended
+}
+
+func (c tendedClient) Get(_ context.Context, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+	return c.get(key, o)
+}
+
+func (c tendedClient) Status() client.SubResourceWriter { return tendedStatus{nil, c.tended} }
+
+type tendedStatus struct {
+	client.SubResourceWriter
+	*tended
+}
+
+func (s tendedStatus) Patch(_ context.Context, o client.Object, _ client.Patch, _ ...client.SubResourcePatchOption) error {
+	if err := s.patches(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if o.GetResourceVersion() != s.v.ResourceVersion {
+		return apierrors.NewConflict(schema.GroupResource{}, o.GetName(), errors.New("it was changed"))
+	}
+	o.SetResourceVersion(o.GetResourceVersion() + "1")
+	s.v = o.(*v1alpha1.ReplicatedVolume).DeepCopy()
+	return nil
+}
+
+type tendedVolumes struct{ *tended }
+
+func (f tendedVolumes) of(id volume.ID) blockdev.Device {
+	return blockdev.Device{Number: f.legs[id.Key].number, Size: tendedSize}
+}
+
+func (f tendedVolumes) Leg(_ context.Context, id volume.ID) (volume.Leg, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	l := f.legs[id.Key]
+	return volume.Leg{LegState: l.state, Of: f.v.Name, Now: l.boot, Data: blockdev.Record{Labels: maps.Clone(l.labels)}}, nil
+}
+
+func (f tendedVolumes) OpenLeg(_ context.Context, id volume.ID) (blockdev.Device, error) {
+	return f.of(id), nil
+}
+
+func (f tendedVolumes) LegDevices(_ context.Context, id volume.ID) ([]blockdev.Device, error) {
+	return []blockdev.Device{f.of(id)}, nil
+}
+
+func (f tendedVolumes) CloseLeg(context.Context, volume.ID) error { return nil }
+func (f tendedVolumes) GrowLeg(context.Context, volume.ID) error  { return nil }
+
+func (f tendedVolumes) ChangeLeg(_ context.Context, id volume.ID, change func(*volume.LegState, map[string]string) error) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return change(&f.legs[id.Key].state, f.legs[id.Key].labels)
+}
+
+func (f tendedVolumes) BeginEra(_ context.Context, id volume.ID) (uint32, error) {
+	return 1<<20 + 7, f.begins(id.Key)
+}
+
+func (f tendedVolumes) Marks(_ context.Context, id volume.ID, _ uint32) ([]blockdev.Extent, error) {
+	return nil, f.tended.marks(id.Key)
+}
+
+type tendedConnections struct{ *tended }
+
+func (f tendedConnections) Legs(ref blockdev.Ref) ([]remotepool.Leg, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	l := f.legs[ref.Key]
+	if l.ended {
+		return nil, nil
+	}
+	return []remotepool.Leg{{NQN: ref.Key, Live: l.live, Used: true}}, nil
+}
+
+func (f tendedConnections) End(_ context.Context, nqn string) error {
+	f.mu.Lock()
+	f.legs[nqn].ended = true
+	f.mu.Unlock()
+	f.fails(f.legs[nqn])
+	return nil
+}
+
+// TestLegsFallSilent: the nodes of two legs do not answer any more, and one is found later than the other. What leaves the mirror first waits for what is under way to the second.
+func TestLegsFallSilent(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	f.silent("b", 0)
+	f.silent("c", time.Second)
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "what was written to the leg that is there")
+	f.current("a")
+}
+
+// TestSilentOnceEqual: the node of a leg that joins does not answer any more when all is on it, and before it is one of the others.
+func TestSilentOnceEqual(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	check.OK(t, mirror.Join(context.Background(), f.tender.name, f.legs["b"].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
+	f.silent("b", 0)
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "what was written to the leg that is there")
+	f.current("a")
+}
+
+// TestSilentWhileFlushed: the node of a leg does not answer any more when it is one of the others, and is flushed before it is put on the list.
+func TestSilentWhileFlushed(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	check.OK(t, mirror.Join(context.Background(), f.tender.name, f.legs["b"].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
+	check.OK(t, mirror.Finish(context.Background(), f.tender.name, 0))
+	f.silent("b", 0)
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "what was written to the leg that is there")
+	f.current("a")
+}
+
+// TestForgottenMeanwhile: a flush fails on a leg, and the kernel forgets it, while somebody who looks after the mirror is at something else.
+func TestForgottenMeanwhile(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	busy, begun := make(chan struct{}), make(chan struct{}, 1)
+	f.looks = func() {
+		select {
+		case begun <- struct{}{}:
+		default:
+		}
+		<-busy
+	}
+	f.starts()
+	<-begun
+	f.flaky("b")
+	file := f.file()
+	flush := make(chan error, 1)
+	go func() { flush <- file.Sync() }()
+	time.Sleep(300 * time.Millisecond)
+	f.mends("b")
+	for range 5 {
+		f.ends(f.write(0), "what is written when the leg is well again")
+	}
+	if s := f.now().s; len(s.Failed()) > 0 {
+		t.Fatalf("this kernel does not forget: %+v", s)
+	}
+	close(busy)
+	f.current("a")
+	f.ends(flush, "the flush")
+}
+
+// TestMarksOfWhatLeft: a leg whose marks tell what another one lacks leaves the mirror before that joins.
+func TestMarksOfWhatLeft(t *testing.T) {
+	for _, how := range []string{"leaves", "fails a flush"} {
+		t.Run(how, func(t *testing.T) {
+			f := newTended(t, 2, "b", "a", "c") // of which a is asked for its marks
+			f.legs["c"].state = f.legs["b"].state
+			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: "c", Sound: 1})
+			now := f.now()
+			f.begins = func(string) error {
+				if how == "leaves" {
+					check.OK(t, mirror.Leave(context.Background(), f.tender.name, f.legs["a"].number))
+				} else {
+					f.flaky("a")
+					flush := make(chan error, 1)
+					file := f.file()
+					go func() { flush <- file.Sync() }()
+					time.Sleep(300 * time.Millisecond)
+					f.mends("a")
+				}
+				for range 5 {
+					f.ends(f.write(0), "a write")
+				}
+				return nil
+			}
+			if err := f.joinLeg(context.Background(), now, "c", 0); !errors.Is(err, errOtherMirror) {
+				t.Error("it joined by the marks of what is not in the mirror any more:", err)
+			}
+			s, err := mirror.Look(f.tender.name)
+			check.OK(t, err)
+			if s.Joining != nil {
+				t.Errorf("it joins: %+v", s)
+			}
+		})
+	}
+}
+
+// TestNoEra: a leg whose marks are not kept in a moment in which all legs were equal counts as written since then, all of it, whatever is kept later.
+func TestNoEra(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	f.begins = func(name string) error {
+		if name == "b" {
+			return fmt.Errorf("%w: not here", errdefs.ErrUnsupported)
+		}
+		return nil
+	}
+	check.OK(t, f.common(context.Background(), f.now()))
+	a, b := f.legs["a"].state, f.legs["b"].state
+	if a.Common == "" || a.Common != b.Common || a.Era != 1<<20+7 || b.Era != volume.NoEra {
+		t.Errorf("%+v, %+v", a, b)
+	}
+}
+
+// TestHoldsDataWhenAsked: what was under way to a leg when its era began is there before it is asked what holds data.
+func TestHoldsDataWhenAsked(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	l := f.legs["a"]
+	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(l.disk) + " 0 500"}}))
+	write := f.write(0)
+	time.Sleep(100 * time.Millisecond)
+	f.marks = func(name string) error {
+		select {
+		case err := <-write:
+			write <- err
+		default:
+			if name == "a" {
+				t.Error("it is asked while a write is under way")
+			}
+		}
+		return nil
+	}
+	check.OK(t, f.joinLeg(context.Background(), f.now(), "b", 0))
+	f.ends(write, "the write")
+}
+
+// opens opens the legs for a claim.
+func (f *tended) opens(generation int64) error {
+	f.mu.Lock()
+	f.v.Spec.Claim.Generation = generation
+	f.mu.Unlock()
+	_, err := f.Open(context.Background(), "", f.tender.ref)
+	return err
+}
+
+// TestPowerIsLost: a leg that lost power while its volume was used is not chosen where another one did not, also if a try to open them got no further than to its record.
+func TestPowerIsLost(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].boot = "2"
+	f.patches = func() error {
+		return apierrors.NewConflict(schema.GroupResource{}, "tended", errors.New("it was changed"))
+	}
+	if err := f.opens(2); !errors.Is(err, errdefs.ErrBusy) {
+		t.Fatal(err)
+	}
+	f.patches = func() error { return nil }
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"b"}) {
+		t.Errorf("%v are current, not the one that kept its power", now)
+	}
+
+	f.v.Status.Legs[0].Current, f.v.Status.Legs[1].Current = true, false // it alone
+	check.OK(t, f.opens(3))
+	if a := f.legs["a"].state; a.Boot != "2" || !slices.Equal(f.v.Current(), []string{"a"}) {
+		t.Errorf("it is used, and is %+v", a)
+	}
+}
+
+// TestOlderList: an object that was restored lists a leg that was away in the last claim.
+func TestOlderList(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].state = volume.LegState{Sound: 1, Opened: 1, Closed: true}
+	f.legs["b"].state = volume.LegState{Sound: 2, Opened: 2, Closed: true}
+	check.OK(t, f.opens(3))
+	if now := f.v.Current(); !slices.Equal(now, []string{"b"}) {
+		t.Errorf("%v are current, not the one of the last claim", now)
+	}
+}
+
+// TestLabelsWhileOneJoins: what the volume carries changes after a leg has begun to join, and before it is current.
+func TestLabelsWhileOneJoins(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	_, err := f.SetLabels(context.Background(), "", f.tender.ref, func(labels map[string]string) error {
+		labels["format"] = "formatting"
+		return nil
+	})
+	check.OK(t, err)
+	check.OK(t, f.joinLeg(context.Background(), f.now(), "b", 0))
+	_, err = f.SetLabels(context.Background(), "", f.tender.ref, func(labels map[string]string) error {
+		labels["format"] = "formatted:ext4"
+		return nil
+	})
+	check.OK(t, err)
+	f.starts()
+	f.current("a", "b")
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if have := f.legs["b"].labels["format"]; have != "formatted:ext4" {
+		t.Errorf("the leg that joined says of what it carries %q", have)
+	}
+}
