@@ -86,8 +86,8 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		if err != nil {
 			return err
 		}
-		defer log.Close() // with the table it goes
-		return dm.Load(name, []dm.Line{{Length: s.Size, Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(unix.Mkdev(loop.Major, uint32(number))), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}})
+		err = dm.Load(name, []dm.Line{{Length: s.Size, Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(unix.Mkdev(loop.Major, uint32(number))), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}})
+		return errors.Join(err, log.Close()) // the log goes with the table
 	})
 }
 
