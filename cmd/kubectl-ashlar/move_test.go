@@ -25,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/cli-runtime/pkg/genericclioptions"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -74,12 +75,18 @@ func (r result) refused(t testing.TB, words ...string) {
 // edited changes an object, its spec and its status.
 func (e *environment) edited(v *v1alpha1.Volume, edit func(*v1alpha1.Volume)) {
 	e.Helper()
-	check.OK(e, e.Get(e.Context(), client.ObjectKeyFromObject(v), v))
-	edit(v)
-	status := v.Status.DeepCopy()
-	check.OK(e, e.Update(e.Context(), v))
-	v.Status = *status
-	check.OK(e, e.Status().Update(e.Context(), v))
+	check.OK(e, retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the program writes too
+		if err := e.Get(e.Context(), client.ObjectKeyFromObject(v), v); err != nil {
+			return err
+		}
+		edit(v)
+		status := v.Status.DeepCopy()
+		if err := e.Update(e.Context(), v); err != nil {
+			return err
+		}
+		v.Status = *status
+		return e.Status().Update(e.Context(), v)
+	}))
 }
 
 // release ends the claim of a volume.

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -40,12 +41,32 @@ func (e *environment) replicated(name string, size int64, on ...string) *v1alpha
 // says writes the status of a volume with replicas, and its spec, as the controller and the node of its claim do.
 func (e *environment) says(r *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolume)) {
 	e.Helper()
-	check.OK(e, e.Get(e.Context(), client.ObjectKeyFromObject(r), r))
-	edit(r)
-	status := r.Status.DeepCopy()
-	check.OK(e, e.Update(e.Context(), r))
-	r.Status = *status
-	check.OK(e, e.Status().Update(e.Context(), r))
+	check.OK(e, retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the program writes too
+		if err := e.Get(e.Context(), client.ObjectKeyFromObject(r), r); err != nil {
+			return err
+		}
+		edit(r)
+		status := r.Status.DeepCopy()
+		if err := e.Update(e.Context(), r); err != nil {
+			return err
+		}
+		r.Status = *status
+		return e.Status().Update(e.Context(), r)
+	}))
+}
+
+// becomes waits until the program has written something.
+func becomes[T client.Object](e *environment, o T, is func(o T) bool) {
+	e.Helper()
+	for end := time.Now().Add(30 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		check.OK(e, e.Get(e.Context(), client.ObjectKeyFromObject(o), o))
+		if is(o) {
+			return
+		}
+		if time.Now().After(end) {
+			e.Fatalf("it is %+v", o)
+		}
+	}
 }
 
 // started runs the program, and returns a function that waits for its end.
@@ -78,22 +99,19 @@ func TestReplicas(t *testing.T) {
 	run(t, apitest.Admin, "replicas", r.Spec.Legs[1], "2").refused(t, "is a replica of volume pvc-1 ("+r.ID()+")")
 
 	ended := started(t, "replicas", "pvc-1", "3")
-	time.Sleep(200 * time.Millisecond)
+	becomes(e, r, func(r *v1alpha1.ReplicatedVolume) bool { return r.Spec.Replicas == 3 })
 	leg := legOf("pvc-1", "pvc-1-third", "n4", 100*mib)
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
-		if r.Spec.Replicas != 3 {
-			t.Fatalf("it is to have %d", r.Spec.Replicas)
-		}
 		r.Spec.Claims, r.Spec.Claim = 1, &v1alpha1.Claim{Node: "n1", Mode: "m", Generation: 1}
 		r.Status.Lacks = "no room now"
 	})
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(time.Second) // the program looks meanwhile
 	e.add(leg)
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
 		r.Spec.Legs, r.Spec.Numbered, r.Status.Lacks = append(r.Spec.Legs, leg.Name), 3, ""
 		r.Status.Legs = append(r.Status.Legs, v1alpha1.Leg{Name: leg.Name, State: v1alpha1.LegJoining, Progress: &v1alpha1.Progress{Done: 30, Total: 100}})
 	})
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(time.Second) // the program looks meanwhile
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Status.Legs[2] = v1alpha1.Leg{Name: leg.Name, Current: true} })
 	have := ended()
 	check.OK(t, have.err)
@@ -150,9 +168,9 @@ func TestFirstReplicas(t *testing.T) {
 	}
 
 	ended := started(t, "replicas", "pvc-1", "2")
-	time.Sleep(200 * time.Millisecond)
+	becomes(e, v, func(v *v1alpha1.Volume) bool { return v.Spec.Replicas == 2 })
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Claim = nil })
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(time.Second) // the program looks meanwhile
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = v.Name })
 	leg := legOf("pvc-1", "pvc-1-second", "n4", 100*mib)
 	e.add(leg)
