@@ -836,8 +836,10 @@ func TestSteady(t *testing.T) {
 		}
 	}
 	steady("with two legs")
-	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, nil))
+	seen := f.look().Event
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: mib})))
 	steady("while one joins")
+	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	steady("with three")
 	f.leave(0, 1)
