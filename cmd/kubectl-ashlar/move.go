@@ -51,12 +51,7 @@ volume has not moved.`,
 			}
 			return nil
 		},
-		ValidArgsFunction: completeOf(flags, func(o *overview.Overview) (names []string) {
-			for i := range o.Volumes {
-				names = append(names, cli.NamesOf(&o.Volumes[i])...)
-			}
-			return names
-		}),
+		ValidArgsFunction: completeOf(flags, volumesOf),
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			if m.cluster, err = connect(flags); err != nil {
 				return err
@@ -72,6 +67,14 @@ volume has not moved.`,
 	f.BoolVar(&m.snapshots, "with-snapshots", false, "move its snapshots to that node as well, each to the pool of its own name")
 	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flag is there
 	return cmd
+}
+
+// volumesOf is what the volumes may be called.
+func volumesOf(o *overview.Overview) (names []string) {
+	for i := range o.Volumes {
+		names = append(names, cli.NamesOf(&o.Volumes[i])...)
+	}
+	return names
 }
 
 // nodesOf are the names of the nodes that have pools.
@@ -281,31 +284,43 @@ func (c *cluster) ask(ctx context.Context, o mobile, to place, may func() error)
 // errDeleted: what was to move is not there any more.
 var errDeleted = errors.New("it was deleted meanwhile")
 
-// change writes an edit of what can move, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read. What
-// was written and not answered is what somebody else has changed.
+// change is revise of what can move, by definitions that know moves. What was written and not answered is what somebody else has changed.
 func (c *cluster) change(ctx context.Context, o mobile, edit func() (changed bool, err error)) error {
 	moves := func() *v1alpha1.Move { m, _ := o.Moves(); return m.DeepCopy() }
+	return c.revise(ctx, o, edit, func(change client.Patch) error {
+		want := moves()
+		if want != nil && want.Pool != "" { // older definitions leave out what they do not know: it would move to another pool than this
+			kept := o.DeepCopyObject().(mobile)
+			if err := c.patiently(ctx, func() error { return c.Patch(ctx, kept, change, client.DryRunAll) }); err != nil {
+				return err
+			}
+			if m, _ := kept.Moves(); m != nil && m.Pool == "" {
+				return errors.New("the definitions of ashlar.dev in this cluster know no moves to pools of other names: apply those of this version (deploy/kubernetes/crds)")
+			}
+		}
+		err := c.patiently(ctx, func() error { return c.Patch(ctx, o, change) })
+		if err == nil && want != nil && moves() == nil {
+			err = errors.New("the definitions of ashlar.dev in this cluster know no moves: apply those of this version (deploy/kubernetes/crds)")
+		}
+		return err
+	})
+}
+
+// revise writes an edit of an object, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read. write writes the change of the object; nil: as it is.
+func (c *cluster) revise(ctx context.Context, o client.Object, edit func() (changed bool, err error), write func(change client.Patch) error) error {
+	if write == nil {
+		write = func(change client.Patch) error {
+			return c.patiently(ctx, func() error { return c.Patch(ctx, o, change) })
+		}
+	}
 	for try := 1; ; try++ {
 		before := o.DeepCopyObject().(client.Object)
 		changed, err := edit()
 		if err != nil || !changed {
 			return err
 		}
-		want, change := moves(), client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
-		if want != nil && want.Pool != "" { // older definitions leave out what they do not know: it would move to another pool than this
-			kept := o.DeepCopyObject().(mobile)
-			err = c.patiently(ctx, func() error { return c.Patch(ctx, kept, change, client.DryRunAll) })
-			if m, _ := kept.Moves(); err == nil && m != nil && m.Pool == "" {
-				return errors.New("the definitions of ashlar.dev in this cluster know no moves to pools of other names: apply those of this version (deploy/kubernetes/crds)")
-			}
-		}
-		if err == nil {
-			err = c.patiently(ctx, func() error { return c.Patch(ctx, o, change) })
-		}
-		switch {
-		case err == nil && want != nil && moves() == nil:
-			return errors.New("the definitions of ashlar.dev in this cluster know no moves: apply those of this version (deploy/kubernetes/crds)")
-		case !apierrors.IsConflict(err) || try == tries:
+		err = write(client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+		if !apierrors.IsConflict(err) || try == tries {
 			return refusal(err)
 		}
 		if err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), o) }); err != nil {

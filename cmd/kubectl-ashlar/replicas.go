@@ -58,12 +58,7 @@ It refuses what cannot be done, waits until it is done, and says how far it is. 
 			}
 			return nil
 		},
-		ValidArgsFunction: completeOf(flags, func(o *overview.Overview) (names []string) {
-			for i := range o.Volumes {
-				names = append(names, cli.NamesOf(&o.Volumes[i])...)
-			}
-			return names
-		}),
+		ValidArgsFunction: completeOf(flags, volumesOf),
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			if s.cluster, err = connect(flags); err != nil {
 				return err
@@ -145,7 +140,7 @@ func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume
 		}
 		whole.Spec.Replicas = s.many
 		return true, nil
-	})
+	}, nil)
 	if err != nil || was == s.many {
 		return err
 	}
@@ -196,7 +191,7 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 		}
 		v.Spec.Replicas = want
 		return true, nil
-	})
+	}, nil)
 	switch {
 	case err != nil || !changed:
 		return err
@@ -244,29 +239,6 @@ func (r *room) takesReplicas(pools string, v *overview.Volume, bytes int64, many
 		reasons = append(reasons[:mostReasons], fmt.Sprintf("and %d more", more))
 	}
 	return fmt.Errorf("each replica needs a node of its own, and of %d further nodes that are needed there are %d: %s", many, len(fit), strings.Join(reasons, "; "))
-}
-
-// revise writes an edit of an object, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read.
-func (c *cluster) revise(ctx context.Context, o client.Object, edit func() (changed bool, err error)) error {
-	for try := 1; ; try++ {
-		before := o.DeepCopyObject().(client.Object)
-		changed, err := edit()
-		if err != nil || !changed {
-			return err
-		}
-		err = c.patiently(ctx, func() error {
-			return c.Patch(ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
-		})
-		if !apierrors.IsConflict(err) || try == tries {
-			return refusal(err)
-		}
-		if err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), o) }); err != nil {
-			return err
-		}
-		if o.GetUID() != before.GetUID() {
-			return errDeleted
-		}
-	}
 }
 
 // standing is how a volume is that is to have other replicas: one of the two, or both, if it has some.

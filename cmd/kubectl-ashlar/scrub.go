@@ -13,7 +13,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/cli"
-	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
@@ -35,12 +34,7 @@ not wait: that may take hours. Nothing is changed by it. VOLUME is its ID (vol.P
 			}
 			return nil
 		},
-		ValidArgsFunction: completeOf(flags, func(o *overview.Overview) (names []string) {
-			for i := range o.Volumes {
-				names = append(names, cli.NamesOf(&o.Volumes[i])...)
-			}
-			return names
-		}),
+		ValidArgsFunction: completeOf(flags, volumesOf),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := connect(flags)
 			if err != nil {
@@ -57,21 +51,8 @@ func (s *scrubbing) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	for try := 1; ; try++ {
-		before := r.DeepCopy()
-		r.Spec.Scrubs++
-		err := s.patiently(ctx, func() error {
-			return s.Patch(ctx, r, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
-		})
-		if err == nil {
-			break
-		}
-		if !apierrors.IsConflict(err) || try == tries {
-			return fmt.Errorf("ask for the replicas of %s to be compared: %w", name, refusal(err))
-		}
-		if err := s.Get(ctx, client.ObjectKeyFromObject(before), r); err != nil {
-			return fmt.Errorf("read volume %s: %w", name, err)
-		}
+	if err := s.revise(ctx, r, func() (bool, error) { r.Spec.Scrubs++; return true, nil }, nil); err != nil {
+		return fmt.Errorf("ask for the replicas of %s to be compared: %w", name, err)
 	}
 	return s.tell(r)
 }

@@ -215,16 +215,7 @@ func (l *replicaLife) cut() {
 		co.FromSnapshot(r, cut.GetSnapshotId())
 	})
 	copied.use(consumers[1], func(target string) {
-		now, err := read(target)
-		check.OK(l, err)
-		var last uint64
-		for _, f := range now {
-			last = max(last, f.n)
-		}
-		if last < before || last > after {
-			l.Errorf("the cut has write %d, of %d to %d", last, before, after)
-		}
-		check.OK(l, l.writer.lostOf(now, last, last))
+		copied.wasCut(target, l.writer, before, after)
 	})
 	l.again("delete the copy", copied.of.Delete)
 	l.again("delete the cut", func(ctx context.Context) error { return l.controller.RemoveSnapshot(ctx, cut.GetSnapshotId()) })

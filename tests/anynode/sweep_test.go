@@ -226,16 +226,22 @@ func (l *life) cut() {
 	copied := l.create(l.of.Name+"-copy", l.kind, largeEnough, func(r *csi.CreateVolumeRequest) { co.FromSnapshot(r, cut.GetSnapshotId()) })
 	copied.use(consumers[1], func(target string) {
 		there := copied.at(consumers[1])
-		now, err := read(there.File(target))
-		check.OK(l, err)
-		last := slices.MaxFunc(now, func(a, b found) int { return cmp.Compare(a.n, b.n) }).n
-		if last < before || last > after {
-			l.Errorf("the cut has write %d, of %d to %d", last, before, after)
-		}
-		check.OK(l, l.writer.lostOf(now, last, last))
+		copied.wasCut(there.File(target), l.writer, before, after)
 	})
 	l.again("delete the copy", copied.of.Delete)
 	l.again("delete the cut", func(ctx context.Context) error { return l.controller.RemoveSnapshot(ctx, cut.GetSnapshotId()) })
+}
+
+// wasCut makes sure that a copy of what was cut while somebody wrote, between two of the writes, has all that was written before one moment, and nothing of after it.
+func (v *volume) wasCut(path string, w *writer, before, after uint64) {
+	v.Helper()
+	now, err := read(path)
+	check.OK(v, err)
+	last := slices.MaxFunc(now, func(a, b found) int { return cmp.Compare(a.n, b.n) }).n
+	if last < before || last > after {
+		v.Errorf("the cut has write %d, of %d to %d", last, before, after)
+	}
+	check.OK(v, w.lostOf(now, last, last))
 }
 
 // orderly hands the volume over as a CO does whose pod has ended.

@@ -206,6 +206,15 @@ type ByteRange struct {
 // ReasonReplicasDiffer is of the problem that legs which are current are not equal.
 const ReasonReplicasDiffer = "ReplicasDiffer"
 
+// Missing says that so many of the legs that there are to be are not there, and why, as far as that is known.
+func (v *ReplicatedVolume) Missing(many int) string {
+	text := fmt.Sprintf("%d of %d replicas are not there", many, v.Spec.Replicas)
+	if v.Status.Lacks != "" {
+		text += ": " + v.Status.Lacks
+	}
+	return text
+}
+
 // Differ says what was found when the legs were compared; empty: that they are equal, or nothing, as they never were.
 func (v *ReplicatedVolume) Differ() string {
 	s := v.Status.Scrub

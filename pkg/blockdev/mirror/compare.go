@@ -179,13 +179,12 @@ func (legs side) differ(at, length int64) (found []dm.Range, err error) {
 // differHeld is differ while nothing is under way.
 func (legs side) differHeld(name string, at, length int64) (found []dm.Range, err error) {
 	defer lock(name)()
-	err = legs.are(name)
-	if err == nil {
-		err = dm.Hold(name)
-	}
-	if err != nil {
+	if err := legs.are(name); err != nil {
 		return nil, err
 	}
-	found, err = legs.differ(at, length)
-	return found, errors.Join(err, dm.Resume(name, dm.NoScan))
+	err = still(name, func() error {
+		found, err = legs.differ(at, length)
+		return err
+	})
+	return found, err
 }

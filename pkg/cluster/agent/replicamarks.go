@@ -46,26 +46,11 @@ func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins 
 		return nil, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(legs)) {
-		leg, failure := t.volumes.Leg(ctx, legs[name])
-		if name == joins.name || failure == nil && known && leg.Common != joins.Common {
+		if name == joins.name {
 			continue
 		}
-		since := leg.Era
-		if !known {
-			since = 0
-		}
-		var era uint32
-		if failure == nil {
-			era, failure = t.volumes.BeginEra(ctx, legs[name])
-		}
-		if failure == nil {
-			failure = mirror.Still(t.name) // what was under way is there, and so among what holds data
-		}
-		var more []dm.Range
-		if failure == nil {
-			more, failure = t.marks(ctx, legs[name], since)
-		}
-		if failure != nil {
+		more, era, same, failure := t.marksOf(ctx, legs[name], joins, known)
+		if failure != nil || !same {
 			err = errors.Join(err, failure)
 			continue
 		}
@@ -81,6 +66,25 @@ func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins 
 	}
 	klog.FromContext(ctx).Info("What a leg lacks is not known; it gets all", "leg", joins.name, "why", fmt.Sprint(err))
 	return all, nil
+}
+
+// marksOf are the marks of a leg that is in the mirror since it was equal to one that joins, or if that is not known since ever, and an era that begins before they are asked for; same: not if the two were not equal last at one moment.
+func (t *tender) marksOf(ctx context.Context, id volume.ID, joins openedLeg, known bool) (ranges []dm.Range, era uint32, same bool, err error) {
+	leg, err := t.volumes.Leg(ctx, id)
+	if err != nil || known && leg.Common != joins.Common {
+		return nil, 0, false, err
+	}
+	since := uint32(0)
+	if known {
+		since = leg.Era
+	}
+	if era, err = t.volumes.BeginEra(ctx, id); err == nil {
+		err = mirror.Still(t.name) // what was under way is there, and so among what holds data
+	}
+	if err == nil {
+		ranges, err = t.marks(ctx, id, since)
+	}
+	return ranges, era, true, err
 }
 
 func (t *tender) marks(ctx context.Context, id volume.ID, since uint32) (ranges []dm.Range, err error) {

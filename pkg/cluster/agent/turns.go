@@ -32,9 +32,7 @@ func (t *turns) takes(ref blockdev.Ref, current int, now time.Time, stale time.D
 	if t.joining[ref] {
 		return true
 	}
-	if t.waiting == nil {
-		t.joining, t.waiting = map[blockdev.Ref]bool{}, map[blockdev.Ref]waiter{}
-	}
+	t.prepare()
 	t.waiting[ref] = waiter{current, now}
 	before := len(t.joining)
 	for other, w := range t.waiting {
@@ -47,8 +45,7 @@ func (t *turns) takes(ref blockdev.Ref, current int, now time.Time, stale time.D
 	if before >= mostJoins {
 		return false
 	}
-	delete(t.waiting, ref)
-	t.joining[ref] = true
+	t.begins(ref)
 	return true
 }
 
@@ -60,11 +57,21 @@ func (t *turns) are(ref blockdev.Ref, joins bool) {
 		delete(t.joining, ref)
 		return
 	}
-	if t.joining == nil {
+	t.prepare()
+	t.begins(ref)
+}
+
+// prepare makes room for what is known. The caller has the lock, as of begins.
+func (t *turns) prepare() {
+	if t.waiting == nil {
 		t.joining, t.waiting = map[blockdev.Ref]bool{}, map[blockdev.Ref]waiter{}
 	}
-	t.joining[ref] = true
+}
+
+// begins has a volume be one whose leg is made equal.
+func (t *turns) begins(ref blockdev.Ref) {
 	delete(t.waiting, ref)
+	t.joining[ref] = true
 }
 
 // paces has what is copied to a leg of the mirror be within the limit of the node, and others have their turn when none is, or is about to be.

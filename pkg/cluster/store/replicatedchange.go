@@ -211,11 +211,7 @@ func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 		}
 	}
 	if missing := r.Spec.Replicas - len(legs); missing > 0 {
-		message := fmt.Sprintf("%d of %d replicas are not there", missing, r.Spec.Replicas)
-		if r.Status.Lacks != "" {
-			message += ": " + r.Status.Lacks
-		}
-		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaMissing, Message: message})
+		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaMissing, Message: r.Missing(missing)})
 	}
 	if differ := r.Differ(); differ != "" {
 		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: v1alpha1.ReasonReplicasDiffer, Message: differ})

@@ -194,11 +194,7 @@ func (w *whole) wrong() {
 		}
 	}
 	if missing := w.missing(); missing > 0 {
-		message := fmt.Sprintf("%d of %d replicas are not there", missing, w.r.Spec.Replicas)
-		if w.r.Status.Lacks != "" {
-			message += ": " + w.r.Status.Lacks
-		}
-		say(overview.Degraded, v1alpha1.ReasonReplicaMissing, message)
+		say(overview.Degraded, v1alpha1.ReasonReplicaMissing, w.r.Missing(missing))
 	}
 	if w.out.Replicas.Current == 0 {
 		severity := overview.Inaccessible
