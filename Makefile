@@ -63,7 +63,7 @@ endif
 vet:
 	go vet ./...
 test-packages:
-	SHARDED=cluster.test=3 CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 60m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
+	SHARDED=cluster.test=3 CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 40m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
 test-models:
 	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
 
@@ -81,7 +81,7 @@ timed-test-machines $(VMS:%=timed-%): timed-%:
 .PHONY: test-cluster
 test-cluster: ## Run controller and agents against a real API server
 	@hack/apiserver.sh >/dev/null
-	SHARDED=cluster.test=3 CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -count=1 -timeout 60m ./pkg/cluster
+	SHARDED=cluster.test=3 CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -count=1 -timeout 40m ./pkg/cluster
 
 .PHONY: test-unit
 test-unit: ## Run the tests that need no root

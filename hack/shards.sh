@@ -5,7 +5,7 @@
 #
 #   SHARDED='cluster.test=3' go test -exec hack/shards.sh ./...
 #
-# What the processes say comes one after another when all have ended. If one fails, it fails.
+# What the processes that failed say comes one after another when all have ended; of the others nothing. If one fails, it fails.
 set -euo pipefail
 
 parts=
@@ -36,8 +36,12 @@ for ((part = 0; part < parts; part++)); do
 done
 status=0
 for ((part = 0; part < parts; part++)); do
-	wait "${running[part]}" || status=$?
+	if wait "${running[part]}"; then
+		rm "$scratch/$part"
+	else
+		status=$?
+	fi
 done
 running=()
-cat "$scratch"/*
+[ "$status" -eq 0 ] || cat "$scratch"/*
 exit "$status"

@@ -13,12 +13,16 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	mathrand "math/rand/v2"
 	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -60,6 +64,9 @@ func Get(t testing.TB) *Server {
 	if startErr != nil {
 		t.Fatal(startErr)
 	}
+	if running.broken != nil {
+		t.Fatalf("the API server did not start again, in a test before this one: %v", running.broken)
+	}
 	return running
 }
 
@@ -68,6 +75,7 @@ type Server struct {
 	dir       string
 	url       string
 	processes []*process // in the order of their starts
+	broken    error      // it was to start again, and did not
 
 	agents struct {
 		sync.Mutex
@@ -201,24 +209,37 @@ func (s *Server) files() error {
 	return os.WriteFile(s.dir+"/tokens", []byte(tokens), 0o600)
 }
 
-// freePorts finds ports that nothing listens on now.
+// freePorts finds ports that nothing listens on now, and that the kernel gives to nobody who does not ask for them (ip_local_port_range, ip(7)): a server that was killed
+// finds them free when it starts again.
 func freePorts(n int) ([]string, error) {
-	var ports []string
-	var held []net.Listener // until all are known
-	for range n {
-		listener, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
+	local, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
+	if err != nil {
+		return nil, err
+	}
+	var given int // the first that the kernel gives
+	if _, err := fmt.Sscan(string(local), &given); err != nil {
+		return nil, err
+	}
+	if given <= firstPort {
+		return nil, fmt.Errorf("/proc/sys/net/ipv4/ip_local_port_range is %q: it is to leave ports from %d on to those who ask for them", local, firstPort)
+	}
+	ports := map[string]bool{}
+	for tries := 0; len(ports) < n; tries++ {
+		port := strconv.Itoa(firstPort + mathrand.IntN(given-firstPort))
+		listener, err := net.Listen("tcp", "127.0.0.1:"+port)
+		switch {
+		case err == nil:
+			listener.Close()
+			ports[port] = true
+		case tries > 1000:
 			return nil, err
 		}
-		held = append(held, listener)
-		_, port, _ := net.SplitHostPort(listener.Addr().String())
-		ports = append(ports, port)
 	}
-	for _, listener := range held {
-		listener.Close()
-	}
-	return ports, nil
+	return slices.Collect(maps.Keys(ports)), nil
 }
+
+// firstPort is above those of well-known services.
+const firstPort = 10000
 
 // process is a child that ends with this process, however that ends.
 type process struct {
@@ -259,7 +280,11 @@ func (s *Server) ready(ctx context.Context) error {
 		return err
 	}
 	for {
-		response, err := client.Get(s.url + "/readyz?verbose")
+		var response *http.Response
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/readyz?verbose", nil)
+		if err == nil {
+			response, err = client.Do(request)
+		}
 		if err == nil {
 			said, _ := io.ReadAll(response.Body) // for people
 			response.Body.Close()
@@ -310,21 +335,26 @@ func (s *Server) Kill(t testing.TB) (start func()) {
 	s.kill()
 	start = sync.OnceFunc(func() {
 		t.Helper()
-		ended := s.processes
-		s.processes = nil
-		for _, p := range ended {
-			if err := s.run(p.Args...); err != nil {
-				t.Fatal(err)
-			}
-		}
-		ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
-		defer cancel()
-		if err := s.ready(ctx); err != nil {
-			t.Fatal(err)
+		if s.broken = s.again(); s.broken != nil {
+			t.Fatal(s.broken)
 		}
 	})
 	t.Cleanup(start)
 	return start
+}
+
+// again starts what was killed.
+func (s *Server) again() error {
+	ended := s.processes
+	s.processes = nil
+	for _, p := range ended {
+		if err := s.run(p.Args...); err != nil {
+			return err
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
+	defer cancel()
+	return s.ready(ctx)
 }
 
 // stopped reports whether all threads of the API server have stopped.

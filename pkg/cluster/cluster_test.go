@@ -68,6 +68,9 @@ type environment struct {
 	follow time.Duration // as store.Options.FollowAfter
 }
 
+// testTimeout is for a test that waits for what never comes: it fails, and the others have their turn.
+const testTimeout = 10 * time.Minute
+
 func newEnvironment(t testing.TB) *environment {
 	t.Helper()
 	server := apitest.Get(t)
@@ -75,7 +78,8 @@ func newEnvironment(t testing.TB) *environment {
 	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)))
 	c, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	check.OK(t, err)
-	ctx := klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig()))
+	ctx, cancel := context.WithTimeout(klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig())), testTimeout)
+	t.Cleanup(cancel)
 	w := &environment{TB: t, Client: c, ctx: ctx}
 	t.Cleanup(w.clear)
 	for user, rules := range roles {

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"maps"
 	"os"
+	"slices"
 	"syscall"
 	"time"
 
@@ -393,12 +394,9 @@ func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
 func (p *pool) Close() error {
 	p.space.survey.close()
 	var failures []error
-	if p.lock != nil {
-		failures = append(failures, p.lock.Close())
-	}
-	for _, dir := range p.directories {
-		if dir != nil {
-			failures = append(failures, dir.Close())
+	for _, f := range append(slices.Collect(maps.Values(p.directories)), p.lock) {
+		if f != nil {
+			failures = append(failures, directory.Free(f), f.Close())
 		}
 	}
 	if p.root != nil {

@@ -220,6 +220,9 @@ func Exclusive(f *os.File) error {
 	return errdefs.FromErrno(err)
 }
 
+// Free ends what Exclusive began, if it did. To close the file is not enough: a child that was forked a moment ago, and has not yet become another program, has it open as well.
+func Free(f *os.File) error { return errdefs.FromErrno(unix.Flock(int(f.Fd()), unix.LOCK_UN)) }
+
 // Identify says what is there, for people: the identity of the pool; or else why
 // there is none and none would be made, or nil if one would. It changes nothing.
 func (p Place) Identify(ctx context.Context) (id string, err error) {
