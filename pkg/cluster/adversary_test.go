@@ -1160,7 +1160,7 @@ func TestStaleClaimAnew(t *testing.T) {
 			})
 			sweeping, _ := w.sweeping()
 			fails(t, sweeping.Delete(w.ctx, v.ID), errdefs.ErrInUse)
-			<-asked
+			w.comes(asked, "it is claimed")
 			time.Sleep(time.Second) // for what it does then
 			have, err := s.Get(w.ctx, v.ID)
 			if err != nil || have.Claim != claim {

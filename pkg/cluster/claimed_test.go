@@ -74,7 +74,7 @@ func TestClaimedWhileWriting(t *testing.T) {
 			return roundTrip(func(q *http.Request) (*http.Response, error) {
 				if hang.Load() && q.Method == http.MethodPatch && strings.Contains(q.URL.Path, "/volumes/") && strings.HasSuffix(q.URL.Path, "/status") {
 					begun <- struct{}{}
-					<-let
+					held(t, let)
 				}
 				return next.RoundTrip(q)
 			})

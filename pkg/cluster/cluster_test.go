@@ -173,6 +173,24 @@ func (w *environment) eventually(what string, is func() bool) {
 	}
 }
 
+// comes waits until a channel is closed, or something comes from it.
+func (w *environment) comes(c <-chan struct{}, what string) {
+	w.Helper()
+	select {
+	case <-c:
+	case <-w.ctx.Done():
+		w.Fatalf("never: %s", what)
+	}
+}
+
+// held holds a hook up until the test lets it go on, or has ended: what is stopped then waits for what it does.
+func held[T any](t testing.TB, let <-chan T) {
+	select {
+	case <-let:
+	case <-t.Context().Done():
+	}
+}
+
 // store starts a store, as the controller that it is part of would; stop kills it. During a test it takes
 // nothing to be abandoned.
 func (w *environment) store() (_ *store.Store, stop func()) {

@@ -357,7 +357,7 @@ func TestClaimsAtOnce(t *testing.T) {
 			return roundTrip(func(q *http.Request) (*http.Response, error) {
 				if q.Method == http.MethodPatch && hang.CompareAndSwap(true, false) {
 					close(hung)
-					<-let
+					held(t, let)
 				}
 				return next.RoundTrip(q)
 			})
@@ -390,7 +390,7 @@ func TestClaimsAtOnce(t *testing.T) {
 	hang.Store(true)
 	answers := make(chan error, 2)
 	go func() { answers <- s.Claim(w.ctx, ids[0], claim) }()
-	<-hung
+	w.comes(hung, "a claim is written")
 	go func() { answers <- s.Claim(w.ctx, ids[1], claim) }() // which waits until that is counted
 	time.Sleep(100 * time.Millisecond)
 	given := make(chan error, 1)
@@ -413,7 +413,7 @@ func TestDeletedWhileMade(t *testing.T) {
 	hook := func(operation string, ref blockdev.Ref) error {
 		if operation == "Create" && ref.Kind == blockdev.Volume {
 			entered <- struct{}{}
-			<-release
+			held(t, release)
 		}
 		return nil
 	}

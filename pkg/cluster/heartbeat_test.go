@@ -208,16 +208,10 @@ func TestBegunAfterAll(t *testing.T) {
 			s, _ := w.store()
 			w.pooled(s, a)
 			w.pooled(s, b)
-			begun, let := make(chan struct{}), make(chan struct{})
+			hook, begun, release := creationHeld(t, "v")
 			a.stop()
 			if !dies {
-				a.hook = func(operation string, ref blockdev.Ref) error {
-					if operation == "Create" && ref.Key == volume.KeyOf("v") {
-						begun <- struct{}{}
-						<-let
-					}
-					return nil
-				}
+				a.hook = hook
 				w.start(a)
 			}
 			asked := make(chan error)
@@ -230,7 +224,7 @@ func TestBegunAfterAll(t *testing.T) {
 				check.OK(t, second(a.local.Create(w.ctx, spec("used"))))
 				check.OK(t, a.local.SetFormat(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")}, volume.Format{State: volume.Formatted, Type: "ext4"}))
 			} else {
-				<-begun
+				w.comes(begun, "it is being made")
 			}
 			w.node("node-a", false)
 			fails(t, <-asked, errdefs.ErrNoSpace)
@@ -243,7 +237,7 @@ func TestBegunAfterAll(t *testing.T) {
 				check.OK(t, second(s.Create(w.ctx, used)))
 				w.start(a)
 			} else {
-				close(let)
+				release()
 			}
 			w.eventually("what was made on node-a is gone", func() bool {
 				_, err := a.local.Get(w.ctx, v.ID)
@@ -333,13 +327,13 @@ func (l *line) set(cut bool) {
 
 // creationHeld is a hook (machine.hook) that holds up the creation of a volume: begun is closed when it begins, and it goes on once
 // it is released.
-func creationHeld(name string) (hook func(operation string, ref blockdev.Ref) error, begun <-chan struct{}, release func()) {
+func creationHeld(t testing.TB, name string) (hook func(operation string, ref blockdev.Ref) error, begun <-chan struct{}, release func()) {
 	began, let := make(chan struct{}), make(chan struct{})
 	begin := sync.OnceFunc(func() { close(began) })
 	return func(operation string, ref blockdev.Ref) error {
 		if operation == "Create" && ref.Key == volume.KeyOf(name) {
 			begin()
-			<-let
+			held(t, let)
 		}
 		return nil
 	}, began, sync.OnceFunc(func() { close(let) })
@@ -367,7 +361,7 @@ func TestServerAway(t *testing.T) {
 			})
 		})
 	})
-	hook, begun, release := creationHeld("v")
+	hook, begun, release := creationHeld(t, "v")
 	defer release()
 	m := w.beating(nodeName)
 	m.stop()
@@ -380,7 +374,7 @@ func TestServerAway(t *testing.T) {
 	defer cancel()
 	asked := make(chan error, 1)
 	go func() { asked <- second(s.Create(ctx, spec("v"))) }()
-	<-begun
+	w.comes(begun, "it is being made")
 	<-answered // the node may be faster than the answer to who asked it
 	l.set(true)
 	back := time.Now().Add(silentAfter + silentAfter/4)
@@ -416,7 +410,7 @@ func TestServerHangs(t *testing.T) {
 			})
 		})
 	})
-	hook, begun, release := creationHeld("v")
+	hook, begun, release := creationHeld(t, "v")
 	defer release()
 	m := w.beating(nodeName)
 	m.stop()
@@ -429,7 +423,7 @@ func TestServerHangs(t *testing.T) {
 	defer cancel()
 	asked := make(chan error, 1)
 	go func() { asked <- second(s.Create(ctx, spec("v"))) }()
-	<-begun
+	w.comes(begun, "it is being made")
 	thaw := apitest.Get(t).Freeze(t)
 	pausing.Store(true)
 	time.Sleep(briefly + heartbeat)

@@ -218,19 +218,18 @@ func TestMoveInUseOldDiskFails(t *testing.T) {
 // hanging is a pool whose disk does not answer for some volumes.
 type hanging struct {
 	*memory.Pool
-	let chan struct{}
+	t testing.TB
 }
 
 func (h *hanging) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
-	<-h.let
+	<-h.t.Context().Done()
 	return h.Pool.SetLabels(ctx, ref, change)
 }
 
 // TestMoveHomeHangs: the disk of a node hangs, and volumes that are to leave it do not go on. Those of other nodes, and of its other disks, do.
 func TestMoveHomeHangs(t *testing.T) {
-	w, network, let := newEnvironment(t), &remotetest.Network{}, make(chan struct{})
-	t.Cleanup(func() { close(let) })
-	a := w.begin(&machine{name: "node-1", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { return &hanging{p, let} }})
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a := w.begin(&machine{name: "node-1", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { return &hanging{p, t} }})
 	b := w.begin(&machine{name: "node-2", ported: true, network: network})
 	s, _ := w.store()
 	w.pooled(s, b)

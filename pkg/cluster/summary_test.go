@@ -229,7 +229,7 @@ func TestProgress(t *testing.T) {
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
 	m := w.begin(&machine{name: nodeName, with: func(o *agent.Options) { o.ProgressEvery = look }, hook: func(operation string, _ blockdev.Ref) error {
 		if hold := holding.Load(); operation == "Create" && hold != nil {
-			<-*hold
+			held(t, *hold)
 		}
 		return nil
 	}})
