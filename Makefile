@@ -174,6 +174,10 @@ bench: ## Measure the driver against the bare device, and draw it into FIGURES (
 	@hack/install-tools.sh bench
 	go run ./tests/bench --figures=$(FIGURES)
 
+.PHONY: bench-quick
+bench-quick: ## Measure in two minutes whether the driver is slower than that of the last commit, and than bare system calls (root)
+	go run ./tests/bench --parts=quick
+
 .PHONY: bench-limits
 bench-limits: ## Measure how exactly limits of I/O are kept, over files and LVM pools, in a virtual machine (root)
 	@hack/install-tools.sh vm

@@ -28,11 +28,16 @@ const stopTime = 8 * time.Second
 // shipped. But its paths stay in it: so it is made of what was compiled for the tests already.
 func Build(dir string, flags ...string) (string, error) {
 	_, file, _, _ := runtime.Caller(0)
+	return BuildOf(filepath.Join(filepath.Dir(file), "../.."), dir, flags...)
+}
+
+// BuildOf is Build of another tree of the project.
+func BuildOf(tree, dir string, flags ...string) (string, error) {
 	build := exec.Command("go", slices.Concat([]string{"build", "-o", filepath.Join(dir, "driver")}, flags, []string{"./cmd/driver"})...)
 	if !slices.Contains(flags, "-race") {
 		build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	}
-	build.Dir = filepath.Join(filepath.Dir(file), "../..")
+	build.Dir = tree
 	if out, err := build.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("build the driver (its source has to be where it was): %w\n%s", err, out)
 	}

@@ -46,19 +46,11 @@ func (b *bench) life(ctx context.Context) error {
 		progress("life: %d at once", atOnce)
 		calls, steps := &recorder{}, &recorder{}
 		recorders[atOnce] = [2]*recorder{calls, steps}
-		rates, ratios, err := b.inTurn(atOnce,
-			func() error {
-				return d.failed(block(ctx, b.lives, atOnce, func(w int) error {
-					return d.newVolume(fmt.Sprintf("worker-%d", w), lifeSize, false, false).life(ctx, calls)
-				}))
-			},
-			func() error {
-				return block(ctx, b.lives, atOnce, func(w int) error { return b.floorLife(ctx, bare, w, steps) })
-			})
+		rates, err := b.inTurn(atOnce, b.lived(ctx, d, atOnce, calls), bare.lived(ctx, b, atOnce, steps))
 		if err != nil {
 			return err
 		}
-		rows = append(rows, []string{fmt.Sprint(atOnce), fmt.Sprint(b.rounds * b.lives * atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios)})
+		rows = append(rows, []string{fmt.Sprint(atOnce), fmt.Sprint(b.rounds * b.lives * atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios(rates[0], rates[1]))})
 		chart.Add(fmt.Sprintf("%d at once", atOnce), figures.Of(rates[0]), figures.Of(rates[1]))
 	}
 	figures.Table([]string{"at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)"}, rows)
@@ -68,22 +60,45 @@ func (b *bench) life(ctx context.Context) error {
 	return b.whereTheTimeGoes(ctx, d, recorders[1][0], recorders[1][1])
 }
 
-// inTurn runs two blocks of lives in turn, and returns how many lives each had in a second, by rounds, and their ratios.
-func (b *bench) inTurn(atOnce int, blocks ...func() error) (rates [2][]float64, ratios []float64, err error) {
+// inTurn runs blocks of lives in turn, and returns how many lives each had in a second, by rounds.
+func (b *bench) inTurn(atOnce int, blocks ...func() error) (rates [][]float64, err error) {
+	rates = make([][]float64, len(blocks))
 	for round := range b.rounds {
-		var rate [2]float64
 		for i := range blocks {
-			which := (round + i) % 2 // each goes first as often as the other
+			which := (round + i) % len(blocks) // each goes first as often as the others
 			start := time.Now()
 			if err := blocks[which](); err != nil {
-				return rates, ratios, err
+				return nil, err
 			}
-			rate[which] = float64(b.lives*atOnce) / time.Since(start).Seconds()
+			rates[which] = append(rates[which], float64(b.lives*atOnce)/time.Since(start).Seconds())
 		}
-		rates[0], rates[1] = append(rates[0], rate[0]), append(rates[1], rate[1])
-		ratios = append(ratios, rate[0]/rate[1])
 	}
-	return rates, ratios, nil
+	return rates, nil
+}
+
+// ratios are those of each round.
+func ratios(of, to []float64) []float64 {
+	r := make([]float64, len(of))
+	for i := range of {
+		r[i] = of[i] / to[i]
+	}
+	return r
+}
+
+// lived is a block of whole lives by a driver.
+func (b *bench) lived(ctx context.Context, d *driver, atOnce int, calls *recorder) func() error {
+	return func() error {
+		return d.failed(block(ctx, b.lives, atOnce, func(w int) error {
+			return d.newVolume(fmt.Sprintf("worker-%d", w), lifeSize, false, false).life(ctx, calls)
+		}))
+	}
+}
+
+// lived is one by bare system calls.
+func (f *floor) lived(ctx context.Context, b *bench, atOnce int, steps *recorder) func() error {
+	return func() error {
+		return block(ctx, b.lives, atOnce, func(w int) error { return b.floorLife(ctx, f, w, steps) })
+	}
 }
 
 // whereTheTimeGoes compares the calls of lives with the floor's steps.

@@ -5,6 +5,7 @@
 //	go run ./tests/bench                     everything, in about five minutes
 //	go run ./tests/bench --parts=life,fio    some of it
 //	go run ./tests/bench --figures=DIR       with a picture of each, as SVG
+//	go run ./tests/bench --parts=quick       whether this tree is slower than its last commit, in two minutes
 //
 // Logical volumes (lvm) and encrypted ones are measured in a virtual machine (hack/vm/run.sh) where the kernel
 // has no device mapper.
@@ -48,6 +49,8 @@ type bench struct {
 	fioRuntime time.Duration
 	fioSize    int64
 
+	before string // the commit that quick compares with; empty: the last one
+
 	draws figures.Draws
 }
 
@@ -55,6 +58,9 @@ const few = 10 // volumes that scale compares with
 
 // The parts, in the order in which they run. scale, memory and idle share their volumes.
 var parts = []string{"life", "observed", "scale", "memory", "idle", "fio", "lvm", "encrypted"}
+
+// quick is no part of the whole: it is for who changes something.
+const quick = "quick"
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -80,12 +86,13 @@ func (b *bench) parse() (wanted []string, dir string, err error) {
 	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio, encrypted: rounds")
 	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio, encrypted: length of each measurement")
 	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio, encrypted: bytes of each volume, a multiple of 16 MiB")
+	flag.StringVar(&b.before, "before", "", "quick: the commit to compare with (default: HEAD, or the one before if nothing was changed since)")
 	flag.StringVar(&b.draws.Dir, "figures", "", "directory for pictures of the tables; "+figures.Print+" prints what they are drawn from (default: none)")
 	flag.Parse()
 	wanted = strings.Split(*chosen, ",")
 	for _, part := range wanted {
-		if !slices.Contains(parts, part) {
-			return nil, "", fmt.Errorf("--parts=%s: known are %s", *chosen, strings.Join(parts, ","))
+		if part != quick && !slices.Contains(parts, part) {
+			return nil, "", fmt.Errorf("--parts=%s: known are %s,%s", *chosen, strings.Join(parts, ","), quick)
 		}
 	}
 	if flag.NArg() > 0 || b.rounds < 1 || b.lives < 1 || b.volumes <= few || b.samples < 1 || b.lvmRounds < 1 || b.lvmLives < 1 || b.fioRounds < 1 || b.fioSize < 64<<20 || b.fioSize%(16<<20) != 0 {
@@ -144,6 +151,7 @@ func measure(ctx context.Context) (err error) {
 		{"fio", has("fio"), func() error { return b.fio(ctx) }},
 		{"lvm", has("lvm"), func() error { return b.lvm(ctx) }},
 		{"encrypted", has("encrypted"), func() error { return b.encrypted(ctx) }},
+		{quick, has(quick), func() error { return b.quick(ctx) }},
 	} {
 		if !part.wanted {
 			continue

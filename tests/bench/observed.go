@@ -47,18 +47,11 @@ func (b *bench) observed(ctx context.Context) (err error) {
 	var rows [][]string
 	for _, atOnce := range []int{1, 4} {
 		progress("observed: %d at once", atOnce)
-		lives := func(d *driver) func() error {
-			return func() error {
-				return d.failed(block(ctx, b.lives, atOnce, func(w int) error {
-					return d.newVolume(fmt.Sprintf("worker-%d", w), lifeSize, false, false).life(ctx, &recorder{})
-				}))
-			}
-		}
-		rates, ratios, err := b.inTurn(atOnce, lives(both[0]), lives(both[1]))
+		rates, err := b.inTurn(atOnce, b.lived(ctx, seen, atOnce, &recorder{}), b.lived(ctx, unseen, atOnce, &recorder{}))
 		if err != nil {
 			return err
 		}
-		rows = append(rows, []string{fmt.Sprint(atOnce), fmt.Sprint(b.rounds * b.lives * atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios)})
+		rows = append(rows, []string{fmt.Sprint(atOnce), fmt.Sprint(b.rounds * b.lives * atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios(rates[0], rates[1]))})
 	}
 	figures.Table([]string{"at once", "lives", "observed, lives/s", "not, lives/s", "observed / not"}, rows)
 
