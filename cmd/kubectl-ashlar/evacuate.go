@@ -146,10 +146,6 @@ func (e *evacuation) moveSnapshots(ctx context.Context, copies *cuts) error {
 
 // plan finds out what is to leave the node, and where to: the largest first.
 func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving, error) {
-	seen := map[string]*overview.Volume{}
-	for i := range o.Volumes {
-		seen[o.Volumes[i].ID] = &o.Volumes[i]
-	}
 	var all []*leaving
 	for _, field := range []string{"spec.nodeName", "spec.move.node"} {
 		var volumes v1alpha1.VolumeList
@@ -158,11 +154,7 @@ func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving
 		}
 		for i := range volumes.Items {
 			v := &volumes.Items[i]
-			known := seen[v.ID()]
-			if known == nil { // it was made since
-				known = &overview.Volume{ID: v.ID(), Name: v.Spec.Name}
-			}
-			all = append(all, &leaving{followed: *titled(following(v, known, place{}))})
+			all = append(all, &leaving{followed: *following(v, shown(o, v), place{})})
 		}
 	}
 	slices.SortStableFunc(all, func(a, b *leaving) int {

@@ -64,6 +64,9 @@ func (l *legs) apart(v *v1alpha1.Volume, node string) error {
 	if key = whole.Spec.TopologyKey; key != "" && l.labels(node)[key] == "" {
 		return fmt.Errorf("it has no label %s (parameter replicaTopologyKey of the class), or you may not list nodes", key)
 	}
+	if v.OtherLeg(node, l.all) != nil {
+		return errors.New("it has another replica of the volume, or gets one")
+	}
 	for _, other := range l.all {
 		if other.Spec.ReplicaOf != v.Spec.ReplicaOf || other.Name == v.Name || v1alpha1.Going(other) {
 			continue
@@ -72,11 +75,8 @@ func (l *legs) apart(v *v1alpha1.Volume, node string) error {
 		if other.Moving() {
 			at = other.Spec.Move.Node
 		}
-		switch {
-		case other.Spec.NodeName == node || at == node:
-			return fmt.Errorf("it has another replica of the volume, %s", other.Name)
-		case key != "" && l.labels(at)[key] == l.labels(node)[key]:
-			return fmt.Errorf("it is where node %s is, which has another replica of the volume, %s (parameter replicaTopologyKey=%s of the class)", at, other.Name, key)
+		if key != "" && l.labels(at)[key] == l.labels(node)[key] {
+			return fmt.Errorf("it is where node %s is, which has another replica of the volume (parameter replicaTopologyKey=%s of the class)", at, key)
 		}
 	}
 	return nil
@@ -106,9 +106,9 @@ func (c *cluster) lookAtLegs(ctx context.Context, f *followed) {
 		if name == f.v.Name || c.Get(ctx, client.ObjectKey{Name: name}, next) != nil || next.Spec.NodeName != f.to.node {
 			continue
 		}
-		f.legs = fmt.Sprintf("replica %s is made on node %s", name, f.to.node)
+		f.legs = fmt.Sprintf("another replica is made on node %s", f.to.node)
 		if l := whole.Leg(name); l != nil && l.Message != "" {
-			f.legs = fmt.Sprintf("replica %s on node %s: %s", name, f.to.node, l.Message)
+			f.legs = fmt.Sprintf("another replica on node %s: %s", f.to.node, l.Message)
 		}
 	}
 }
@@ -123,24 +123,21 @@ func (f *followed) stageOfLegs() (kind, text string, done bool, err error) {
 	return kind, text, false, nil
 }
 
-// titled gives what is to move its title.
-func titled(f *followed) *followed {
-	if f.v.Spec.ReplicaOf == "" {
-		return f
+// shown is a volume as an overview has it. Of a replica it is that of its volume.
+func shown(o *overview.Overview, v *v1alpha1.Volume) *overview.Volume {
+	for i := range o.Volumes {
+		if seen := &o.Volumes[i]; seen.ID == v.ID() || v.Spec.ReplicaOf != "" && keyOf(seen.ID) == v.Spec.ReplicaOf {
+			return seen
+		}
 	}
-	of := "volume " + f.v.Spec.ReplicaOf
-	if c := f.v.Spec.ClaimRef; c != nil {
-		of = c.Namespace + "/" + c.Name
-	}
-	f.title = fmt.Sprintf("replica %s of %s", f.v.Name, of)
-	return f
+	return &overview.Volume{ID: v.ID(), Name: cmp.Or(v.Spec.ReplicaOf, v.Spec.Name)} // it was made since
 }
 
 // findMoved finds what a person calls a volume. A replica is called by its own KEY or ID.
 func (c *cluster) findMoved(ctx context.Context, o *overview.Overview, name string) (*overview.Volume, *v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := c.Get(ctx, client.ObjectKey{Name: keyOf(name)}, v); err == nil && v.Spec.ReplicaOf != "" && (name == v.Name || name == v.ID()) {
-		return &overview.Volume{ID: v.ID(), Name: v.Spec.Name}, v, nil
+		return shown(o, v), v, nil
 	}
 	seen, err := cli.Find(o, name)
 	if err != nil {

@@ -41,14 +41,14 @@ func TestMoveReplicas(t *testing.T) {
 	e.add(whole)
 
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "has replicas; say which one is to move: ", first.Name+" (node n1)", second.Name+" (node n2)")
-	run(t, apitest.Admin, "move", first.ID(), "--to=n2").refused(t, "it has another replica of the volume, "+second.Name)
+	run(t, apitest.Admin, "move", first.ID(), "--to=n2").refused(t, "move shop/data, replica on n1 to node n2: it has another replica of the volume")
 	run(t, apitest.Admin, "move", first.Name, "--to=n3").refused(t, "it is where node n2 is, which has another replica of the volume", "replicaTopologyKey=zone")
-	run(t, apitest.Admin, "evacuate", "n1", "--dry-run").says(t, "replica "+first.Name+" of shop/data  50Mi  n5  -\n")
+	run(t, apitest.Admin, "evacuate", "n1", "--dry-run").says(t, "shop/data, replica on n1  50Mi  n5  -\n")
 
 	e.drivers("")
 	r := run(t, apitest.Admin, "evacuate", "n1")
 	check.OK(t, r.err)
-	r.says(t, "replica "+first.Name+" of shop/data: it is on node n5\n", "No volume is left on node n1.\n")
+	r.says(t, "shop/data, replica on n1: it is on node n5\n", "No volume is left on node n1.\n")
 
 	third := of("leg-3", "n3", true)
 	ended := make(chan result)
@@ -77,6 +77,6 @@ func TestMoveReplicas(t *testing.T) {
 	check.OK(t, e.Delete(t.Context(), second))
 	r = <-ended
 	check.OK(t, r.err)
-	r.says(t, "used on node n4; another replica takes its place\n", ": replica "+third.Name+" on node n3: 25Mi of 50Mi are equal to the others\n", ": another replica has everything; this one is being deleted\n",
-		"replica "+second.Name+" of shop/data: another replica has taken its place\n", "No volume is left on node n2.\n")
+	r.says(t, "used on node n4; another replica takes its place\n", ": another replica on node n3: 25Mi of 50Mi are equal to the others\n", ": another replica has everything; this one is being deleted\n",
+		"shop/data, replica on n2: another replica has taken its place\n", "No volume is left on node n2.\n")
 }

@@ -178,7 +178,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	title := titled(following(v, seen, place{})).title
+	title := following(v, seen, place{}).title
 	if m.cancel {
 		if m.snapshots && v.Spec.Move == nil {
 			return m.takeBackSnapshots(ctx, v)
@@ -208,11 +208,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	case err != nil:
 		return fmt.Errorf("move %s to %s: %w", title, to, err)
 	}
-	f := titled(following(v, seen, to))
-	err = f.tell(m.out)
-	if err == nil && m.wait {
-		err = m.follow(ctx, f)
-	}
+	err = m.follow(ctx, following(v, seen, to))
 	if err != nil || !m.snapshots {
 		return err
 	}
@@ -386,6 +382,9 @@ type followed struct {
 
 func following(v *v1alpha1.Volume, seen *overview.Volume, to place) *followed {
 	f := &followed{v: v, title: cli.Title(seen), to: to, claim: v.Spec.Claim.DeepCopy()}
+	if v.Spec.ReplicaOf != "" {
+		f.title += ", replica on " + v.Spec.NodeName
+	}
 	var pods []string
 	for _, pod := range seen.Pods {
 		pods = append(pods, pod.Namespace+"/"+pod.Name)
@@ -489,32 +488,49 @@ func (c *cluster) again(ctx context.Context, f *followed) error {
 	return err
 }
 
-// follow waits until a move has ended.
+// follow says how far a move is, and waits until it has ended, if that is wanted.
 func (m *moving) follow(ctx context.Context, f *followed) error {
-	for {
-		_, text, done, err := f.stage()
+	known := true // the volume was just written
+	return follow(ctx, m.out, f.title, m.wait, fmt.Sprintf("the move to %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.to, f.v.ID()),
+		func() (kind, text string, done bool, err error) {
+			if !known {
+				err = m.again(ctx, f)
+			}
+			known = false
+			switch {
+			case errors.Is(err, errDeleted):
+				return "", "", false, err
+			case err != nil:
+				return "", "", false, fmt.Errorf("it is not known how far its move to %s is, which goes on: %w; the same command waits for it again", f.to, err)
+			}
+			return f.stage()
+		})
+}
+
+// follow says how far something is whenever that is of another kind than before, and waits until it is done, or as long as one look. look is as stageOf is. meanwhile says what becomes of it when this is interrupted.
+func follow(ctx context.Context, out io.Writer, title string, wait bool, meanwhile string, look func() (kind, text string, done bool, err error)) error {
+	for told := ""; ; {
+		kind, text, done, err := look()
 		switch {
+		case ctx.Err() != nil:
+			return fmt.Errorf("%s: interrupted; %s", title, meanwhile)
 		case err != nil:
-			return fmt.Errorf("%s: %w", f.title, err)
+			return fmt.Errorf("%s: %w", title, err)
 		case done:
-			_, err := fmt.Fprintf(m.out, "%s: %s.\n", f.title, text)
+			_, err := fmt.Fprintf(out, "%s: %s.\n", title, text)
 			return err
+		case kind != told:
+			told = kind
+			if _, err := fmt.Fprintf(out, "%s: %s\n", title, text); err != nil {
+				return err
+			}
 		}
-		if err := f.tell(m.out); err != nil {
-			return err
+		if !wait {
+			return nil
 		}
 		select {
 		case <-ctx.Done():
 		case <-time.After(lookAgain):
-			err = m.again(ctx, f)
-		}
-		switch {
-		case ctx.Err() != nil:
-			return fmt.Errorf("%s: interrupted; the move to %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.title, f.to, f.v.ID())
-		case errors.Is(err, errDeleted):
-			return fmt.Errorf("%s: %w", f.title, err)
-		case err != nil:
-			return fmt.Errorf("%s: it is not known how far its move to %s is, which goes on: %w; the same command waits for it again", f.title, f.to, err)
 		}
 	}
 }

@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -32,7 +31,6 @@ type replicating struct {
 	key   string
 	title string
 	pods  string // that use it
-	told  string
 }
 
 func replicasCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
@@ -354,34 +352,11 @@ func (s *replicating) stageOf(r *v1alpha1.ReplicatedVolume, legs []v1alpha1.Volu
 
 // follow says how far it is, and waits until it is done, or as long as one look.
 func (s *replicating) follow(ctx context.Context) error {
-	for {
+	return follow(ctx, s.out, s.title, s.wait, fmt.Sprintf("it is to have %s, and that goes on: the same command waits for it again", counted(s.many)), func() (kind, text string, done bool, err error) {
 		now, err := s.read(ctx)
-		if err == nil {
-			var kind, text string
-			var done bool
-			kind, text, done, err = s.stage(now)
-			switch {
-			case err == nil && done:
-				_, err := fmt.Fprintf(s.out, "%s: %s.\n", s.title, text)
-				return err
-			case err == nil && kind != s.told:
-				s.told = kind
-				_, err = fmt.Fprintf(s.out, "%s: %s\n", s.title, text)
-			}
-			if err == nil && !s.wait {
-				return nil
-			}
+		if err != nil {
+			return "", "", false, err
 		}
-		if err == nil {
-			select {
-			case <-ctx.Done():
-			case <-time.After(lookAgain):
-				continue
-			}
-		}
-		if ctx.Err() != nil {
-			return fmt.Errorf("%s: interrupted; it is to have %s, and that goes on: the same command waits for it again", s.title, counted(s.many))
-		}
-		return fmt.Errorf("%s: %w", s.title, err)
-	}
+		return s.stage(now)
+	})
 }

@@ -63,14 +63,14 @@ func (s *scrubbing) find(ctx context.Context, name string) (*v1alpha1.Replicated
 	if err != nil {
 		return nil, err
 	}
-	key := keyOf(name)
-	if seen, err := cli.Find(o, name); err == nil {
-		key = keyOf(seen.ID)
+	seen, err := cli.Find(o, name)
+	if err != nil {
+		return nil, err
 	}
 	r := &v1alpha1.ReplicatedVolume{}
-	err = s.Get(ctx, client.ObjectKey{Name: key}, r)
+	err = s.Get(ctx, client.ObjectKey{Name: keyOf(seen.ID)}, r)
 	if apierrors.IsNotFound(err) {
-		return nil, fmt.Errorf("there is no volume %s that has replicas (kubectl get replicatedvolumes.ashlar.dev)", name)
+		return nil, fmt.Errorf("%s has no replicas, so there is nothing to compare; to give it one more: kubectl ashlar replicas %s 2", cli.Title(seen), name)
 	}
 	return r, err
 }

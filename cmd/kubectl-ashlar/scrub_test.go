@@ -21,7 +21,8 @@ func TestScrub(t *testing.T) {
 	e.add(movable("pvc-2", "n1", 50*mib, nil))
 	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: key}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: "pvc-1", Pool: "default", Replicas: 2, Size: 50 * mib, Numbered: 1, Legs: []string{key}}}
 	e.add(r)
-	run(t, apitest.Admin, "scrub", "pvc-2").refused(t, "there is no volume pvc-2 that has replicas")
+	run(t, apitest.Admin, "scrub", "pvc-2").refused(t, "pvc-2 has no replicas, so there is nothing to compare; to give it one more: kubectl ashlar replicas pvc-2 2")
+	run(t, apitest.Admin, "scrub", "nobody").refused(t, `there is no volume "nobody"`)
 	run(t, apitest.Admin, "scrub", "pvc-1").says(t, "nobody uses it now: its replicas are compared when somebody does.\nThey were not compared yet.\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(r), r))
 	r.Status.Scrub = &v1alpha1.Scrub{Asked: 1, Ended: new(metav1.NewTime(time.Unix(1e9, 0))), Progress: &v1alpha1.Progress{Done: 1, Total: 4}}

@@ -61,7 +61,7 @@ var pages = map[string]string{
 	"ReplicaLost":        "replicas-missing",
 	"ReplicaMissing":     "replicas-missing",
 	"ReplicaNotCurrent":  "replicas-missing",
-	"ReplicasDiffer":     "replicas-missing",
+	"ReplicasDiffer":     "replicas-differ",
 
 	// Of nodes.
 	"AgentSilent":  "agent-down",

@@ -16,7 +16,7 @@ import (
 const root = "../.."
 
 // well are the reasons of conditions that say that nothing is wrong, so there is nothing to do.
-var well = map[string]bool{"AgentHeard": true, "AllKnown": true, "Blank": true, "Copied": true, "Copying": true, "Cut": true, "Found": true, "HomeBack": true, "Moved": true, "Moving": true, "NodeReady": true, "NoProblems": true, "NotBlank": true, "Recovered": true, "ReplicaAdded": true, "ReplicaCurrent": true, "ReplicaJoining": true, "ReplicaRemoved": true}
+var well = map[string]bool{"AgentHeard": true, "AllKnown": true, "Blank": true, "Copied": true, "Copying": true, "Cut": true, "Found": true, "HomeBack": true, "Moved": true, "Moving": true, "NodeReady": true, "NoProblems": true, "NotBlank": true, "Recovered": true, "ReplicaAdded": true, "ReplicaCurrent": true, "ReplicaJoining": true, "ReplicaRemoved": true, "ReplicasEqual": true}
 
 // TestReasons: each reason that the source has for a problem, a condition or a failure has its page and its section there; and each
 // reason with a page is in the source.

@@ -4,6 +4,9 @@ import (
 	"testing"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
@@ -67,4 +70,53 @@ func TestReplicatedCapacity(t *testing.T) {
 	}
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	check.OK(t, s.Delete(w.ctx, made.ID))
+}
+
+// TestReplicatedCapacityApart: what a class has room for whose replicas are in different zones is what is there in as many zones; nodes that may get no replica have none.
+func TestReplicatedCapacityApart(t *testing.T) {
+	w, _, s := legCluster(t, 4)
+	server := controller.New(s)
+	at := func(node string, replicas, key string) int64 {
+		t.Helper()
+		r := &csi.GetCapacityRequest{Parameters: map[string]string{"access": "any", "replicas": replicas}}
+		if key != "" {
+			r.Parameters["replicaTopologyKey"] = key
+		}
+		if node != "" {
+			r.AccessibleTopology = &csi.Topology{Segments: map[string]string{csimap.TopologyKey: node}}
+		}
+		c, err := server.GetCapacity(w.ctx, r)
+		check.OK(t, err)
+		if most := c.GetMaximumVolumeSize().GetValue(); most > c.GetAvailableCapacity() || most == 0 && c.GetAvailableCapacity() > 0 {
+			t.Errorf("%s, %s replicas: a volume may have %d, where there is room for %d", node, replicas, most, c.GetAvailableCapacity())
+		}
+		return c.GetAvailableCapacity()
+	}
+	edit := func(name string, edit func(n *corev1.Node)) {
+		n := &corev1.Node{}
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: name}, n))
+		before := n.DeepCopy()
+		edit(n)
+		check.OK(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
+	}
+	for node, zone := range map[string]string{"node-1": "a", "node-2": "a", "node-3": "b"} { // node-4 is in none
+		edit(node, func(n *corev1.Node) { metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", zone) })
+	}
+	whole := at("node-1", "2", "")
+	w.eventually("the store knows the zones", func() bool { return at("node-1", "2", "zone") == whole })
+	for what, c := range map[string]struct{ have, want int64 }{
+		"anywhere, in two zones":                      {at("", "2", "zone"), whole}, // all of it has a replica on node-3
+		"anywhere, on two nodes":                      {at("", "2", ""), 2 * whole},
+		"with the node that is alone in its zone":     {at("node-3", "2", "zone"), whole},
+		"a node that is in no zone":                   {at("node-4", "2", "zone"), 0},
+		"three zones, of which there are two":         {at("node-1", "3", "zone"), 0},
+		"three zones, of which there are two, in all": {at("", "3", "zone"), 0},
+		"three nodes":                                 {at("node-1", "3", ""), whole},
+	} {
+		if c.have != c.want {
+			t.Errorf("%s: room for %d, want %d", what, c.have, c.want)
+		}
+	}
+	edit("node-3", func(n *corev1.Node) { n.Spec.Unschedulable = true })
+	w.eventually("a cordoned node gets no replica", func() bool { return at("node-1", "2", "zone") == 0 && at("node-1", "2", "") == whole })
 }

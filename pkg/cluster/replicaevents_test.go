@@ -53,6 +53,15 @@ func TestReplicaEvents(t *testing.T) {
 	set(func(l *v1alpha1.Leg) { *l = v1alpha1.Leg{Name: l.Name, Current: true, State: v1alpha1.LegCurrent} })
 	told(events.ReplicaCurrent, "replica on node "+away.Spec.NodeName+" has all that was written again")
 
+	scrubbed := func(c v1alpha1.Scrub) { w.says(spec.Name, func(r *v1alpha1.ReplicatedVolume) { r.Status.Scrub = &c }) }
+	found, differences := metav1.NewTime(time.Now().Add(-2*time.Hour)), &v1alpha1.Differences{Bytes: 4096, Ranges: []v1alpha1.ByteRange{{Offset: 8192, Length: 4096}}}
+	scrubbed(v1alpha1.Scrub{Progress: &v1alpha1.Progress{Done: 1, Total: 2}, Found: differences, Turned: &found})
+	told(v1alpha1.ReasonReplicasDiffer, "4096 bytes are not the same on all its replicas, by the compare that is under way, at 8192+4096")
+	scrubbed(v1alpha1.Scrub{Last: differences, Ended: new(metav1.Now()), Turned: &found})
+	scrubbed(v1alpha1.Scrub{Ended: new(metav1.Now()), Turned: new(metav1.Now())})
+	told(events.ReplicasEqual, "its replicas were compared anew, and are equal")
+	told(v1alpha1.ReasonReplicasDiffer, "by the compare that is under way") // once
+
 	m := all[away.Spec.NodeName]
 	m.stop()
 	check.OK(t, m.local.Delete(w.ctx, legID(away)))
@@ -68,11 +77,12 @@ func TestReplicaEvents(t *testing.T) {
 	})
 	other := w.legsOf(spec.Name)[2]
 	told(events.ReplicaAdded, "another replica was made, on node "+other.Spec.NodeName)
-	m.stop() // so that its leg is seen to go
 	w.becomes(spec.Name, object.Name, other.Name)
 	told(events.ReplicaRemoved, "it does without its replica on node "+away.Spec.NodeName)
-	w.start(m.machine)
 	w.eventually("the lost one is gone", func() bool { return len(w.legsOf(spec.Name)) == 2 })
+	if removed := w.whole(spec.Name).Spec.Removed; len(removed) != 1 || removed[0].Name != away.Name || removed[0].NodeName != away.Spec.NodeName || time.Since(removed[0].Time.Time) > time.Minute {
+		t.Errorf("removed are %+v", removed)
+	}
 	if found := w.eventsOn(claim, events.ReplicaCurrent); len(found) != 1 {
 		t.Errorf("a leg that is gone is current again: %+v", found)
 	}

@@ -42,5 +42,10 @@ func TestReplicaMetrics(t *testing.T) {
 		`ashlar_replica_resync_bytes{node="` + other + `"}`: 70, `ashlar_replicas{node="` + other + `",state="current"}`: 0})
 	w.becomes("v", w.whole("v").Name)
 	is("one waits", map[string]float64{`ashlar_replicas{node="` + other + `",state="waiting"}`: 1, `ashlar_replica_resync_bytes{node="` + other + `"}`: 0})
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) {
+		r.Status.Scrub = &v1alpha1.Scrub{Found: &v1alpha1.Differences{Bytes: 4096}}
+	})
+	is("they are not equal, and each counts as a replica", map[string]float64{`ashlar_replicas_differ`: 1, `ashlar_objects{kind="replica",node="` + other + `",state="ready"}`: 1, `ashlar_objects{kind="volume",node="` + other + `",state="ready"}`: 0})
 	check.OK(t, s.Delete(w.ctx, v.ID))
+	is("it is gone", map[string]float64{`ashlar_replicas_differ`: 0})
 }

@@ -246,7 +246,7 @@ func TestReplicatedApart(t *testing.T) {
 		return spec
 	}
 	_, err := s.Create(w.ctx, apart("three", 3))
-	if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "2 nodes have room for one of 3 replicas, and each needs a node of its own") {
+	if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "2 values of the label zone (parameter replicaTopologyKey) have room for one of 3 replicas, and each needs one of its own: node node-4 has no label zone") {
 		t.Error(err)
 	}
 	if len(w.legsOf("three")) > 0 {
@@ -256,6 +256,18 @@ func TestReplicatedApart(t *testing.T) {
 	check.OK(t, err)
 	w.isMade(t, s, "v", v, 2)
 	if homes := w.homes("v"); !slices.Equal(homes, []string{"node-1", "node-3"}) {
+		t.Errorf("its legs are on %v", homes)
+	}
+	alone := apart("alone", 2)
+	alone.Nodes = []string{"node-4"}
+	_, err = s.Create(w.ctx, alone)
+	if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "node node-4 has no label zone (parameter replicaTopologyKey)") || len(w.legsOf("alone")) > 0 {
+		t.Errorf("the first leg is to be where no label says which zone that is: %v", err)
+	}
+	alone.Nodes = []string{"node-4", "node-2"}
+	_, err = s.Create(w.ctx, alone)
+	check.OK(t, err)
+	if homes := w.homes("alone"); !slices.Equal(homes, []string{"node-2", "node-3"}) {
 		t.Errorf("its legs are on %v", homes)
 	}
 }

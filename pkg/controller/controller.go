@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -426,106 +425,6 @@ func (s *Server) ControllerGetVolume(ctx context.Context, r *csi.ControllerGetVo
 	}
 	return &csi.ControllerGetVolumeResponse{Volume: toVolume(v, networks),
 		Status: &csi.ControllerGetVolumeResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, nil
-}
-
-// GetCapacity returns what the pools of a class can still promise together, and the largest volume that one of them can.
-func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
-	parameters, err := csimap.ParseParameters(r.GetParameters())
-	if err != nil {
-		return nil, err
-	}
-	floor := int64(blockdev.Granularity)
-	if len(r.GetVolumeCapabilities()) > 0 {
-		fs, err := csimap.CheckCapabilities(r.GetVolumeCapabilities()...)
-		if err != nil {
-			return nil, err
-		}
-		if fs != "" {
-			floor = fs.MinSize()
-		}
-	}
-	nodes, err := s.homes(ctx, parameters.Access, r.GetAccessibleTopology())
-	if err != nil {
-		return nil, err
-	}
-	var c blockdev.Capacity
-	for _, node := range nodes {
-		one, err := s.capacity(ctx, parameters, node)
-		if err != nil {
-			return nil, err
-		}
-		c = c.And(one)
-	}
-	if legs := parameters.Replicas.Legs(); legs > 0 && len(nodes) > 1 {
-		c.Available /= int64(legs) // each volume takes as much on so many of them
-	}
-	return &csi.GetCapacityResponse{AvailableCapacity: c.Available, MaximumVolumeSize: wrapInt64(c.MaxVolume),
-		MinimumVolumeSize: wrapInt64(max(c.MinVolume, floor))}, nil
-}
-
-// capacity is that of a node, for volumes of a class. Of volumes with replicas it is no more than what as many other nodes of its network can take as there are to be further ones.
-func (s *Server) capacity(ctx context.Context, p csimap.Parameters, node string) (blockdev.Capacity, error) {
-	c, err := s.store.Capacity(ctx, p.Pool, p.Encryption.Scheme, node)
-	further := p.Replicas.Legs() - 1
-	if err != nil || further < 1 {
-		return c, err
-	}
-	networks, err := s.networks(ctx)
-	if err != nil {
-		return blockdev.Capacity{}, err
-	}
-	var available, most []int64 // of the other ones, as far as it takes to know enough of them
-	enough := 0
-	for _, other := range slices.Sorted(maps.Keys(networks)) {
-		if other == node || networks[other] != networks[node] || enough == further {
-			continue
-		}
-		one, err := s.store.Capacity(ctx, p.Pool, p.Encryption.Scheme, other)
-		if err != nil {
-			return blockdev.Capacity{}, err
-		}
-		available, most = append(available, one.Available), append(most, one.MaxVolume)
-		if one.MaxVolume >= c.MaxVolume && one.Available >= c.Available {
-			enough++
-		}
-	}
-	c.Available, c.MaxVolume = min(c.Available, largest(available, further)), min(c.MaxVolume, largest(most, further))
-	return c, nil
-}
-
-// largest is the n-th largest of some numbers; 0 if there are fewer.
-func largest(of []int64, n int) int64 {
-	if len(of) < n {
-		return 0
-	}
-	slices.Sort(of)
-	return of[len(of)-n]
-}
-
-// homes are the nodes of a topology that can have volumes with some access; an empty name stands for all nodes.
-func (s *Server) homes(ctx context.Context, access volume.Access, topology *csi.Topology) ([]string, error) {
-	if err := s.reaches(access, volume.Replicas{}); err != nil {
-		return nil, err
-	}
-	nodes := []string{""}
-	if topology != nil {
-		var err error
-		nodes, err = s.nodesIn(ctx, topology.GetSegments())
-		if errors.Is(err, errdefs.ErrNoSpace) || errors.Is(err, errdefs.ErrInvalid) { // nobody of ours is there
-			return nil, nil
-		}
-		if err != nil {
-			return nil, err
-		}
-	}
-	if access == volume.AccessNode {
-		return nodes, nil
-	}
-	networks, err := s.networks(ctx)
-	if topology == nil {
-		nodes = slices.Collect(maps.Keys(networks))
-	}
-	return slices.DeleteFunc(nodes, func(node string) bool { return networks[node] == "" }), err
 }
 
 // ControllerExpandVolume grows a volume and its device; filesystems grow on the node.

@@ -141,10 +141,18 @@ func (n *Node) lookAtVolumes(ctx context.Context, pool string) volumes {
 			continue // it was deleted meanwhile, or the driver ends; else its pool says what is wrong
 		}
 		for _, p := range problems {
-			found.problems[problem{p.Severity, p.Reason}]++
+			found.problems[problem{severityOf(v, p), p.Reason}]++
 		}
 	}
 	return found
+}
+
+// severityOf is how bad a problem of a volume is. That a leg lost its bytes is no loss of data as such: whether the volume has others is known to the controller.
+func severityOf(v volume.Volume, p blockdev.Problem) blockdev.Severity {
+	if v.ReplicaOf != "" && p.Severity == blockdev.DataLoss {
+		return blockdev.Degraded
+	}
+	return p.Severity
 }
 
 func (n *Node) measure(ctx context.Context, v volume.Volume) measured {

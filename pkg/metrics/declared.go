@@ -31,7 +31,7 @@ var (
 	PoolProblems = sampledGauge("ashlar_pool_problems", "1 while something is wrong with the pool, by what that is.", "node", "pool", "severity", "reason")
 	PoolStrays   = sampledGauge("ashlar_pool_strays", "Volumes and snapshots of the pool that no object of the cluster is for.", "node", "pool")
 
-	VolumeProblems = sampledGauge("ashlar_volume_problems", "Volumes that have something wrong with them, by what that is.", "node", "pool", "severity", "reason")
+	VolumeProblems = sampledGauge("ashlar_volume_problems", "Volumes that have something wrong with them, by what that is. Lost bytes of a replica are Degraded: ashlar_replicated_volumes has the volumes that have no other one.", "node", "pool", "severity", "reason")
 
 	DiskHealthy = sampledGauge("ashlar_disk_healthy", "1 if a disk below the pool says of itself that it is well, 0 if it says that it fails (SMART's overall assessment, NVMe's critical warnings but that of heat).", "node", "pool", "device")
 	DiskWear    = sampledGauge("ashlar_disk_wear_ratio", "The part of its life that a disk below the pool has used, by its own reckoning; 1 is all of it, and it may be more.", "node", "pool", "device")
@@ -48,8 +48,7 @@ var (
 	MirrorsInProgress = sampledGauge("ashlar_mirrors_in_progress", "Volumes that the node uses, and is copying meanwhile to the nodes that they move to.", "node")
 	MirroredBytes     = sampledCounter("ashlar_mirrored_bytes_total", "Bytes that the node has copied of volumes that it uses to the nodes that they move to, as it has seen that.", "node")
 
-	Scrubs         = counter("ashlar_scrubs_total", "Compares of all replicas of a volume that were done, by what they found (equal, differ).", "result")
-	ReplicasDiffer = sampledGauge("ashlar_replicas_differ", "Volumes that the node uses and whose replicas were found not to be equal.", "node")
+	Scrubs = counter("ashlar_scrubs_total", "Compares of all replicas of a volume that were done, by what they found (equal, differ).", "result")
 
 	FreezeSeconds = histogram("ashlar_freeze_seconds", "How long the writes to a volume were held back while it was copied, in seconds.",
 		[]float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120}, "node")
@@ -65,7 +64,7 @@ var (
 	AgentFailures    = counter("ashlar_agent_failures_total", "Tries of the agent that failed, by the kind of the object (volume, snapshot or group), or move and snapshot-move for what comes from another node, or has left this one.", "node", "kind")
 	AgentOldestWish  = sampledGauge("ashlar_agent_oldest_wish_seconds", "Age of the oldest object of the node whose spec is not carried out, in seconds; 0 if all are. What is being copied or zeroed does not count.", "node")
 
-	Objects     = sampledGauge("ashlar_objects", "Volumes and snapshots of the cluster, by their state (making, ready, deleting, failed, lost); each replica of a volume counts as one of its node.", "node", "kind", "state")
+	Objects     = sampledGauge("ashlar_objects", "Volumes, snapshots and replicas of the cluster (volume, snapshot, replica), by their state (making, ready, deleting, failed, lost); volumes with replicas are none of the volumes.", "node", "kind", "state")
 	NodeAgentUp = sampledGauge("ashlar_node_agent_up", "1 if the node, which has pools, volumes or snapshots, is there and ready and its agent is heard.", "node")
 )
 
@@ -77,6 +76,7 @@ const (
 
 // Volumes with replicas, as the controller sees them.
 var (
+	ReplicasDiffer    = sampledGauge("ashlar_replicas_differ", "Volumes whose replicas were found not to be equal when they were compared last.")
 	ReplicatedVolumes = sampledGauge("ashlar_replicated_volumes", "Volumes with replicas, by how many these are to be, and by how many of them are not there or lack something of what was written.", "replicas", "lacking")
 	Replicas          = sampledGauge("ashlar_replicas", "Replicas that the node has of volumes, by their state: current, or they lack something of what was written, which is copied to them now (joining) or later (waiting).", "node", "state")
 	ReplicaResync     = sampledGauge("ashlar_replica_resync_bytes", "What is yet to be copied to replicas of the node that are joining, in bytes.", "node")

@@ -70,6 +70,9 @@ type Reacher interface {
 	Store
 	// Networks are the names of the networks in which nodes reach each other, by the names of the nodes; those that are in none are not there.
 	Networks(ctx context.Context) (map[string]string, error)
+	// Places are where replicas of one volume are apart, by the names of the nodes: the values of a label of theirs, or without one the nodes themselves. Nodes that may get no replica, as they have no such label or are cordoned,
+	// are not there.
+	Places(ctx context.Context, label string) (map[string]string, error)
 }
 
 // Differ is a Store that knows the bytes of its snapshots, as one that is on their node does.

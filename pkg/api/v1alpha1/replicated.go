@@ -83,6 +83,12 @@ type ReplicatedVolumeSpec struct {
 	// Numbered is how many legs there ever were: the name of the next one follows from it.
 	// +kubebuilder:validation:Minimum=1
 	Numbered int64 `json:"numbered"`
+	// Removed are the legs that were taken out of spec.legs last, the latest one last.
+	// +optional
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:MaxItems=6
+	Removed []RemovedLeg `json:"removed,omitempty"`
 	// Claim fences the volume to one node: it changes by compare-and-swap only.
 	// +optional
 	Claim *Claim `json:"claim,omitempty"`
@@ -97,6 +103,19 @@ type ReplicatedVolumeSpec struct {
 	// Delete: the legs may be deleted, and the object after them. It is the UID of this very object.
 	// +optional
 	Delete types.UID `json:"delete,omitempty"`
+}
+
+// RemovedLeg is a leg that its volume does without.
+type RemovedLeg struct {
+	// Name of its Volume, which is deleted.
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	Name string `json:"name"`
+	// NodeName is the node that had it; empty: it was on none, or that is not known.
+	// +optional
+	// +kubebuilder:validation:MaxLength=253
+	NodeName string `json:"nodeName,omitempty"`
+	// Time of that, by the controller's clock.
+	Time metav1.Time `json:"time"`
 }
 
 // ReplicatedVolumeStatus is how the legs of a volume are. The node of its claim writes it, by compare-and-swap; the controller, while there is no claim and no leg was ever used.
@@ -174,7 +193,13 @@ type Scrub struct {
 	// Last is what that one found; without it, that all legs are equal.
 	// +optional
 	Last *Differences `json:"last,omitempty"`
+	// Turned is when the legs were found to differ, or, when they do no more, when that was found; without it they never did.
+	// +optional
+	Turned *metav1.Time `json:"turned,omitempty"`
 }
+
+// Differs: something is known that is not the same on all legs.
+func (s *Scrub) Differs() bool { return s != nil && (s.Last != nil || s.Found != nil) }
 
 // MostRanges is how many ranges Differences names.
 const MostRanges = 16
@@ -218,10 +243,10 @@ func (v *ReplicatedVolume) Missing(many int) string {
 // Differ says what was found when the legs were compared; empty: that they are equal, or nothing, as they never were.
 func (v *ReplicatedVolume) Differ() string {
 	s := v.Status.Scrub
-	if s == nil || s.Last == nil && s.Found == nil {
+	if !s.Differs() {
 		return ""
 	}
-	found, when := s.Last, ""
+	found, when := s.Last, "by a compare that did not end"
 	if s.Found != nil {
 		found, when = s.Found, "by the compare that is under way"
 	} else if s.Ended != nil {

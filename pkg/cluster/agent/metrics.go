@@ -72,7 +72,6 @@ func (a *Agent) Samples() []metrics.Sample {
 	}
 	mirrors, mirrored := a.gauges.mirroring()
 	return append(samples, metrics.MirrorsInProgress.At(float64(mirrors), node), metrics.MirroredBytes.At(float64(mirrored), node),
-		metrics.ReplicasDiffer.At(float64(a.differing()), node),
 		metrics.AgentQueueLength.At(float64(a.gauges.length()), node),
 		metrics.AgentOldestWish.At(a.gauges.oldest(open, time.Now()).Seconds(), node))
 }

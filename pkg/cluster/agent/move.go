@@ -313,10 +313,8 @@ func (a *Agent) apart(ctx context.Context, v *v1alpha1.Volume) error {
 	if err := a.kube.Client.List(ctx, &here, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list the volumes of node "+a.local.Node(), err)
 	}
-	for i := range here.Items {
-		if other := &here.Items[i]; other.Spec.ReplicaOf == v.Spec.ReplicaOf && other.Name != v.Name {
-			return fmt.Errorf("%w: node %s has another replica of its volume, %s", errWaits, a.local.Node(), other.Name)
-		}
+	if other := v.OtherLeg(a.local.Node(), here.Pointers()); other != nil {
+		return fmt.Errorf("%w: node %s has another replica of its volume, %s", errWaits, a.local.Node(), other.Name)
 	}
 	return nil
 }

@@ -342,38 +342,42 @@ func (f tendedConnections) End(_ context.Context, nqn string) error {
 	return nil
 }
 
-// TestLegsFallSilent: the nodes of two legs do not answer any more, and one is found later than the other. What leaves the mirror first waits for what is under way to the second.
-func TestLegsFallSilent(t *testing.T) {
-	f := newTended(t, 3, "a", "b", "c")
-	f.silent("b", 0)
-	f.silent("c", time.Second)
+// goesOnWithout has a leg answer nothing any more: what is written goes on with the first leg alone.
+func (f *tended) goesOnWithout(name string) {
+	f.t.Helper()
+	f.silent(name, 0)
 	write := f.write(0)
 	f.starts()
 	f.ends(write, "what was written to the leg that is there")
 	f.current("a")
+}
+
+// joins has a leg join the first one, of which it lacks nothing.
+func (f *tended) joins(name string) {
+	f.t.Helper()
+	check.OK(f.t, mirror.Join(context.Background(), f.tender.name, f.legs[name].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
+}
+
+// TestLegsFallSilent: the nodes of two legs do not answer any more, and one is found later than the other. What leaves the mirror first waits for what is under way to the second.
+func TestLegsFallSilent(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	f.silent("c", time.Second)
+	f.goesOnWithout("b")
 }
 
 // TestSilentOnceEqual: the node of a leg that joins does not answer any more when all is on it, and before it is one of the others.
 func TestSilentOnceEqual(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
-	check.OK(t, mirror.Join(context.Background(), f.tender.name, f.legs["b"].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
-	f.silent("b", 0)
-	write := f.write(0)
-	f.starts()
-	f.ends(write, "what was written to the leg that is there")
-	f.current("a")
+	f.joins("b")
+	f.goesOnWithout("b")
 }
 
 // TestSilentWhileFlushed: the node of a leg does not answer any more when it is one of the others, and is flushed before it is put on the list.
 func TestSilentWhileFlushed(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
-	check.OK(t, mirror.Join(context.Background(), f.tender.name, f.legs["b"].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
+	f.joins("b")
 	check.OK(t, mirror.Finish(context.Background(), f.tender.name, 0))
-	f.silent("b", 0)
-	write := f.write(0)
-	f.starts()
-	f.ends(write, "what was written to the leg that is there")
-	f.current("a")
+	f.goesOnWithout("b")
 }
 
 // TestForgottenMeanwhile: a flush fails on a leg, and the kernel forgets it, while somebody who looks after the mirror is at something else.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -104,7 +103,7 @@ func (s *scrub) run(ctx context.Context) error {
 	var before *v1alpha1.Differences
 	if err := s.write(ctx, func(c *v1alpha1.Scrub, v *v1alpha1.ReplicatedVolume) {
 		if c.Progress == nil || c.Progress.Total != state.Size {
-			c.Progress, c.Found, c.Asked = &v1alpha1.Progress{Total: state.Size}, nil, v.Spec.Scrubs
+			begin(c, state.Size, v.Spec.Scrubs)
 		}
 		at, before = c.Progress.Done, c.Found.DeepCopy()
 	}); err != nil {
@@ -199,11 +198,27 @@ func (s *scrub) write(ctx context.Context, edit func(*v1alpha1.Scrub, *v1alpha1.
 			if status.Scrub == nil {
 				status.Scrub = &v1alpha1.Scrub{}
 			}
-			edit(status.Scrub, v)
+			turning(status.Scrub, func() { edit(status.Scrub, v) })
 		})
 		if !errors.Is(err, errdefs.ErrBusy) || try == scrubWrites || pause(ctx, busyRetry) != nil {
 			return err
 		}
+	}
+}
+
+// begin has a compare begin anew. What one has found that did not end, as the volume has grown, is true until this one has ended.
+func begin(c *v1alpha1.Scrub, size, asked int64) {
+	if c.Found != nil {
+		c.Last = c.Found
+	}
+	c.Progress, c.Found, c.Asked = &v1alpha1.Progress{Total: size}, nil, asked
+}
+
+// turning edits what is known of a compare, and notes when that makes a difference to whether the legs differ.
+func turning(c *v1alpha1.Scrub, edit func()) {
+	differed := c.Differs()
+	if edit(); c.Differs() != differed {
+		c.Turned = new(metav1.Now().Rfc3339Copy())
 	}
 }
 
@@ -234,16 +249,4 @@ func with(before *v1alpha1.Differences, differ []dm.Range, message string) *v1al
 		all.Message = cluster.Limited(message)
 	}
 	return all
-}
-
-// differing is how many of the volumes that are used here have legs that differ, as far as that is known.
-func (a *Agent) differing() (n int) {
-	if !a.replicas.read.Load() {
-		return 0
-	}
-	var list v1alpha1.ReplicatedVolumeList
-	if err := a.replicas.kube.Cache.List(context.Background(), &list); err != nil { // it is memory
-		return 0
-	}
-	return len(slices.DeleteFunc(list.Items, func(v v1alpha1.ReplicatedVolume) bool { return v.Differ() == "" }))
 }

@@ -53,3 +53,28 @@ func TestDifferences(t *testing.T) {
 		t.Errorf("%+v, then %+v", first, all)
 	}
 }
+
+// TestScrubTurns: it is known since when legs differ, or are equal after that, whatever else is written; and what was found is not forgotten when a compare begins anew.
+func TestScrubTurns(t *testing.T) {
+	c, found := &v1alpha1.Scrub{}, &v1alpha1.Differences{Bytes: 4096}
+	for _, step := range []struct {
+		what          string
+		edit          func()
+		turns, differ bool
+	}{
+		{"one begins", func() { begin(c, 8192, 0) }, false, false},
+		{"it finds nothing", func() { c.Progress.Done = 4096 }, false, false},
+		{"it finds something", func() { c.Found = found }, true, true},
+		{"the volume has grown", func() { begin(c, 16384, 0) }, false, true},
+		{"it finds that again", func() { c.Found = found }, false, true},
+		{"it ends", func() { c.Progress, c.Last, c.Found = nil, found, nil }, false, true},
+		{"another one begins", func() { begin(c, 16384, 1) }, false, true},
+		{"it finds nothing and ends", func() { c.Progress, c.Last, c.Found = nil, nil, nil }, true, false},
+	} {
+		c.Turned = nil
+		turning(c, step.edit)
+		if turned := c.Turned != nil; turned != step.turns || c.Differs() != step.differ {
+			t.Errorf("%s: turned %v, differ %v", step.what, turned, c.Differs())
+		}
+	}
+}

@@ -125,3 +125,24 @@ func TestReadersOfAHomeAway(t *testing.T) {
 		t.Errorf("some of it is said once alone: %v", keys)
 	}
 }
+
+// TestRemovedLegs: that a volume does without a leg follows from the object alone, also when nobody was there to see the leg go; and is not said again when that is long ago.
+func TestRemovedLegs(t *testing.T) {
+	now := metav1.Now()
+	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: "k"}, Status: v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro())},
+		Spec: v1alpha1.ReplicatedVolumeSpec{Name: "v", Pool: "p", Removed: []v1alpha1.RemovedLeg{{Name: "old", NodeName: "a", Time: metav1.NewTime(now.Add(-2 * fresh))}, {Name: "unknown", Time: now}, {Name: "new", NodeName: "b", Time: now}}}}
+	a := New(kube.Connection{}, nil, Options{})
+	for range 2 {
+		a.update(r, false, ofReplicated(r, nil, nil))
+	}
+	notes := map[string]int{}
+	for _, e := range a.entries {
+		if e.reason == ReplicaRemoved {
+			notes[e.note]++
+		}
+	}
+	subject := "volume vol.p.k: it does without its replica"
+	if want := map[string]int{subject + ", which is deleted": len(replicated), subject + " on node b, which is deleted": len(replicated)}; !maps.Equal(notes, want) {
+		t.Errorf("it is said that %v", notes)
+	}
+}

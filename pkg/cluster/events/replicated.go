@@ -80,13 +80,37 @@ func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	for _, name := range r.Spec.Legs {
 		all = append(all, ofLegOf(r, legs[name], name, subject)...)
 	}
-	for name, v := range legs {
-		if !slices.Contains(r.Spec.Legs, name) && v1alpha1.Going(v) {
-			one := saying{of: r, reason: ReplicaRemoved, level: normal, state: name, note: fmt.Sprintf("%sit does without its replica on node %s, which is deleted", subject, v.Spec.NodeName)}
-			all = append(all, one.each(replicated)...)
-		}
+	for _, l := range r.Spec.Removed {
+		one := saying{of: r, reason: ReplicaRemoved, level: normal, state: l.Name, since: l.Time.Time, note: fmt.Sprintf("%sit does without its replica%s, which is deleted", subject, onNodeNamed(l.NodeName))}
+		all = append(all, one.each(replicated)...)
 	}
+	all = append(all, ofCompare(r, subject)...)
 	return append(all, ofNoCurrent(r, legs, nodes, subject)...)
+}
+
+func onNodeNamed(node string) string {
+	if node == "" {
+		return ""
+	}
+	return " on node " + node
+}
+
+// ofCompare says that the legs were found to differ, or to be equal after that.
+func ofCompare(r *v1alpha1.ReplicatedVolume, subject string) []saying {
+	scrub := r.Status.Scrub
+	if scrub == nil {
+		return nil
+	}
+	one := saying{of: r, reason: ReplicasEqual, level: normal, note: subject + "its replicas were compared anew, and are equal"}
+	if differ := r.Differ(); differ != "" {
+		one = saying{of: r, reason: v1alpha1.ReasonReplicasDiffer, level: warning, lasting: true, note: subject + differ}
+	} else if scrub.Turned == nil {
+		return nil
+	}
+	if scrub.Turned != nil {
+		one.since, one.state = scrub.Turned.Time, scrub.Turned.UTC().Format(time.RFC3339)
+	}
+	return one.each(replicated)
 }
 
 // ofLegOf is what there is to say of a leg.

@@ -34,6 +34,7 @@ const (
 	ReplicaCurrent  = "ReplicaCurrent"
 	ReplicaAdded    = "ReplicaAdded"
 	ReplicaRemoved  = "ReplicaRemoved"
+	ReplicasEqual   = "ReplicasEqual"
 	HomeAway        = "HomeAway"
 	HomeBack        = "HomeBack"
 	GrowthRefused   = "GrowthRefused"
@@ -134,6 +135,7 @@ var Table = []Entry{
 	{ReplicaJoining, normal, replicated, "What a replica lacks is being copied to it."},
 	{ReplicaCurrent, normal, replicated, "A replica has all that was written again."},
 	{ReplicaRemoved, normal, replicated, "The volume does without a replica, as it has enough others."},
+	{ReplicasEqual, normal, replicated, "The replicas of the volume, which were not equal, were compared anew, and are."},
 	{HomeBack, normal, volumes, "The node of the volume answers a node that uses or reads it again, or has ended that."},
 	{AgentHeard, normal, []string{onNode, onVolume, onClaim}, "The driver on the node is heard again."},
 	{NodeReady, normal, waiting, "The node that the volume waited for is ready again."},

@@ -145,13 +145,11 @@ func (m *Mover) together(ctx context.Context, v *v1alpha1.Volume) (bool, error) 
 	if err := m.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: v.Spec.ReplicaOf}); err != nil {
 		return false, kube.APIError("list the replicas of "+v.Spec.ReplicaOf, err)
 	}
-	for i := range list.Items {
-		if other := &list.Items[i]; other.Name != v.Name && (other.Spec.NodeName == v.Spec.Move.Node || other.Moving() && other.Spec.Move.Node == v.Spec.Move.Node) {
-			klog.FromContext(ctx).Info("A replica does not move to where another one of its volume is, or moves to", "replica", v.Name, "other", other.Name, "node", v.Spec.Move.Node)
-			return true, nil
-		}
+	other := v.OtherLeg(v.Spec.Move.Node, list.Pointers())
+	if other != nil {
+		klog.FromContext(ctx).Info("A replica does not move to where another one of its volume is, or moves to", "replica", v.Name, "other", other.Name, "node", v.Spec.Move.Node)
 	}
-	return false, nil
+	return other != nil, nil
 }
 
 // ended reports whether the new node of what has moved has taken it over, and the old one has given its bytes back, or will never come back.

@@ -14,6 +14,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -242,7 +243,7 @@ func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 	}
 	switch victim, kind := excess(r, judged); kind {
 	case takeOut:
-		return p.takeOut(ctx, r, victim)
+		return p.takeOut(ctx, r, victim, legs[victim])
 	case unlist:
 		return p.unlist(ctx, r, victim)
 	}
@@ -307,10 +308,16 @@ func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like
 	return p.patch(ctx, r, before)
 }
 
-// takeOut takes a leg that is not current, or whose volume is used, out of those that the volume is to have. Who uses it does without it then.
-func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) error {
+// takeOut takes a leg, whose Volume is v if there is one, that is not current, or whose volume is used, out of those that the volume is to have. Who uses it does without it then.
+func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, v *v1alpha1.Volume) error {
 	before := r.DeepCopy()
 	r.Spec.Legs = slices.DeleteFunc(slices.Clone(r.Spec.Legs), func(one string) bool { return one == name })
+	removed := v1alpha1.RemovedLeg{Name: name, Time: metav1.Now().Rfc3339Copy()}
+	if v != nil {
+		removed.NodeName = v.Spec.NodeName
+	}
+	r.Spec.Removed = append(slices.Clone(r.Spec.Removed), removed)
+	r.Spec.Removed = r.Spec.Removed[max(0, len(r.Spec.Removed)-mostLegs):]
 	klog.FromContext(ctx).Info("A volume does without a replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
 	return p.patch(ctx, r, before)
 }

@@ -34,7 +34,7 @@ func apart(r *v1alpha1.ReplicatedVolume, node *corev1.Node, network string, othe
 	case theirs != "" && network != theirs:
 		return fmt.Sprintf("node %s is not in the network %q of the other replicas", node.Name, theirs)
 	case key != "" && node.Labels[key] == "":
-		return fmt.Sprintf("node %s has no label %s (parameter replicaTopologyKey)", node.Name, key)
+		return withoutLabel(node.Name, key)
 	}
 	for _, other := range others {
 		switch {
@@ -181,16 +181,24 @@ func (s *Store) lacking(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	if failed != nil || !errors.Is(err, errdefs.ErrNoSpace) {
 		return fmt.Errorf("replica %s of volume %s: %w", name, cluster.ReplicatedID(r), err)
 	}
-	return fmt.Errorf("%s, and each needs a node of its own: %w", roomFor(r.Spec.Replicas, len(kept(r, legs, name))), err)
+	return fmt.Errorf("%s: %w", roomFor(r.Spec.Replicas, len(kept(r, legs, name)), r.Spec.TopologyKey), err)
 }
 
-// roomFor says how many nodes have room for a volume.
-func roomFor(replicas, nodes int) string {
-	have := "nodes have"
-	if nodes == 1 {
-		have = "node has"
+// roomFor says how many places have room for a volume: nodes, or values of a label of theirs.
+func roomFor(replicas, places int, key string) string {
+	one, many, own := "node has", "nodes have", "a node"
+	if key != "" {
+		label := " of the label " + key + " (parameter replicaTopologyKey)"
+		one, many, own = "value"+label+" has", "values"+label+" have", "one"
 	}
-	return fmt.Sprintf("%d %s room for one of %d replicas", nodes, have, replicas)
+	if places == 1 {
+		many = one
+	}
+	return fmt.Sprintf("%d %s room for one of %d replicas, and each needs %s of its own", places, many, replicas, own)
+}
+
+func withoutLabel(node, key string) string {
+	return fmt.Sprintf("node %s has no label %s (parameter replicaTopologyKey)", node, key)
 }
 
 // isFurther reports whether a volume is a leg that is made beside another one.
@@ -198,47 +206,57 @@ func isFurther(spec volume.Spec) bool {
 	return spec.ReplicaOf != "" && spec.ReplicaOf != volume.KeyOf(spec.Name)
 }
 
-// roomForAll is ErrNoSpace if there are not as many nodes of one network that seem to have room for a leg of a volume as it is to have legs. The nodes know better; but so that is known before anything is made.
-func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) error {
+// roomForAll is ErrNoSpace if there are not as many places for legs in one network that seem to have room for one as a volume is to have legs. The nodes know better; but so that is known before anything is made. It returns the pools where
+// the first leg is not to be, as there could be no others beside it.
+func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, error) {
 	floor, overhead := spec.MinSize(), spec.Encryption.Scheme.Overhead()
 	if spec.Source != (volume.ID{}) {
 		from, err := s.findSource(ctx, spec.Source)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		floor = max(floor, from.size)
 	}
 	size, err := spec.Size.Choose(floor, blockdev.Granularity, overhead)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	spec.Nodes = nil
-	fit, nodes, unfit, err := s.fitting(ctx, spec, nil)
+	fit, nodes, why, err := s.fitting(ctx, spec, nil)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	apart := map[string]map[string]bool{} // by network: the places for legs
-	most := 0
+	key := spec.Replicas.TopologyKey
+	apart, most := map[string]map[string]bool{}, 0 // by network: the places that have room
 	for _, r := range fit {
-		where, network := r.Spec.NodeName, r.Status.Network.Name
-		if key := spec.Replicas.TopologyKey; key != "" {
-			where = nodes[r.Spec.NodeName].Labels[key]
+		at, network := placeOf(nodes[r.Spec.NodeName], key), r.Status.Network.Name
+		switch {
+		case at == "":
+			why = append(why, withoutLabel(r.Spec.NodeName, key))
+		case !r.Fits(size + overhead):
+			why = append(why, fmt.Sprintf("pool %s has no room", r.Name))
+		default:
+			if apart[network] == nil {
+				apart[network] = map[string]bool{}
+			}
+			apart[network][at] = true
+			most = max(most, len(apart[network]))
 		}
-		if where == "" || !r.Fits(size+overhead) {
-			unfit = append(unfit, fmt.Sprintf("pool %s has no room, or its node not the label that keeps replicas apart", r.Name))
-			continue
-		}
-		if apart[network] == nil {
-			apart[network] = map[string]bool{}
-		}
-		apart[network][where] = true
-		most = max(most, len(apart[network]))
 	}
-	if most >= spec.Replicas.Count {
-		return nil
+	if most < spec.Replicas.Count {
+		slices.Sort(why)
+		return nil, fmt.Errorf("%w: %s: %s", errdefs.ErrNoSpace, roomFor(spec.Replicas.Count, most, key), cluster.Limited(strings.Join(slices.Compact(why), "; ")))
 	}
-	slices.Sort(unfit)
-	return fmt.Errorf("%w: %s, and each needs a node of its own: %s", errdefs.ErrNoSpace, roomFor(spec.Replicas.Count, most), cluster.Limited(strings.Join(slices.Compact(unfit), "; ")))
+	unfit := refusals{}
+	for _, r := range fit {
+		network := r.Status.Network.Name
+		if at := placeOf(nodes[r.Spec.NodeName], key); at == "" {
+			unfit[r.Name] = errors.New(withoutLabel(r.Spec.NodeName, key))
+		} else if n := len(apart[network]); n < spec.Replicas.Count {
+			unfit[r.Name] = fmt.Errorf("node %s is in the network %q, where %s", r.Spec.NodeName, network, roomFor(spec.Replicas.Count, n, key))
+		}
+	}
+	return unfit, nil
 }
 
 // poolsOfLegs is the set of pools that the legs of a volume may be in.

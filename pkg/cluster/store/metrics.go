@@ -35,14 +35,19 @@ func (s *Store) Samples() []metrics.Sample {
 		node := objects.Pools[i].Spec.NodeName
 		nodes[node] = true
 		for _, state := range v1alpha1.States {
-			count[counted{node, "volume", state}] += 0
-			count[counted{node, "snapshot", state}] += 0
+			for _, kind := range []string{"volume", "snapshot", "replica"} {
+				count[counted{node, kind, state}] += 0
+			}
 		}
 	}
 	for i := range objects.Volumes {
 		v := &objects.Volumes[i]
 		nodes[v.Spec.NodeName] = true // also if its Pools are gone, as of a node that is
-		count[counted{v.Spec.NodeName, "volume", v1alpha1.StateOf(v)}]++
+		kind := "volume"
+		if v.Spec.ReplicaOf != "" {
+			kind = "replica"
+		}
+		count[counted{v.Spec.NodeName, kind, v1alpha1.StateOf(v)}]++
 	}
 	for i := range objects.Snapshots {
 		o := &objects.Snapshots[i]
@@ -73,11 +78,15 @@ func (s *Store) replicaSamples(ctx context.Context, objects cluster.Objects, nod
 		}
 	}
 	type at struct{ node, state string }
+	differ := 0
 	volumes, replicas, resync := map[[2]int]int{}, map[at]int{}, map[string]int64{}
 	for i := range list.Items {
 		r := &list.Items[i]
 		if r.Status.Made == nil || r.Going() {
 			continue
+		}
+		if r.Status.Scrub.Differs() {
+			differ++
 		}
 		current := 0
 		for j := range r.Status.Legs {
@@ -99,6 +108,7 @@ func (s *Store) replicaSamples(ctx context.Context, objects cluster.Objects, nod
 		}
 		volumes[[2]int{r.Spec.Replicas, max(r.Spec.Replicas-current, 0)}]++
 	}
+	samples = append(samples, metrics.ReplicasDiffer.At(float64(differ)))
 	for wanted := 1; wanted <= v1alpha1.MostReplicas; wanted++ {
 		for lacking := range wanted + 1 {
 			samples = append(samples, metrics.ReplicatedVolumes.At(float64(volumes[[2]int{wanted, lacking}]), strconv.Itoa(wanted), strconv.Itoa(lacking)))

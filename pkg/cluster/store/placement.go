@@ -293,6 +293,32 @@ func (s *Store) Networks(ctx context.Context) (map[string]string, error) {
 	return networks, nil
 }
 
+// Places: see volume.Reacher.
+func (s *Store) Places(ctx context.Context, label string) (map[string]string, error) {
+	if err := s.Ready(ctx); err != nil {
+		return nil, err
+	}
+	var nodes corev1.NodeList
+	if err := s.kube.Cache.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, kube.APIError("list nodes", err)
+	}
+	places := map[string]string{}
+	for i := range nodes.Items {
+		if at := placeOf(&nodes.Items[i], label); at != "" && !nodes.Items[i].Spec.Unschedulable {
+			places[nodes.Items[i].Name] = at
+		}
+	}
+	return places, nil
+}
+
+// placeOf is where a node is, beside which no other replica of a volume is to be: its value of a label, or without one the node itself.
+func placeOf(node *corev1.Node, label string) string {
+	if label == "" {
+		return node.Name
+	}
+	return node.Labels[label]
+}
+
 // reached reports whether a volume of a node can be used on one of some nodes, by a network that they are in.
 func (s *Store) reached(ctx context.Context, spec volume.Spec, home string) (bool, error) {
 	if spec.Access != volume.AccessAny {

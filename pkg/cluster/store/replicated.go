@@ -227,14 +227,15 @@ func (s *Store) sameReplicated(ctx context.Context, spec volume.Spec, r *v1alpha
 func (s *Store) createFirst(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, error) {
 	first := spec
 	first.Replicas, first.ReplicaOf = volume.Replicas{}, volume.KeyOf(spec.Name)
+	unfit := refusals{}
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: first.ReplicaOf}, &v1alpha1.Volume{})
 	if apierrors.IsNotFound(err) {
-		err = s.roomForAll(ctx, spec)
+		unfit, err = s.roomForAll(ctx, spec)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return s.createAnywhere(ctx, first)
+	return s.createAnywhere(ctx, first, unfit)
 }
 
 // createObject makes the object of a volume whose first leg is there; nil without an error if there is one.

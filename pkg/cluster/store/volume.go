@@ -50,7 +50,7 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 
 // createPlain is Create of a volume on one node.
 func (s *Store) createPlain(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
-	have, err := s.createAnywhere(ctx, spec)
+	have, err := s.createAnywhere(ctx, spec, refusals{})
 	if err != nil {
 		return volume.Volume{}, err
 	}
@@ -58,8 +58,8 @@ func (s *Store) createPlain(ctx context.Context, spec volume.Spec) (volume.Volum
 }
 
 // createAnywhere makes a volume in the first pool of a set that does not refuse it.
-func (s *Store) createAnywhere(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, error) {
-	for refused := (refusals{}); ; {
+func (s *Store) createAnywhere(ctx context.Context, spec volume.Spec, refused refusals) (*v1alpha1.Volume, error) {
+	for {
 		have, err := s.createOne(ctx, spec, refused)
 		if err == nil {
 			return have, isEncrypted(spec, cluster.ToVolume(have))

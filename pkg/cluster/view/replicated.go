@@ -196,6 +196,9 @@ func (w *whole) wrong() {
 	if missing := w.missing(); missing > 0 {
 		say(overview.Degraded, v1alpha1.ReasonReplicaMissing, w.r.Missing(missing))
 	}
+	if differ := w.r.Differ(); differ != "" {
+		say(overview.Degraded, v1alpha1.ReasonReplicasDiffer, differ)
+	}
 	if w.out.Replicas.Current == 0 {
 		severity := overview.Inaccessible
 		if w.out.State == overview.Lost {

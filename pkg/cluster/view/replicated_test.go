@@ -58,6 +58,9 @@ func TestReplicas(t *testing.T) {
 		"one leaves": {whole(func(r *v1alpha1.ReplicatedVolume) {
 			r.Spec.Legs, r.Spec.Replicas, r.Status.Legs = r.Spec.Legs[:1], 1, r.Status.Legs[:1]
 		}), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "1/1 Ready a: a Current, b Leaving", ""},
+		"they are not equal": {whole(func(r *v1alpha1.ReplicatedVolume) {
+			r.Status.Scrub = &v1alpha1.Scrub{Last: &v1alpha1.Differences{Bytes: 4096}}
+		}), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "2/2 Ready b: a Current, b Current", "Degraded ReplicasDiffer"},
 		"none is there": {whole(nil), nil, "0/2 Lost :  Lost,  Lost", "DataLoss NoCurrentReplica, Degraded ReplicaMissing"},
 		"it is deleted": {whole(func(r *v1alpha1.ReplicatedVolume) { r.Spec.Claim, r.Spec.Delete = nil, r.UID }), []v1alpha1.Volume{leg(1, "a")}, "1/2 Deleting a: a Current,  Lost", ""},
 		"it takes long": {whole(func(r *v1alpha1.ReplicatedVolume) { r.Status = v1alpha1.ReplicatedVolumeStatus{} }), []v1alpha1.Volume{leg(1, "a")}, "0/2 Making a: a Waiting,  Making", "Warning TakesLong"},
