@@ -42,7 +42,7 @@ func (c *nodes) written(name string) *volume {
 
 func fill(t testing.TB, path string) {
 	t.Helper()
-	drivertest.Run(t, "dd", "if=/dev/urandom", "of="+path, "bs=1M", fmt.Sprint("count=", large/mib), "conv=fsync,notrunc", "status=none")
+	drivertest.Run(t, "dd", "if=/dev/urandom", "of="+path, "bs=1M", fmt.Sprint("count=", large/mib), "oflag=direct", "conv=fsync,notrunc", "status=none")
 }
 
 // BenchmarkIO: fio on a volume at its home, on one of another node over the network, and on a loop device that the kernel's target exports over that
