@@ -7,6 +7,7 @@ IMAGE ?= ashlar:$(VERSION)
 CHARTS ?= oci://ghcr.io/ashlar-csi/charts
 FUZZTIME ?= 20s
 SOAK ?= 10m
+REPLICAS_AWAY ?= 20s
 export FIGURES ?= bin/figures
 # As what is released is built, and so that nothing is compiled twice; only the race detector needs C.
 export CGO_ENABLED = 0
@@ -194,7 +195,15 @@ bench-elsewhere: ## Measure a copy from one node to another beside a bare one ov
 .PHONY: bench-any
 bench-any: ## Measure volumes that another node uses, beside a bare export, and moves, beside a bare copy, in a virtual machine (root)
 	@hack/install-tools.sh bench kernel
-	VM_SECONDS=0 hack/vm/any.sh -test.run=^$$ -test.bench=. -test.benchtime=5x
+	VM_SECONDS=0 hack/vm/any.sh -test.run=^$$ -test.bench=. -test.skip=^BenchmarkReplicas -test.benchtime=5x
+
+# REPLICAS is which of it, REPLICAS_AWAY for how long a replica is away.
+.PHONY: bench-replicas
+bench-replicas: ## Measure volumes with replicas beside DRBD, in a virtual machine (root)
+	@hack/install-tools.sh bench
+	@hack/install-tools.sh kernel
+	@hack/install-tools.sh drbd
+	VM_SECONDS=0 hack/vm/any.sh -test.run=^$$ -test.bench=^BenchmarkReplicas$(REPLICAS) -test.benchtime=3x -replicas.away=$(REPLICAS_AWAY)
 
 .PHONY: bench-cluster
 bench-cluster: ## Measure the driver in a cluster, and its parts with 500 agents against an API server (root)

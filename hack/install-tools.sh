@@ -12,6 +12,7 @@
 #   hack/install-tools.sh docs     only what make docs needs
 #   hack/install-tools.sh lint     only golangci-lint and actionlint, into ./bin; needs no root
 #   hack/install-tools.sh release  only helm and crane, into ./bin; needs no root
+#   hack/install-tools.sh drbd     only drbdsetup-84 and drbdmeta, into ./bin; needs no root
 #   hack/install-tools.sh monitoring  only prometheus and promtool, into ./bin; needs no root
 #
 # When nothing is missing it says nothing and takes milliseconds.
@@ -88,7 +89,7 @@ unpacked() {
 		dpkg-deb -x "$scratch/$package"_*.deb "$scratch/root"
 		mkdir -p "$cached"
 		for command; do
-			mv "$scratch/root/usr/bin/$command" "$cached/"
+			find "$scratch/root" -type f -name "$command" -exec mv {} "$cached/" \;
 		done
 		rm -rf "$scratch"
 	fi
@@ -107,6 +108,10 @@ lint)
 release)
 	built helm helm.sh/helm/v3/cmd/helm "$(go -C tests/deploy list -m -f '{{.Version}}' helm.sh/helm/v3)" # the one that the chart is tested with
 	built crane github.com/google/go-containerregistry/cmd/crane v0.22.1
+	exit
+	;;
+drbd)
+	unpacked drbd-utils drbdsetup-84 drbdmeta
 	exit
 	;;
 monitoring)
@@ -157,7 +162,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|kernel|lvm|page|image|e2e|docs|lint|release|monitoring]" >&2
+	echo "usage: $0 [bench|vm|kernel|lvm|page|image|e2e|docs|lint|release|drbd|monitoring]" >&2
 	exit 2
 	;;
 esac

@@ -42,7 +42,7 @@ func (c *nodes) written(name string) *volume {
 
 func fill(t testing.TB, path string) {
 	t.Helper()
-	drivertest.Run(t, "dd", "if=/dev/urandom", "of="+path, "bs=1M", fmt.Sprint("count=", large/mib), "conv=fsync,notrunc", "status=none")
+	drivertest.Run(t, "dd", "if=/dev/urandom", "of="+path, "bs=1M", fmt.Sprint("count=", large/mib), "oflag=direct", "conv=fsync,notrunc", "status=none")
 }
 
 // BenchmarkIO: fio on a volume at its home, on one of another node over the network, and on a loop device that the kernel's target exports over that
@@ -99,11 +99,7 @@ type bare struct {
 func (c *nodes) exportBare(node string, port int) bare {
 	c.Helper()
 	e := bare{c, fmt.Sprint("nqn.2026-11.com.example:bare-", port), addresses[node], port}
-	image := filepath.Join(c.dir, fmt.Sprint("bare-", port))
-	drivertest.Run(c, "fallocate", "-l", fmt.Sprint(large), image)
-	loop := strings.TrimSpace(drivertest.Run(c, "losetup", "--find", "--show", "--direct-io=on", image))
-	c.Cleanup(func() { drivertest.Run(c, "losetup", "-d", loop) })
-	fill(c, loop)
+	loop := c.disk(fmt.Sprint("bare-", port), large)
 	const target = "/sys/kernel/config/nvmet"
 	drivertest.Run(c, in(node, "sh", "-ec", `
 		cd "$0"; mkdir subsystems/$1; echo 1 >subsystems/$1/attr_allow_any_host
@@ -115,6 +111,17 @@ func (c *nodes) exportBare(node string, port int) bare {
 			target, e.nqn, fmt.Sprint(port))
 	})
 	return e
+}
+
+// disk is a loop device over a file without holes, as that of a volume is.
+func (c *nodes) disk(name string, size int64) (path string) {
+	c.Helper()
+	image := filepath.Join(c.dir, name)
+	drivertest.Run(c, "fallocate", "-l", fmt.Sprint(size), image)
+	path = drivertest.Run(c, "losetup", "--find", "--show", "--direct-io=on", image)
+	c.Cleanup(func() { drivertest.Run(c, "losetup", "-d", path) })
+	fill(c, path)
+	return path
 }
 
 // connect connects the first consumer, and waits for the device.
@@ -172,9 +179,9 @@ func fio(t testing.TB, path, rw, bs, depth string) measured {
 }
 
 // startFio begins to read or write. What it returns waits until the time is over, or until the context has ended, which is no error.
-func startFio(ctx context.Context, path, rw, bs, depth string, long time.Duration) (wait func() (measured, error)) {
-	cmd := exec.CommandContext(ctx, "fio", "--name=bench", "--thread", "--filename="+path, "--ioengine=libaio", "--direct=1", "--rw="+rw, "--bs="+bs, "--iodepth="+depth,
-		fmt.Sprint("--size=", large), "--output-format=json", "--randrepeat=0", "--time_based", fmt.Sprint("--runtime=", long.Milliseconds(), "ms"))
+func startFio(ctx context.Context, path, rw, bs, depth string, long time.Duration, more ...string) (wait func() (measured, error)) {
+	cmd := exec.CommandContext(ctx, "fio", append([]string{"--name=bench", "--thread", "--filename=" + path, "--ioengine=libaio", "--direct=1", "--rw=" + rw, "--bs=" + bs, "--iodepth=" + depth,
+		fmt.Sprint("--size=", large), "--output-format=json", "--randrepeat=0", "--time_based", fmt.Sprint("--runtime=", long.Milliseconds(), "ms")}, more...)...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) } // it says what it has measured
 	cmd.WaitDelay = time.Minute
 	var out bytes.Buffer
@@ -260,7 +267,7 @@ func each(b *testing.B, all time.Duration, unit string) {
 }
 
 // requests are those that the API server counts itself.
-var requests = regexp.MustCompile(`(?m)^apiserver_request_total\{.*resource="(volumes|snapshots|pools)".*verb="(APPLY|PATCH|POST|PUT|DELETE)".*\} (\S+)$`)
+var requests = regexp.MustCompile(`(?m)^apiserver_request_total\{.*resource="(volumes|replicatedvolumes|snapshots|pools)".*verb="(APPLY|PATCH|POST|PUT|DELETE)".*\} (\S+)$`)
 
 // writes is how many there were to objects of ours.
 func writes(t testing.TB) (sum float64) {

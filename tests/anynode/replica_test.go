@@ -42,10 +42,16 @@ type mirrored struct {
 // mirror makes a volume with a leg on each of some nodes, the first one there first.
 func (c *nodes) mirror(name, filesystem string, on ...string) *mirrored {
 	c.Helper()
+	return c.mirrorOf(64*mib, name, filesystem, on...)
+}
+
+// mirrorOf is mirror, of a size.
+func (c *nodes) mirrorOf(size int64, name, filesystem string, on ...string) *mirrored {
+	c.Helper()
 	for _, node := range append([]string{home}, consumers...) {
 		c.cordon(node, !slices.Contains(on, node))
 	}
-	r := co.Request(name, filesystem, 64*mib)
+	r := co.Request(name, filesystem, size)
 	r.Parameters = map[string]string{"access": "any", "replicas": strconv.Itoa(len(on))}
 	r.AccessibilityRequirements = &csi.TopologyRequirement{Preferred: []*csi.Topology{csimap.Topology(on[0])}, Requisite: []*csi.Topology{csimap.Topology(on[0])}}
 	m := &mirrored{volume: &volume{nodes: c}, key: domain.KeyOf(name), on: on}
