@@ -40,16 +40,10 @@ type State struct {
 	Joining       *Leg  // the one that is being made equal; nil: none
 	Synced, Total int64 // bytes that are equal on Joining, and all
 	Held          bool  // nothing is read or written until Leave is called for all that failed: see Watch
-	Event         Event
+	Event         uint32
 
 	inner     string // the device that is a mirror of Legs: the mirror itself, or one below it while a leg joins
 	remembers bool   // it has a region of which a leg failed: the kernel holds what is written, until there is another table
-}
-
-// Event tells what has happened to a mirror from what happens later: it is another one then.
-type Event struct {
-	mirror uint32 // of the device of its name
-	legs   uint32 // of the one below, over what is current while a leg joins; 0: there is none
 }
 
 // Failed are the legs that have failed, Joining not among them.
@@ -151,7 +145,7 @@ func state(name string) (s State, err error) {
 	if d == nil || !d.Live {
 		return s, fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
 	}
-	s.Event, s.inner = Event{mirror: d.Event}, name
+	s.Event, s.inner = d.Event, name
 	if s.Size, err = d.Size(); err != nil {
 		return s, err
 	}
@@ -185,7 +179,7 @@ func (s *State) joins(name string, top dm.Mirror) error {
 		return err
 	}
 	s.Legs, s.inner, s.remembers = below.Legs, base.Name, below.Synced < below.Total
-	s.Event.legs = base.Event
+	s.Event += base.Event
 	return s.left(base)
 }
 

@@ -142,7 +142,7 @@ func (f *fixture) look() mirror.State {
 }
 
 // watch waits for a state, for ten seconds.
-func (f *fixture) watch(seen mirror.Event, what string, until func(s mirror.State) bool) mirror.State {
+func (f *fixture) watch(seen uint32, what string, until func(s mirror.State) bool) mirror.State {
 	f.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
@@ -158,7 +158,7 @@ func (f *fixture) watch(seen mirror.Event, what string, until func(s mirror.Stat
 	}
 }
 
-func (f *fixture) failed(seen mirror.Event, failed ...int) mirror.State {
+func (f *fixture) failed(seen uint32, failed ...int) mirror.State {
 	f.t.Helper()
 	var want []uint64
 	for _, i := range failed {
@@ -539,37 +539,6 @@ func TestFlushFails(t *testing.T) {
 			}
 		}
 	}
-}
-
-// TestFlushFailsWhileOneJoins: the same, of a leg that is current, while another one is made equal.
-func TestFlushFailsWhileOneJoins(t *testing.T) {
-	f := newMirror(t, 2, 1)
-	f.legs[2].table("delay", dm.Number(f.legs[2].loop)+" 0 300")
-	check.OK(t, mirror.Join(context.Background(), f.name, f.legs[2].number, differs(dm.Range{Length: size})))
-	f.write(1, 31*mib)
-	seen := f.look().Event
-	f.legs[1].fail()
-	file := f.open()
-	flush := later(file.Sync)
-	waits(t, flush, "a flush that a leg fails")
-	f.legs[1].mend()
-	for i := range byte(5) {
-		f.write(i+2, 31*mib)
-	}
-	if s := f.look(); len(s.Failed()) > 0 || s.Joining == nil {
-		t.Fatalf("this kernel does not forget, or it has joined: %+v", s)
-	}
-	s := f.watch(seen, "it to be held", func(s mirror.State) bool { return s.Held })
-	if got := s.Failed(); !slices.Equal(got, f.numbers(2)[1:]) || s.Joining == nil {
-		t.Errorf("%v have failed, of %+v", got, s)
-	}
-	write := later(func() error { _, err := file.WriteAt(page(99), 30*mib); return err })
-	waits(t, write, "a write to a mirror that is held")
-	f.leave(1)
-	ends(t, write, "a write that was held")
-	ends(t, flush, "the flush")
-	f.has(0, 6, 31*mib)
-	f.has(0, 99, 30*mib)
 }
 
 // TestAllFail: errors, and nothing that is acknowledged.

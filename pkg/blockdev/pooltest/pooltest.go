@@ -1447,7 +1447,8 @@ func setLabelsBeside(f *fixture) {
 	})
 	const steps = 5
 	for i := range int64(steps) {
-		f.expand(vol("v"), size+(i+1)<<22)
+		_, err := f.expand(vol("v"), size+(i+1)<<22)
+		f.must(err)
 	}
 	close(done)
 	all.Wait()

@@ -277,16 +277,15 @@ func (l *ReplicaLegs) withLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume,
 
 // locked works with the lock of a volume or leg, for which it waits until the context ends. What the work itself finds busy is for the caller to try again, who looks anew.
 func (l *ReplicaLegs) locked(ctx context.Context, name string, work func() error) error {
-	for {
-		unlock, busy := l.options.Locks.TryLock([]string{keylock.Volume(name)}, nil)
-		if unlock != nil {
-			defer unlock()
-			return work()
-		}
+	locks := []string{keylock.Volume(name)}
+	unlock, busy := l.options.Locks.TryLock(locks, nil)
+	for ; unlock == nil; unlock, busy = l.options.Locks.TryLock(locks, nil) {
 		if pause(ctx, busyRetry) != nil {
 			return fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 		}
 	}
+	defer unlock()
+	return work()
 }
 
 // withLegs is withLeg of several, at once.

@@ -85,7 +85,7 @@ type tender struct {
 	joins      map[string]*tries
 	equal      equal
 	lists      int64                  // the list that all legs on it were told of; 0: not known
-	seen       mirror.Event                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
+	seen       uint32                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
 

@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -219,7 +220,7 @@ func TestMarksCannotBeRead(t *testing.T) {
 		t.Run(of, func(t *testing.T) {
 			f := newTended(t, 1, "a", "b")
 			f.legs["a"].state.Common, f.legs["b"].state = "X", volume.LegState{Sound: 1, Opened: 1, Common: "X"}
-			f.v.Status.Legs[0].Sound = 1
+			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: "b", Sound: 1})
 			asked := 0
 			f.marks = func(name string) error {
 				if name == of[:1] {
@@ -235,7 +236,6 @@ func TestMarksCannotBeRead(t *testing.T) {
 					t.Fatalf("try %d: %v", tries, err)
 				}
 			}
-			f.legs["a"].state.Opened = 1
 			check.OK(t, f.joinLeg(context.Background(), f.now(), "b", marksTries))
 			s, err := mirror.Look(f.tender.name)
 			check.OK(t, err)

@@ -45,7 +45,9 @@ func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins 
 	if err != nil && !errors.Is(err, errdefs.ErrUnsupported) && tries < marksTries {
 		return nil, err
 	}
-	getsAll := func(err error) { klog.FromContext(ctx).Info("What a leg lacks is not known; it gets all", "leg", joins.name, "tries", tries, "why", fmt.Sprint(err)) }
+	getsAll := func(err error) {
+		klog.FromContext(ctx).Info("What a leg lacks is not known; it gets all", "leg", joins.name, "tries", tries, "why", fmt.Sprint(err))
+	}
 	if last == nil || err != nil {
 		getsAll(err)
 		return all, nil

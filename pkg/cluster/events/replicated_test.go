@@ -18,7 +18,9 @@ func TestWhyNoneIsUsed(t *testing.T) {
 	r.Status = v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro()), Legs: []v1alpha1.Leg{{Name: "a", Current: true}}, Waits: "leg b has it"}
 	legs := map[string]*v1alpha1.Volume{"a": cluster.VolumeNamed("a")}
 	told := func() bool {
-		return slices.ContainsFunc(ofReplicated(r, legs, nil), func(s saying) bool { return s.reason == cluster.ReasonNoCurrentReplica && strings.Contains(s.note, "leg b has it") })
+		return slices.ContainsFunc(ofReplicated(r, legs, nil), func(s saying) bool {
+			return s.reason == cluster.ReasonNoCurrentReplica && strings.Contains(s.note, "leg b has it")
+		})
 	}
 	if !told() {
 		t.Error("it is not told")
