@@ -1430,11 +1430,6 @@ func setLabelsBeside(f *fixture) {
 	var all sync.WaitGroup
 	all.Go(func() {
 		for {
-			select {
-			case <-done:
-				return
-			default:
-			}
 			if _, err := f.pool.SetLabels(f.Context(), vol("v"), func(labels map[string]string) error {
 				labels["n"] = fmt.Sprint(last + 1)
 				return nil
@@ -1443,6 +1438,11 @@ func setLabelsBeside(f *fixture) {
 				return
 			}
 			last++
+			select {
+			case <-done:
+				return
+			default:
+			}
 		}
 	})
 	const steps = 5
