@@ -250,7 +250,8 @@ type Problem struct {
 //
 // Every call is idempotent: what is done already is done again at no cost, and to
 // remove what is not there is success. The caller serialises calls that name the
-// same Ref (as subject or as origin); calls for different Refs may come at once.
+// same Ref (as subject or as origin), but for Get and SetLabels, which may come beside
+// any other but Delete; calls for different Refs may come at once.
 // An error means that the call changed nothing that a retry or the next start of
 // the pool does not finish or undo. Errors wrap one of the sentinels of pkg/errdefs.
 // Calls honour their context, and leave no process or goroutine behind.

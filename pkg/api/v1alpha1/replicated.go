@@ -127,6 +127,15 @@ type ReplicatedVolumeStatus struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Opened int64 `json:"opened,omitempty"`
+	// Lists is how many lists of current legs there were that somebody used: the count of this one. The records of the legs on it have it, too, before anything is written that only these legs have; a record that knows of a later list tells
+	// that this object is of before it, as it was restored. 0: not counted yet.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	Lists int64 `json:"lists,omitempty"`
+	// Waits says why the node of the claim cannot use the volume, though a leg that is current answers: what is waited for, or is to be done. Without a claim it says nothing.
+	// +optional
+	// +kubebuilder:validation:MaxLength=2048
+	Waits string `json:"waits,omitempty"`
 	// Legs are those of spec.legs that are there.
 	// +optional
 	// +listType=map
@@ -293,6 +302,14 @@ func (v *ReplicatedVolume) Leg(name string) *Leg {
 		return &v.Status.Legs[i]
 	}
 	return nil
+}
+
+// Waiting says why who has the claim cannot use the volume, though a leg that is current answers; empty: nothing is known of that.
+func (v *ReplicatedVolume) Waiting() string {
+	if v.Spec.Claim == nil {
+		return ""
+	}
+	return v.Status.Waits
 }
 
 // Deleting: its legs may be deleted.

@@ -37,6 +37,8 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		return blockdev.Record{}, err
 	}
 	if ready {
+		o.Changing.Lock()
+		defer o.Changing.Unlock()
 		return catalog.Copy(o.Record), p.completeSlots(o)
 	}
 	if o == nil {
@@ -427,9 +429,10 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if ref.Kind != blockdev.Volume {
 		return blockdev.Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
 	}
-	size = max(size, o.growing)
+	promised, growing := p.promisedTo(o)
+	size = max(size, growing)
 	if size > record.Size {
-		if err := p.grow(ctx, o, record, size); err != nil {
+		if err := p.grow(ctx, o, record, promised, growing, size); err != nil {
 			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
 	}
@@ -437,12 +440,28 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if err := p.resizeLoops(ref); err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(o.Record), nil
+	return p.Get(ctx, ref)
+}
+
+// promisedTo is what is promised to an object, and the size that it is being grown to, or 0.
+func (p *pool) promisedTo(o *object) (size, growing int64) {
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	return o.size(), o.growing
+}
+
+// saveSize saves the size of an object, and that which it is being grown to.
+func (p *pool) saveSize(o *object, size, growing int64) error {
+	o.Changing.Lock()
+	defer o.Changing.Unlock()
+	record := o.Record
+	record.Size = size
+	return p.save(o, record, catalog.Ready, growing)
 }
 
 // grow writes down where it is heading, takes the space, and then says it is there. An image that is
-// longer than its record says (the record may be an older one) is never cut.
-func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, size int64) error {
+// longer than its record says (the record may be an older one) is never cut. before is the size that it was being grown to.
+func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, promised, before, size int64) error {
 	image, err := p.openImage(record, os.O_RDWR)
 	if err != nil {
 		return err
@@ -452,20 +471,18 @@ func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, size
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
-	before := o.growing
-	if size > o.size() {
-		if err := p.reserve(ctx, size-o.size(), func() error {
-			return p.save(o, record, catalog.Ready, size)
+	if size > promised {
+		if err := p.reserve(ctx, size-promised, func() error {
+			return p.saveSize(o, record.Size, size)
 		}); err != nil {
 			return err
 		}
 	}
 	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), record.Thin), image.Sync()); err != nil {
 		// Take the promise back; what was allocated beyond the size goes with it.
-		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.save(o, record, catalog.Ready, before))
+		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.saveSize(o, record.Size, before))
 	}
-	record.Size = size
-	return p.save(o, record, catalog.Ready, 0)
+	return p.saveSize(o, size, 0)
 }
 
 // checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy of what the

@@ -219,10 +219,13 @@ func (p *pool) Name() string { return p.name }
 func (p *pool) Granularity() int64 { return blockdev.Granularity }
 
 func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
-	o, before, err := p.Lookup(ref)
+	o, _, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
+	o.Changing.Lock()
+	defer o.Changing.Unlock()
+	before := o.Record
 	record, err := catalog.ChangeLabels(before, change)
 	switch {
 	case err != nil:

@@ -33,7 +33,7 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		return blockdev.Record{}, err
 	}
 	if ready {
-		return catalog.Copy(o.Record), nil
+		return p.Get(ctx, spec.Ref)
 	}
 	if o == nil {
 		o, err = p.begin(ctx, spec)
@@ -401,7 +401,7 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if err := p.resize(ref, o); err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(o.Record), nil
+	return p.Get(ctx, ref)
 }
 
 // whole makes sure that all of the logical volume of a ready object is there, as what is
@@ -458,14 +458,21 @@ func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, siz
 		p.space.promised += promise
 		p.Mu.Unlock()
 	}
-	record.Size = size
-	if err := p.save(ctx, o, record); err != nil {
+	if err := p.saveSize(ctx, o, size); err != nil {
 		p.Mu.Lock()
 		p.space.promised -= promise
 		p.Mu.Unlock()
 		return err
 	}
 	return nil
+}
+
+func (p *pool) saveSize(ctx context.Context, o *logical, size int64) error {
+	o.Changing.Lock()
+	defer o.Changing.Unlock()
+	record := o.Record
+	record.Size = size
+	return p.save(ctx, o, record)
 }
 
 func spareOf(ref blockdev.Ref) string { return "grow." + ref.Key }

@@ -511,11 +511,14 @@ func (p *pool) gone(o *logical, err error) error {
 }
 
 func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
-	o, record, err := p.Lookup(ref)
+	o, _, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	if record, err = catalog.ChangeLabels(record, change); err != nil {
+	o.Changing.Lock()
+	defer o.Changing.Unlock()
+	record, err := catalog.ChangeLabels(o.Record, change)
+	if err != nil {
 		return blockdev.Record{}, err
 	}
 	if err := p.save(ctx, o, record); err != nil {

@@ -82,6 +82,7 @@ var clauses = []struct {
 	{"List", list},
 	{"Beside", beside},
 	{"SetLabels", setLabels},
+	{"SetLabelsBeside", setLabelsBeside},
 	{"Reopen", reopen},
 	{"Capacity", capacity},
 	{"Used", used},
@@ -1422,6 +1423,41 @@ func used(f *fixture) {
 }
 
 // concurrent: calls for different objects come at once.
+// setLabelsBeside: labels that are set while an object grows stay, and so does its size.
+func setLabelsBeside(f *fixture) {
+	f.make(f.spec("v"))
+	done, last := make(chan struct{}), 0
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			if _, err := f.pool.SetLabels(f.Context(), vol("v"), func(labels map[string]string) error {
+				labels["n"] = fmt.Sprint(last + 1)
+				return nil
+			}); err != nil {
+				f.Error(err)
+				return
+			}
+			last++
+			select {
+			case <-done:
+				return
+			default:
+			}
+		}
+	})
+	const steps = 5
+	for i := range int64(steps) {
+		_, err := f.expand(vol("v"), size+(i+1)<<22)
+		f.must(err)
+	}
+	close(done)
+	all.Wait()
+	r, err := f.pool.Get(f.Context(), vol("v"))
+	if err != nil || r.Labels["n"] != fmt.Sprint(last) || r.Size != size+steps<<22 {
+		f.Errorf("after label %d and %d bytes: %+v, %v", last, int64(size+steps<<22), r, err)
+	}
+}
+
 func concurrent(f *fixture) {
 	f.make(f.spec("origin"))
 	f.write(vol("origin"), 0, data(9, 1<<20))

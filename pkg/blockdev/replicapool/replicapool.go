@@ -34,8 +34,8 @@ type Legs interface {
 	SetLabels(ctx context.Context, pool string, ref blockdev.Ref, change func(labels map[string]string) error) (blockdev.Record, error)
 	// Grow has this kernel know the size that all legs have by now, which it returns, in bytes.
 	Grow(ctx context.Context, ref blockdev.Ref) (int64, error)
-	// Close gives back all legs that this node has of a volume that has no mirror any more. clean: they were all equal, and flushed, when it went.
-	Close(ctx context.Context, ref blockdev.Ref, clean bool) error
+	// Close gives back all legs that this node has of a volume that has no mirror any more. equal are the devices of those that it was over, if they were all equal, and flushed, when it went.
+	Close(ctx context.Context, ref blockdev.Ref, equal []uint64) error
 	// Health is what is wrong with the legs of a volume that is used here, as far as that is known here.
 	Health(ref blockdev.Ref, s mirror.State) []blockdev.Problem
 }
@@ -205,9 +205,9 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	if err != nil {
 		return err
 	}
-	clean := false
+	var equal []uint64
 	if d != nil && d.Live {
-		if clean, err = p.settle(ctx, d); err != nil {
+		if equal, err = p.settle(ctx, d); err != nil {
 			return err
 		}
 	}
@@ -216,28 +216,34 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 			return err
 		}
 	}
-	return p.legs.Close(ctx, ref, clean)
+	return p.legs.Close(ctx, ref, equal)
 }
 
-// settle writes out what the page cache has of a mirror, and reports whether all its legs have everything.
-func (p *Pool) settle(ctx context.Context, d *dm.Device) (clean bool, err error) {
+// settle writes out what the page cache has of a mirror, and returns the devices of its legs, if all of them have everything.
+func (p *Pool) settle(ctx context.Context, d *dm.Device) (equal []uint64, err error) {
 	s, err := mirror.Look(d.Name)
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 	if len(s.Failed()) == len(s.Legs) || s.Held {
-		return false, nil // nobody has what was not acknowledged
+		return nil, nil // nobody has what was not acknowledged
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 	if err = errors.Join(f.Sync(), f.Close()); err != nil {
 		klog.FromContext(ctx).Error(err, "Could not write out what was written to a mirror; taking it down all the same", "mirror", d.Name)
-		return false, nil
+		return nil, nil
 	}
 	s, err = mirror.Look(d.Name)
-	return err == nil && len(s.Failed()) == 0 && !s.Held, err
+	if err != nil || len(s.Failed()) > 0 || s.Held {
+		return nil, err
+	}
+	for _, l := range s.Legs {
+		equal = append(equal, l.Device)
+	}
+	return equal, nil
 }
 
 // remove takes a mirror away.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -15,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -270,12 +272,20 @@ func (l *ReplicaLegs) withLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume,
 	if name == v.Name {
 		return work(id)
 	}
-	for {
-		err := l.withLocks([]string{keylock.Volume(name)}, func() error { return work(id) })
-		if !errors.Is(err, errdefs.ErrBusy) || pause(ctx, busyRetry) != nil {
-			return err
+	return l.locked(ctx, name, func() error { return work(id) })
+}
+
+// locked works with the lock of a volume or leg, for which it waits until the context ends. What the work itself finds busy is for the caller to try again, who looks anew.
+func (l *ReplicaLegs) locked(ctx context.Context, name string, work func() error) error {
+	locks := []string{keylock.Volume(name)}
+	unlock, busy := l.options.Locks.TryLock(locks, nil)
+	for ; unlock == nil; unlock, busy = l.options.Locks.TryLock(locks, nil) {
+		if pause(ctx, busyRetry) != nil {
+			return fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 		}
 	}
+	defer unlock()
+	return work()
 }
 
 // withLegs is withLeg of several, at once.
@@ -326,7 +336,7 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if v.Spec.Pool != pool || v.Going() || v.Status.Made == nil {
 		return replicapool.Opened{}, fmt.Errorf("%w: replicated volume %s is not there to be used", errdefs.ErrPrecondition, ref.Key)
 	}
-	opened, waits, failed := l.openAll(ctx, v)
+	opened, away, failed := l.openAll(ctx, v)
 	defer func() {
 		if err != nil {
 			for _, leg := range opened {
@@ -334,11 +344,18 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 			}
 		}
 	}()
-	if len(opened) == 0 || waits {
+	if len(opened) == 0 || ctx.Err() != nil {
 		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
-	chosen := choose(opened)
+	chosen, err := chooseOf(v, opened, away, failed)
+	if err != nil {
+		l.sayWaits(ctx, v, err)
+		return replicapool.Opened{}, err
+	}
 	if err := l.writeList(ctx, v, chosen, opened); err != nil {
+		return replicapool.Opened{}, err
+	}
+	if err := l.tellList(ctx, v); err != nil {
 		return replicapool.Opened{}, err
 	}
 	for _, leg := range chosen {
@@ -358,8 +375,8 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	return out, err
 }
 
-// openAll opens the legs that are current, the near one first. failed says why some were not; those are waited for a while, and waits says that it is not over.
-func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, waits bool, failed error) {
+// openAll opens the legs that are current, the near one first. failed says why some were not; those are waited for a while. away are those of them that may have everything all the same.
+func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, away []string, failed error) {
 	left := v.Current()
 	var end time.Time // whoever asks has less time, and asks again
 	l.note(v.Name, func(r *replica) {
@@ -376,24 +393,44 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 		}
 		all.Wait()
 		var again []string
+		away = nil
 		for i, name := range left {
 			if failures[i] == nil {
 				opened = append(opened, legs[i])
-			} else {
-				again = append(again, name)
+				continue
+			}
+			again = append(again, name)
+			if !errors.Is(failures[i], errdefs.ErrDataLoss) {
+				away = append(away, name)
 			}
 		}
 		left, failed = again, errors.Join(failures...)
-		late := time.Now().After(end) || !slices.ContainsFunc(failures, func(err error) bool { return err != nil && !errors.Is(err, errdefs.ErrDataLoss) })
-		if failed == nil || late {
+		if len(away) == 0 || time.Now().After(end) || pause(ctx, l.options.CarryEvery) != nil {
 			break
-		}
-		if pause(ctx, l.options.CarryEvery) != nil {
-			return opened, true, failed
 		}
 	}
 	slices.SortStableFunc(opened, func(a, b openedLeg) int { return volume.TrueFirst(a.near, b.near) })
-	return opened, false, failed
+	return opened, away, failed
+}
+
+// chooseOf says which legs are current from now on, of those that were opened. away are others on the list, of which failed says why they were not. ErrPrecondition, or ErrUnavailable, if none of these is known to have everything.
+func chooseOf(v *v1alpha1.ReplicatedVolume, opened []openedLeg, away []string, failed error) ([]openedLeg, error) {
+	latest, err := upToDate(v, opened)
+	if err != nil {
+		return nil, err
+	}
+	chosen := choose(latest)
+	if best := chosen[0]; best.LostPower() && len(away) > 0 {
+		return nil, errdefs.Recast(errdefs.ErrUnavailable, failed, "the machine of leg %s of the replicated volume %s has started anew since it was used, so that what was not flushed may be lost there; leg %s has it, and is waited for", best.name, v.Name, strings.Join(away, ", leg "))
+	}
+	return chosen, nil
+}
+
+// sayWaits says in the object why a volume cannot be used, though a leg answers.
+func (l *ReplicaLegs) sayWaits(ctx context.Context, v *v1alpha1.ReplicatedVolume, why error) {
+	if err := l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Waits = cluster.Limited(errdefs.Words(why)) }); err != nil {
+		klog.FromContext(ctx).Error(err, "Could not say in its object why a replicated volume waits", "volume", v.Name)
+	}
 }
 
 // open opens a leg that is current, as far as the list says, for the claim that there is.
@@ -403,10 +440,7 @@ func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, na
 		if err != nil {
 			return err
 		}
-		if listed := v.Leg(name); leg.Sound < listed.Sound {
-			err = fmt.Errorf("%w: leg %s is an older copy: its record says that it was current by claim %d, and it is known to have been by claim %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.Sound, listed.Sound)
-		}
-		if err == nil {
+		if err = isOlder(v, leg, id); err == nil {
 			g := v.Spec.Claim.Generation
 			err = l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
 				s.Sound, s.Opened, s.Closed = g, g, false
@@ -477,7 +511,7 @@ func choose(opened []openedLeg) []openedLeg {
 func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolume, current, opened []openedLeg) error {
 	g := v.Spec.Claim.Generation
 	return l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
-		s.Opened = g
+		s.Opened, s.Waits = g, ""
 		for i := range s.Legs {
 			leg := &s.Legs[i]
 			was := leg.Current
@@ -509,15 +543,24 @@ func setWaiting(leg *v1alpha1.Leg, why string) {
 	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
 }
 
-// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. ErrBusy if anybody changed the object since it was read.
-func (a *Agent) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
+// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody changed the
+// object since it was read.
+func (l *ReplicaLegs) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	before := v.DeepCopy()
 	edit(&v.Status)
 	cluster.SummarizeLegs(v)
+	if !sameList(before, v) {
+		number, err := l.announce(ctx, v, v.Current())
+		if err != nil {
+			*v = *before
+			return err
+		}
+		v.Status.Lists = number
+	}
 	if equality.Semantic.DeepEqual(&before.Status, &v.Status) {
 		return nil
 	}
-	err := a.replicas.kube.Client.Status().Patch(ctx, v, kube.LockingPatch(before))
+	err := l.replicas.kube.Client.Status().Patch(ctx, v, kube.LockingPatch(before))
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		*v = *before
 		return fmt.Errorf("%w: the object of the replicated volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
@@ -651,7 +694,7 @@ func (l *ReplicaLegs) Grow(ctx context.Context, ref blockdev.Ref) (size int64, e
 }
 
 // Close: see replicapool.Legs. A leg that does not answer is let go of: its node ends what it gives when it hears that the claim has ended.
-func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, clean bool) error {
+func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint64) error {
 	asking, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	v, err := l.object(asking, ref.Key)
@@ -670,7 +713,8 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, clean bool) e
 			if err != nil {
 				return err
 			}
-			if clean && leg != nil && leg.Current && v.Status.Opened == v.Spec.Claim.Generation {
+			mirrored := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return slices.Contains(equal, d.Number) })
+			if mirrored && leg != nil && leg.Current && v.Status.Opened == v.Spec.Claim.Generation {
 				if err := l.closeLeg(asking, v, id); err != nil {
 					return err
 				}

@@ -84,6 +84,7 @@ type tender struct {
 	generation int64 // of the claim by which it was made
 	joins      map[string]*tries
 	equal      equal
+	lists      int64                  // the list that all legs on it were told of; 0: not known
 	seen       uint32                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
@@ -110,7 +111,7 @@ func (t *tender) of(name string) *tries {
 func (t *tender) run(ctx context.Context) {
 	defer func() {
 		if t.beside != nil {
-			<-t.beside
+			untilEnd(ctx, t.beside)
 		}
 	}()
 	if err := mirror.Recover(ctx, t.name); err != nil && !errors.Is(err, errdefs.ErrNotFound) {
@@ -129,15 +130,18 @@ func (t *tender) run(ctx context.Context) {
 		}
 		t.tell(ctx, err)
 		waiting, cancel := context.WithTimeout(ctx, t.options.CarryEvery)
+		next := make(chan mirror.State, 1)
+		seen := t.seen
 		err = t.meanwhile(ctx, t.dropSilent, func() error {
-			s, err = mirror.Watch(waiting, t.name, t.seen)
+			s, err := mirror.Watch(waiting, t.name, seen)
+			next <- s
 			return err
 		})
 		late := waiting.Err() != nil
 		cancel()
 		switch {
 		case err == nil:
-			t.seen = s.Event // not that of any look: what the kernel forgets between two is to be told by Watch
+			t.seen = (<-next).Event // not that of any look: what the kernel forgets between two is to be told by Watch
 		case !late:
 			_ = pause(ctx, busyRetry)
 		}
@@ -152,6 +156,7 @@ func (t *tender) isSeen() {
 }
 
 // meanwhile does something that waits for what is under way in the mirror, and so perhaps for a leg that does not answer; only the end of the connection to that ends it. So that is looked for meanwhile.
+// When the driver is to end, it is not waited for any longer: then it is the kernel's, and is finished, or put right (mirror.Recover), by the next one.
 func (t *tender) meanwhile(ctx context.Context, look func(context.Context), work func() error) error {
 	done := make(chan error, 1)
 	go func() { done <- work() }()
@@ -159,9 +164,33 @@ func (t *tender) meanwhile(ctx context.Context, look func(context.Context), work
 		select {
 		case err := <-done:
 			return err
+		case <-ctx.Done():
+			err, ended := untilEnd(ctx, done)
+			if !ended {
+				err = ctx.Err()
+			}
+			return err
 		case <-time.After(2 * t.options.CarryEvery):
 			look(ctx)
 		}
+	}
+}
+
+// endPatience is how long what is under way is waited for when the driver is to end.
+const endPatience = 2 * time.Second
+
+// untilEnd waits for what is under way; once the context has ended, no longer than endPatience.
+func untilEnd[T any](ctx context.Context, done <-chan T) (result T, ended bool) {
+	select {
+	case result = <-done:
+		return result, true
+	case <-ctx.Done():
+	}
+	select {
+	case result = <-done:
+		return result, true
+	case <-time.After(endPatience):
+		return result, false
 	}
 }
 
@@ -239,6 +268,12 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	}
 	if s.Held {
 		return nil
+	}
+	if t.lists != now.v.Status.Lists {
+		if err := t.tellList(ctx, now.v); err != nil {
+			return err
+		}
+		t.lists = now.v.Status.Lists
 	}
 	t.paces(ctx, s)
 	t.follow(ctx, now.v)
@@ -427,6 +462,9 @@ func (t *tender) leave(ctx context.Context, now *view) error {
 	for name := range now.failing {
 		t.again(name)
 	}
+	if err := t.tellList(ctx, now.v); err != nil { // else an object of before is taken for this one, and who leaves for current
+		return err
+	}
 	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, devices...) }); err != nil {
 		return err
 	}
@@ -482,7 +520,15 @@ func (t *tender) endSilent(ctx context.Context, name string) {
 // giveBack lets go of a leg that is not in the mirror any more.
 func (t *tender) giveBack(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) {
 	if err := t.meanwhile(ctx, t.dropSilent, func() error {
-		return t.withLeg(ctx, v, name, func(id volume.ID) error { return t.letGo(ctx, id) })
+		ctx, cancel := context.WithTimeout(ctx, legSilence*t.options.CarryEvery) // who has the lock may wait for the mirror
+		defer cancel()
+		letGo := func() error {
+			return t.withLeg(ctx, v, name, func(id volume.ID) error { return t.letGo(ctx, id) })
+		}
+		if name == t.ref.Key { // it has the lock of the volume
+			return t.locked(ctx, name, letGo)
+		}
+		return letGo()
 	}); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Info("Could not give back a leg that is not current any more; it is tried again when it is to join", "leg", name, "err", err.Error())
 	}

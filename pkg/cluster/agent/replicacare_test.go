@@ -44,7 +44,8 @@ type tended struct {
 	// looks is called before the object is read; begins when an era of a leg is begun, marks when its marks are asked for.
 	looks         func()
 	begins, marks func(name string) error
-	patches       func() error // is called before the object is written
+	patches       func() error                               // is called before the object is written
+	changes       func(name string, s volume.LegState) error // is called before the record of a leg is written, with what it is to say
 	legs          map[string]*tendedLeg
 }
 
@@ -53,7 +54,9 @@ type tendedLeg struct {
 	disk   uint64
 	number uint64
 	live   bool
+	away   bool // its node does not answer
 	ended  bool
+	closes func()
 	state  volume.LegState
 	labels map[string]string
 	boot   string // of its machine
@@ -89,6 +92,7 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 	f := &tended{t: t, legs: map[string]*tendedLeg{}, looks: func() {}}
 	f.begins = func(string) error { return nil }
 	f.marks, f.patches = f.begins, func() error { return nil }
+	f.changes = func(string, volume.LegState) error { return nil }
 	f.v = &v1alpha1.ReplicatedVolume{}
 	f.v.Name, f.v.ResourceVersion = "tended", "1"
 	f.v.Spec.Size, f.v.Spec.Legs, f.v.Spec.Replicas, f.v.Spec.Claims = tendedSize, names, len(names), 1
@@ -298,6 +302,9 @@ func (f tendedVolumes) Leg(_ context.Context, id volume.ID) (volume.Leg, error) 
 }
 
 func (f tendedVolumes) OpenLeg(_ context.Context, id volume.ID) (blockdev.Device, error) {
+	if f.legs[id.Key].away {
+		return blockdev.Device{}, fmt.Errorf("%w: %s", errdefs.ErrUnavailable, id.Key)
+	}
 	return f.of(id), nil
 }
 
@@ -305,13 +312,27 @@ func (f tendedVolumes) LegDevices(_ context.Context, id volume.ID) ([]blockdev.D
 	return []blockdev.Device{f.of(id)}, nil
 }
 
-func (f tendedVolumes) CloseLeg(context.Context, volume.ID) error { return nil }
-func (f tendedVolumes) GrowLeg(context.Context, volume.ID) error  { return nil }
+func (f tendedVolumes) CloseLeg(_ context.Context, id volume.ID) error {
+	if closes := f.legs[id.Key].closes; closes != nil {
+		closes()
+	}
+	return nil
+}
+func (f tendedVolumes) GrowLeg(context.Context, volume.ID) error { return nil }
 
 func (f tendedVolumes) ChangeLeg(_ context.Context, id volume.ID, change func(*volume.LegState, map[string]string) error) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return change(&f.legs[id.Key].state, f.legs[id.Key].labels)
+	l := f.legs[id.Key]
+	state := l.state
+	err := change(&state, l.labels)
+	if err == nil {
+		err = f.changes(id.Key, state)
+	}
+	if err == nil {
+		l.state = state
+	}
+	return err
 }
 
 func (f tendedVolumes) BeginEra(_ context.Context, id volume.ID) (uint32, error) {
@@ -509,7 +530,7 @@ func TestPowerIsLost(t *testing.T) {
 		t.Errorf("%v are current, not the one that kept its power", now)
 	}
 
-	f.v.Status.Legs[0].Current, f.v.Status.Legs[1].Current = true, false // it alone
+	f.v.Status.Legs[0].Current, f.v.Status.Legs[1].Current, f.v.Status.Lists = true, false, 0 // it alone, as a person says
 	check.OK(t, f.opens(3))
 	if a := f.legs["a"].state; a.Boot != "2" || !slices.Equal(f.v.Current(), []string{"a"}) {
 		t.Errorf("it is used, and is %+v", a)

@@ -41,6 +41,29 @@ func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins 
 	if known && listed == nil || listed != nil && joins.Sound < listed.Sound { // it is an older copy
 		return all, nil
 	}
+	last, err := t.byMarks(ctx, joins, legs, known)
+	if err != nil && !errors.Is(err, errdefs.ErrUnsupported) && tries < marksTries {
+		return nil, err
+	}
+	getsAll := func(err error) {
+		klog.FromContext(ctx).Info("What a leg lacks is not known; it gets all", "leg", joins.name, "tries", tries, "why", fmt.Sprint(err))
+	}
+	if last == nil || err != nil {
+		getsAll(err)
+		return all, nil
+	}
+	return func(ctx context.Context) ([]dm.Range, error) {
+		differs, err := last(ctx)
+		if err != nil && tries >= marksTries {
+			getsAll(err)
+			return all(ctx)
+		}
+		return differs, err
+	}, nil
+}
+
+// byMarks is lacks of a leg that is no older copy; nil if no leg was equal to it last at one moment.
+func (t *tender) byMarks(ctx context.Context, joins openedLeg, legs map[string]volume.ID, known bool) (func(context.Context) ([]dm.Range, error), error) {
 	differs, err := t.marks(ctx, legs[joins.name], joins.Era)
 	if err != nil {
 		return nil, err
@@ -61,11 +84,7 @@ func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins 
 			return slices.Concat(differs, more, last), err
 		}, nil
 	}
-	if err != nil && !errors.Is(err, errdefs.ErrUnsupported) && tries < marksTries {
-		return nil, err
-	}
-	klog.FromContext(ctx).Info("What a leg lacks is not known; it gets all", "leg", joins.name, "why", fmt.Sprint(err))
-	return all, nil
+	return nil, err
 }
 
 // marksOf are the marks of a leg that is in the mirror since it was equal to one that joins, or if that is not known since ever, and an era that begins before they are asked for; same: not if the two were not equal last at one moment.
@@ -169,7 +188,7 @@ func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume
 	return nil
 }
 
-// errOtherMirror is no ErrBusy, which who waits for a lock tries again with what was known before.
+// errOtherMirror: what was found out of a mirror is not so any more. It is found out anew.
 var errOtherMirror = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
 
 // unchanged is errOtherMirror if anything has happened to the mirror since a look at it: other legs are in it, or one has failed, which the kernel may have forgotten.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -53,12 +52,15 @@ func (t *tender) scrubs(ctx context.Context) {
 
 // along runs a part until end is called, or ctx ends.
 func (t *tender) along(ctx context.Context, part func(context.Context)) (end func()) {
-	ctx, stop := context.WithCancel(ctx)
-	var done sync.WaitGroup
-	done.Go(func() { part(ctx) })
+	running, stop := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		part(running)
+	}()
 	return func() {
 		stop()
-		done.Wait()
+		untilEnd(ctx, done)
 	}
 }
 

@@ -156,8 +156,12 @@ func ofLegOf(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, name, subject str
 	return all
 }
 
-// ofNoCurrent says that no leg that has all that was written can be used: each is lost, or its node is not there.
+// ofNoCurrent says that no leg that has all that was written can be used: each is lost, or its node is not there, or who is to use the volume says so.
 func ofNoCurrent(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, nodes map[string]nodeState, subject string) []saying {
+	if waits := r.Waiting(); waits != "" {
+		one := saying{of: r, reason: cluster.ReasonNoCurrentReplica, level: warning, lasting: true, state: fmt.Sprint("claim ", r.Spec.Claim.Generation), note: subject + waits}
+		return one.each(replicated)
+	}
 	var why, state []string
 	for _, name := range r.Current() {
 		v := legs[name]

@@ -206,6 +206,9 @@ func (w *whole) wrong() {
 		}
 		say(severity, v1alpha1.ReasonNoCurrentReplica, "none of the replicas that have all that was written is there")
 	}
+	if waits := w.r.Waiting(); waits != "" && w.out.Replicas.Current > 0 {
+		say(overview.Inaccessible, v1alpha1.ReasonNoCurrentReplica, waits)
+	}
 	if v := w.stands(); v != nil {
 		if refused := v.Common().Refused(v.Generation); refused != nil {
 			say(overview.Degraded, refused.Reason, refused.Message)

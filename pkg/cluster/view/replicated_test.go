@@ -55,6 +55,8 @@ func TestReplicas(t *testing.T) {
 		"one is to be made": {whole(func(r *v1alpha1.ReplicatedVolume) {
 			r.Spec.Legs, r.Spec.Replicas = append(r.Spec.Legs, name(3)), 3
 		}), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "2/3 Ready b: a Current, b Current,  Making", "Degraded ReplicaMissing"},
+		"none can be used yet": {whole(func(r *v1alpha1.ReplicatedVolume) { r.Status.Waits = "leg 2 has it" }), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "2/2 Ready b: a Current, b Current", "Inaccessible NoCurrentReplica"},
+		"nobody waits":         {whole(func(r *v1alpha1.ReplicatedVolume) { r.Status.Waits, r.Spec.Claim = "leg 2 has it", nil }), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "2/2 Ready a: a Current, b Current", ""},
 		"one leaves": {whole(func(r *v1alpha1.ReplicatedVolume) {
 			r.Spec.Legs, r.Spec.Replicas, r.Status.Legs = r.Spec.Legs[:1], 1, r.Status.Legs[:1]
 		}), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "1/1 Ready a: a Current, b Leaving", ""},

@@ -8,7 +8,7 @@
 //     held to look and to change, never while something is waited for: no record is written, no image opened and no command
 //     run with it. (File pools ask for the free space of their filesystem with it, as that and what is promised are one sum.)
 //     It is the innermost one: no other lock is taken with it.
-//   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool).
+//   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool); SetLabels alone may come beside it, so who saves a record does that with Entry.Changing held.
 //     One that is being made or removed is worked on by who has claimed it: Begin, BeginDelete, ClaimCopies and Sweep do, and Release and
 //     Forget end that. To other calls it is errdefs.ErrBusy, and Sweep passes it by.
 //   - Only its worker changes the entry of an object, with Mu held where others look (Set), and only the worker reads it without
@@ -58,17 +58,20 @@ type Entry struct {
 	// Released is when an unfinished copy was left for a retry to go on with; zero for what waits for its removal only.
 	Released time.Time
 	claimed  bool // somebody is making or removing it
+
+	// Changing is held from looking at the record of a ready object until what was changed of it is saved: SetLabels may come beside another call.
+	Changing *sync.Mutex
 }
 
 // Found is the entry of an object that is on the disk.
 func Found(record blockdev.Record, state State) Entry {
 	record.Ready = state == Ready
-	return Entry{Record: record, State: state}
+	return Entry{Record: record, State: state, Changing: new(sync.Mutex)}
 }
 
 // Begun is the entry of a new object, claimed for the caller.
 func Begun(record blockdev.Record) Entry {
-	return Entry{Record: record, State: Creating, claimed: true}
+	return Entry{Record: record, State: Creating, claimed: true, Changing: new(sync.Mutex)}
 }
 
 func (e *Entry) entry() *Entry { return e }

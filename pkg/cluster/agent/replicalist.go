@@ -1,0 +1,122 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// An object that was restored has a list of current legs of before. It may name a leg that has left since, and so lacks what was written. So each list has a number (status.lists), and the records of the legs that are on it know it:
+// first that it is due, so that none of them is taken for an older copy once it is written, and then that it was, before anything is written that only they have. A record that knows of a later list than the object tells that the
+// object is of before. How many legs a list has is beside its number: all of them together have everything, as none can go on without another one that knows the next number.
+
+// errLaterList: the record of a leg knows that number already.
+var errLaterList = errors.New("it knows of a later list")
+
+// announce has the records of the legs that are to be on the next list say that it is due, and returns its number.
+func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (number int64, err error) {
+	number = v.Status.Lists + 1
+	for i := 0; i < len(names); i++ {
+		var knows int64
+		err := l.noteList(ctx, v, names[i], func(s *volume.LegState) error {
+			if knows = s.Knows(); knows >= number {
+				return errLaterList
+			}
+			s.List, s.Listed, s.Due = number, len(names), true
+			return nil
+		})
+		if errors.Is(err, errLaterList) {
+			number, i = knows+1, -1
+			continue
+		}
+		if err != nil {
+			return 0, err
+		}
+	}
+	return number, nil
+}
+
+// tellList has the records of the legs on the list say that it was written.
+func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
+	names := v.Current()
+	for _, name := range names {
+		if err := l.noteList(ctx, v, name, func(s *volume.LegState) error {
+			if s.List <= v.Status.Lists {
+				s.List, s.Listed, s.Due = v.Status.Lists, len(names), false
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// noteList changes what the record of a leg says of lists, without its lock: who has that may wait for a write that waits for this.
+func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, change func(*volume.LegState) error) error {
+	ctx, cancel := context.WithTimeout(ctx, legSilence*l.options.CarryEvery)
+	defer cancel()
+	id, err := l.legID(ctx, v, name)
+	if err == nil {
+		err = l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
+			if g := v.Spec.Claim.Generation; s.Opened != g {
+				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, g)
+			}
+			return change(s)
+		})
+	}
+	if err != nil && !errors.Is(err, errLaterList) {
+		err = fmt.Errorf("write into the record of leg %s of the replicated volume %s which list of current legs it is on: %w", name, v.Name, err)
+	}
+	return err
+}
+
+// sameList reports whether two states of an object have the same list, by the same claim.
+func sameList(a, b *v1alpha1.ReplicatedVolume) bool {
+	x, y := a.Current(), b.Current()
+	slices.Sort(x)
+	slices.Sort(y)
+	return a.Status.Opened == b.Status.Opened && slices.Equal(x, y)
+}
+
+// upToDate returns those of the legs that were opened of which all have everything that was acknowledged: all, unless one knows that the object is of before a later list. Then it is those of the last list that is known, if all of that are here. ErrPrecondition
+// if not: others may have what these lack.
+func upToDate(v *v1alpha1.ReplicatedVolume, opened []openedLeg) ([]openedLeg, error) {
+	last := slices.MaxFunc(opened, func(a, b openedLeg) int { return int(a.Knows() - b.Knows()) })
+	number := last.Knows()
+	if number <= v.Status.Lists {
+		return opened, nil
+	}
+	var members []openedLeg
+	listed := 0
+	for _, leg := range opened {
+		if leg.List >= number {
+			members = append(members, leg)
+		}
+		if leg.List == number {
+			listed = leg.Listed
+		}
+	}
+	if listed == 0 || len(members) < listed {
+		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: it has list %d of the legs that are current, and leg %s knows of list %d, which has %d; of these %d are on the list and answer, and what they lack another one may have: "+
+			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, last.name, number, listed, len(members))
+	}
+	return members, nil
+}
+
+// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is a copy of before.
+func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
+	listed := v.Leg(leg.name)
+	switch {
+	case leg.Sound < listed.Sound:
+		return fmt.Errorf("%w: leg %s is an older copy: its record says that it was current by claim %d, and it is known to have been by claim %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.Sound, listed.Sound)
+	case v.Status.Opened > 0 && leg.List < v.Status.Lists:
+		return fmt.Errorf("%w: leg %s is an older copy: its record knows of list %d of the legs that are current, and it is on list %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.List, v.Status.Lists)
+	}
+	return nil
+}

@@ -1,0 +1,266 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// leaves takes a leg off the list, as if it had failed; the others are told.
+func (f *tended) leaves(name string) {
+	f.t.Helper()
+	now := &view{v: f.v.DeepCopy(), failing: map[string]string{name: "it failed"}}
+	_, err := f.drop(context.Background(), now)
+	check.OK(f.t, err)
+	check.OK(f.t, f.tellList(context.Background(), now.v))
+}
+
+// TestRestoredWithinClaim: an object is put back to a moment of the claim that there is, in which a leg was current that has left since.
+func TestRestoredWithinClaim(t *testing.T) {
+	f := newObject(t, 2, "b", "a")
+	check.OK(t, f.opens(1))
+	f.legs["b"].state.Boot, f.legs["a"].state.Boot = "1", "1"
+	f.leaves("a") // so that there was a list
+	f.v.Status.Legs[1].Current = true
+	before := f.v.DeepCopy()
+	f.leaves("b")
+	f.v = before
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current, not the one that was alone", now)
+	}
+	if a := f.legs["a"].state; a.Due || a.List != f.v.Status.Lists || a.Listed != 1 {
+		t.Errorf("of list %d it is told %+v", f.v.Status.Lists, a)
+	}
+}
+
+// TestRestoredAndNotAllThere: of the last list that a leg knows not all legs answer: one that does not may have gone on alone.
+func TestRestoredAndNotAllThere(t *testing.T) {
+	f := newObject(t, 3, "c", "b", "a")
+	before := f.v.DeepCopy()
+	f.leaves("c")
+	f.v = before
+	f.legs["a"].away = true
+	if err := f.opens(2); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "was put back") {
+		t.Fatalf("it is used: %v, %v", f.v.Current(), err)
+	}
+	if w := f.v.Status.Waits; !strings.Contains(w, "was put back") || !slices.Equal(f.v.Current(), []string{"c", "b", "a"}) {
+		t.Errorf("%v are current, and it is said that %q", f.v.Current(), w)
+	}
+	f.legs["a"].away = false
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); len(now) != 1 || now[0] == "c" || f.v.Status.Waits != "" {
+		t.Errorf("%v are current, %q", now, f.v.Status.Waits)
+	}
+}
+
+// TestOlderCopyWithinClaim: a leg is put back to a moment of the claim that there is, before a list that it is on.
+func TestOlderCopyWithinClaim(t *testing.T) {
+	f := newObject(t, 3, "c", "b", "a")
+	older := f.legs["b"].state
+	f.leaves("c")
+	f.legs["b"].state = older
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current", now)
+	}
+}
+
+// TestListCutShort: whatever a change of the list gets to, the next one to open the legs finds one that has everything.
+func TestListCutShort(t *testing.T) {
+	for _, at := range []string{"first record", "second record", "object", "first is told", "second is told"} {
+		t.Run(at, func(t *testing.T) {
+			f := newObject(t, 3, "c", "b", "a")
+			cut, records, tells := errors.New("cut short"), 0, 0
+			f.patches = func() error {
+				if at == "object" {
+					return cut
+				}
+				return nil
+			}
+			f.changes = func(_ string, s volume.LegState) error {
+				count, what := &records, "record"
+				if !s.Due {
+					count, what = &tells, "is told"
+				}
+				*count++
+				if at == map[int]string{1: "first ", 2: "second "}[*count]+what {
+					return cut
+				}
+				return nil
+			}
+			now := &view{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
+			_, err := f.drop(context.Background(), now)
+			if err == nil {
+				err = f.tellList(context.Background(), now.v)
+			}
+			if err == nil {
+				t.Fatal("it was not cut short")
+			}
+			f.changes, f.patches = func(string, volume.LegState) error { return nil }, func() error { return nil }
+			f.legs["b"].away, f.legs["c"].away = true, true
+			check.OK(t, f.opens(2))
+			if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+				t.Errorf("%v are current", now)
+			}
+		})
+	}
+}
+
+// TestToldFirst: while a leg that stays does not know that another one has left the list, what only it has is acknowledged to nobody.
+func TestToldFirst(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	known := make(chan struct{})
+	f.changes = func(_ string, s volume.LegState) error {
+		select {
+		case <-known:
+			return nil
+		default:
+		}
+		if s.List > 0 && !s.Due {
+			return fmt.Errorf("%w: not now", errdefs.ErrUnavailable)
+		}
+		return nil
+	}
+	f.flaky("b")
+	write := f.write(0)
+	f.starts()
+	for end := time.Now().Add(10 * time.Second); len(f.now().v.Current()) > 1; time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("it is on the list still")
+		}
+	}
+	select {
+	case err := <-write:
+		t.Error("it is acknowledged:", err)
+	case <-time.After(500 * time.Millisecond):
+	}
+	close(known)
+	f.ends(write, "the write")
+	f.current("a")
+}
+
+// TestPowerIsLostAndOtherAway: a leg that may lack what was not flushed is not used alone while one that has it does not answer, however long.
+func TestPowerIsLostAndOtherAway(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].boot, f.legs["b"].away = "2", true
+	for range 2 {
+		if err := f.opens(2); !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Fatalf("%v are current: %v", f.v.Current(), err)
+		}
+	}
+	if w := f.v.Status.Waits; !strings.Contains(w, "leg b has it") || !slices.Equal(f.v.Current(), []string{"a", "b"}) {
+		t.Errorf("%v are current, and it is said that %q", f.v.Current(), w)
+	}
+	f.legs["b"].away = false
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"b"}) || f.v.Status.Waits != "" {
+		t.Errorf("%v are current, %q", now, f.v.Status.Waits)
+	}
+}
+
+// TestClosedIfMirrored: closed are the legs that were in the mirror, whatever the object lists.
+func TestClosedIfMirrored(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].number, f.legs["b"].number = 1, 2
+	check.OK(t, f.Close(context.Background(), f.tender.ref, []uint64{1}))
+	if a, b := f.legs["a"].state.Closed, f.legs["b"].state.Closed; !a || b {
+		t.Errorf("closed: %v, %v", a, b)
+	}
+}
+
+// TestGivesBackWithLock: the first leg is given back with the lock of its volume.
+func TestGivesBackWithLock(t *testing.T) {
+	f := newObject(t, 2, "tended", "b")
+	closed := 0
+	for name, l := range f.legs {
+		l.closes = func() {
+			closed++
+			if unlock, _ := f.options.Locks.TryLock([]string{keylock.Volume(name)}, nil); unlock != nil {
+				unlock()
+				t.Errorf("%s: nobody has its lock", name)
+			}
+		}
+		f.giveBack(context.Background(), f.v, name)
+	}
+	if closed != 2 {
+		t.Errorf("%d were given back", closed)
+	}
+}
+
+// TestBusyWithin: what somebody finds busy who has the lock of a leg is not tried again by what was known before.
+func TestBusyWithin(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	tries := 0
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	err := f.withLeg(ctx, f.v, "b", func(volume.ID) error {
+		tries++
+		return fmt.Errorf("%w: it was changed", errdefs.ErrBusy)
+	})
+	if !errors.Is(err, errdefs.ErrBusy) || tries != 1 {
+		t.Errorf("%d tries: %v", tries, err)
+	}
+}
+
+// TestMarksCannotBeRead: a leg whose marks, or those of the others, cannot be read for long gets all.
+func TestMarksCannotBeRead(t *testing.T) {
+	for _, of := range []string{"a", "b", "a, once the mirror is held"} {
+		t.Run(of, func(t *testing.T) {
+			f := newTended(t, 1, "a", "b")
+			f.legs["a"].state.Common, f.legs["b"].state = "X", volume.LegState{Sound: 1, Opened: 1, Common: "X"}
+			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: "b", Sound: 1})
+			asked := 0
+			f.marks = func(name string) error {
+				if name == of[:1] {
+					asked++
+				}
+				if name == of[:1] && (of == name || asked%2 == 0) {
+					return fmt.Errorf("%w: the disk fails", errdefs.ErrDataLoss)
+				}
+				return nil
+			}
+			for tries := range marksTries {
+				if err := f.joinLeg(context.Background(), f.now(), "b", tries); !errors.Is(err, errdefs.ErrDataLoss) {
+					t.Fatalf("try %d: %v", tries, err)
+				}
+			}
+			check.OK(t, f.joinLeg(context.Background(), f.now(), "b", marksTries))
+			s, err := mirror.Look(f.tender.name)
+			check.OK(t, err)
+			if s.Joining == nil {
+				t.Errorf("it does not join: %+v", s)
+			}
+		})
+	}
+}
+
+// TestEndsBeside: a driver that is to end does not wait for what is under way beside the looks, and may wait for a leg that does not answer.
+func TestEndsBeside(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	f.tender.beside = make(chan func(*view) error)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		f.run(ctx)
+		close(done)
+	}()
+	time.Sleep(200 * time.Millisecond)
+	cancel()
+	select {
+	case <-done:
+	case <-time.After(3 * endPatience):
+		t.Error("it waits")
+	}
+}
