@@ -545,3 +545,29 @@ func TestLabelsWhileOneJoins(t *testing.T) {
 		t.Errorf("the leg that joined says of what it carries %q", have)
 	}
 }
+
+// TestLastEndsWhileOneJoins: the connection to the only leg that is current ends while another one is made equal. Who writes gets an error, as without the other one, and the mirror can be taken down.
+func TestLastEndsWhileOneJoins(t *testing.T) {
+	f := newTended(t, 1, "far", "near")
+	f.v.Spec.Legs = []string{"near", "far"}
+	check.OK(t, dm.Replace(f.legs["near"].name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(f.legs["near"].disk) + " 0 500"}})) // it takes seconds
+	check.OK(t, mirror.Join(context.Background(), f.tender.name, f.legs["near"].number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: tendedSize}}, nil }))
+	f.starts()
+	f.mu.Lock()
+	f.legs["far"].ended = true
+	f.mu.Unlock()
+	f.fails(f.legs["far"])
+	select {
+	case err := <-f.write(0):
+		if !errors.Is(err, unix.EIO) {
+			t.Errorf("what was written ended with %v", err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("what was written still waits")
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if current := f.v.Current(); !slices.Equal(current, []string{"far"}) {
+		t.Errorf("%v are current", current)
+	}
+}
