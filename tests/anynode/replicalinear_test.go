@@ -132,7 +132,7 @@ func (s *shared) round() {
 	s.crowd.ends(s, 0)
 	s.judge()
 	if s.random.IntN(2) == 0 { // else what fails next finds legs that are joining
-		s.current(s.legs...)
+		s.whole()
 	}
 }
 
@@ -257,6 +257,15 @@ func (s *shared) strike(lasts time.Duration, some ...failure) <-chan struct{} {
 	return healed
 }
 
+// whole waits until all legs are current. One that failed several times while it joined is tried again after a minute.
+func (s *shared) whole() {
+	s.Helper()
+	for end := time.Now().Add(2 * time.Minute); len(s.object().Current()) < len(s.legs) && time.Now().Before(end); {
+		time.Sleep(100 * time.Millisecond)
+	}
+	s.current(s.legs...)
+}
+
 // judge searches for an order of what was read and written, block by block.
 func (s *shared) judge() {
 	s.Helper()
@@ -283,7 +292,7 @@ func story(all []access) string {
 // over makes sure that all legs are equal and have what was written last, and deletes the volume.
 func (s *shared) over() {
 	s.Helper()
-	s.current(s.legs...)
+	s.whole()
 	s.tookDown(s.user)
 	s.releases(s.user)
 	s.same()
