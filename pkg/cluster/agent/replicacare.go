@@ -234,7 +234,7 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 		return err
 	}
 	t.findFailed(now)
-	if s.Joining != nil && t.severed(now) {
+	if t.severed(now) {
 		return t.sever(ctx, now)
 	}
 	if len(now.failing) > 0 {
@@ -399,14 +399,14 @@ func (t *tender) findFailed(now *view) {
 // connectionEnded is unreached of a leg that will not be reached any more by this mirror: its machine has started anew, or somebody else has it.
 const connectionEnded = "the connection to its node has ended"
 
-// severed reports whether no leg that is current will take anything any more.
+// severed reports whether no leg that is current will take anything any more, and the kernel may hold what is written all the same. One alone has its users get errors.
 func (t *tender) severed(now *view) bool {
-	return !slices.ContainsFunc(now.in(), func(name string) bool { return t.unreached(now, name) != connectionEnded })
+	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.in(), func(name string) bool { return t.unreached(now, name) != connectionEnded })
 }
 
-// sever has all who use a mirror that is severed get errors, as they do where no leg joins: the kernel would hold what is written for the one that joins, for ever, and so keep the volume from being taken down. Nobody gets what that one has.
+// sever has all who use a mirror that is severed get errors. The kernel holds what one leg failed for the others, be it the one that joins, or one of which nobody has noticed that it has ended as nothing comes to it; for ever, and so the volume could not be taken down.
 func (t *tender) sever(ctx context.Context, now *view) error {
-	klog.FromContext(ctx).Info("The connections to all legs of a replicated volume that are current have ended while another one was made equal; its users get errors until it is staged again", "current", now.in())
+	klog.FromContext(ctx).Info("The connections to all legs of a replicated volume that are current have ended; its users get errors until it is staged again", "current", now.in())
 	return t.change(ctx, func() error { return mirror.End(ctx, t.name) })
 }
 
