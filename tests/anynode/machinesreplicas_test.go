@@ -17,20 +17,24 @@ import (
 // beside is the machine that has no leg of volumes with legs on home and away.
 var beside = consumers[1]
 
-// powerCut is which machines lose their power under volumes with legs on home and away, while a machine writes to them.
+// powerCut is which machines lose their power under a volume with legs on home and away, while a machine writes to it.
 type powerCut struct {
 	user    string
 	victims []string
-	next    string // who uses the volumes then
+	next    string // who uses the volume then
 	joins   bool   // away's leg has just come back, and is being made equal
+	kind    string // of writer
 }
+
+// writers are the kinds: whose writes are through when they are done, past the page cache; who writes, and then flushes; and who writes to a file, and syncs it. One at a time, as the flushes of one have the disk keep what another one wrote.
+var writers = []string{"through", "flushed", "ext4"}
 
 func (p powerCut) name() string {
 	what := "writing"
 	if p.joins {
 		what = "joining"
 	}
-	return fmt.Sprintf("%s on %s, %s dies", what, p.user, strings.Join(p.victims, "+"))
+	return fmt.Sprintf("%s on %s, %s dies, %s", what, p.user, strings.Join(p.victims, "+"), p.kind)
 }
 
 // another reports whether a leg is current that has its power.
@@ -45,10 +49,16 @@ func TestMachinesReplicas(t *testing.T) {
 	slow := []string{fmt.Sprintf("--copy-bandwidth=%d", 4*mib)}
 	c := newMachines(t, map[string][]string{home: slow, away: slow, beside: slow}, home, away, beside)
 	var cuts []powerCut
-	for _, joins := range []bool{false, true} {
-		cuts = append(cuts,
-			powerCut{beside, []string{home}, beside, joins}, powerCut{beside, []string{away}, beside, joins}, powerCut{beside, []string{home, away}, beside, joins},
-			powerCut{home, []string{away}, home, joins}, powerCut{home, []string{home}, away, joins}, powerCut{home, []string{home, away}, home, joins})
+	for _, kind := range writers {
+		for _, joins := range []bool{false, true} {
+			for _, victims := range [][]string{{home}, {away}, {home, away}} {
+				next := home
+				if len(victims) == 1 && victims[0] == home {
+					next = away
+				}
+				cuts = append(cuts, powerCut{beside, victims, beside, joins, kind}, powerCut{home, victims, next, joins, kind})
+			}
+		}
 	}
 	t.Logf("-anynode.seed=%d", *seed)
 	random := rand.New(rand.NewPCG(*seed, 0))
@@ -66,112 +76,92 @@ type legged struct {
 	m *mirrored
 }
 
-// legs makes volumes with legs on home and away that a machine uses and writes to: writes that are through when they are done, past the page cache; writes and then a flush; and writes to a file, and fsync.
-func (c *machines) legs(user string) (all []*legged) {
+// legs makes a volume with legs on home and away that a machine uses and writes to.
+func (c *machines) legs(user, kind string) *legged {
 	c.Helper()
-	for _, kind := range []string{"through", "flushed", "ext4"} {
-		filesystem := co.Block
-		if kind == "ext4" {
-			filesystem = kind
-		}
-		m := c.mirror(fmt.Sprintf("%s-%d", kind, newTag()), filesystem, home, away)
-		u := &legged{&used{volume: m.volume, c: c, kind: filesystem, at: home, flush: kind == "flushed"}, m}
-		u.has(user)
-		u.writes(user)
-		all = append(all, u)
+	filesystem := co.Block
+	if kind == "ext4" {
+		filesystem = kind
 	}
-	return all
+	m := c.mirror(fmt.Sprintf("%s-%d", kind, newTag()), filesystem, home, away)
+	u := &legged{&used{volume: m.volume, c: c, kind: filesystem, at: home, flush: kind == "flushed"}, m}
+	u.has(user)
+	u.writes(user)
+	return u
 }
 
 func (c *machines) legsDie(p powerCut, random *rand.Rand) {
 	c.Helper()
-	all := c.legs(p.user)
+	u := c.legs(p.user, p.kind)
 	if p.joins {
-		c.joining(all, p.user)
+		u.joining(p.user)
 	}
 	time.Sleep(time.Duration(random.IntN(1500)) * time.Millisecond)
-	for _, u := range all {
-		c.Logf("volume %s: %v are current, %d writes were acknowledged", u.of.Name, u.m.object().Current(), u.writer.acked.Load())
-	}
+	c.Logf("%v are current, %d writes were acknowledged", u.m.object().Current(), u.writer.acked.Load())
 	for _, name := range p.victims {
 		c.all[name].cut()
 	}
 	if p.next != p.user {
-		c.takesOver(all, p)
+		u.takenOver(p)
 	}
 	time.Sleep(time.Duration(random.IntN(8000)) * time.Millisecond) // what does not answer for five seconds is given up
 	for _, name := range p.victims {
 		c.all[name].boot()
 	}
 	c.ready(p.victims...)
-	for _, u := range all {
-		if slices.Contains(p.victims, p.user) {
-			u.fails()
-			u.stages(p.next)
-		} else if !u.survives() {
-			if p.another() {
-				c.Errorf("volume %s had a leg that was current, and its writer had an error: %v", u.of.Name, u.writer.err)
-			}
-			u.unstages(p.user)
-			u.stages(p.user)
+	if slices.Contains(p.victims, p.user) {
+		u.fails()
+		u.stages(p.next)
+	} else if !u.survives() {
+		if p.another() {
+			c.Errorf("the volume had a leg that was current, and its writer had an error: %v", u.writer.err)
 		}
-		u.holds(p.next)
-		u.writes(p.next)
+		u.unstages(p.user)
+		u.stages(p.user)
 	}
+	u.holds(p.next)
+	u.writes(p.next)
 	if p.next != p.user {
 		c.outOfService(p.user, false)
 	}
-	for _, u := range all {
-		u.m.current(u.m.legs...)
-		u.ends()
-		u.gives(p.next)
-		u.same()
-		for _, node := range []string{home, away} { // each reads what it has itself
-			u.has(node)
-			u.holds(node)
-			u.gives(node)
-		}
-		u.again("delete it", u.of.Delete)
+	u.m.current(u.m.legs...)
+	u.ends()
+	u.gives(p.next)
+	u.same()
+	for _, node := range []string{home, away} { // each reads what it has itself
+		u.has(node)
+		u.holds(node)
+		u.gives(node)
 	}
+	u.again("delete it", u.of.Delete)
 	c.empty()
 }
 
-// joining has away's machine be without power for a while, in which much is written, and waits until its legs are being made equal.
-func (c *machines) joining(all []*legged, user string) {
-	c.Helper()
-	c.all[away].cut()
-	for _, u := range all {
-		u.m.current(u.m.leg(home))
-		to := "of=" + u.path
-		if u.kind != co.Block {
-			to += ".more"
-		}
-		c.run(user, "dd", "if=/dev/zero", to, "bs=1M", "seek=8", "count=16", "conv=fsync,notrunc")
+// joining has away's machine be without power for a while, in which much is written, and waits until its leg is being made equal.
+func (u *legged) joining(user string) {
+	u.Helper()
+	u.c.all[away].cut()
+	u.m.current(u.m.leg(home))
+	to := "of=" + u.path
+	if u.kind != co.Block {
+		to += ".more"
 	}
-	c.all[away].boot()
-	c.eventually("a leg is being made equal", func() bool {
-		for _, u := range all {
-			for _, l := range u.m.object().Status.Legs {
-				if l.State == v1alpha1.LegJoining {
-					return true
-				}
-			}
-		}
-		return false
+	u.c.run(user, "dd", "if=/dev/zero", to, "bs=1M", "seek=8", "count=16", "conv=fsync,notrunc")
+	u.c.all[away].boot()
+	u.eventually("a leg is being made equal", func() bool {
+		return slices.ContainsFunc(u.m.object().Status.Legs, func(l v1alpha1.Leg) bool { return l.State == v1alpha1.LegJoining })
 	})
 }
 
-// takesOver gives the volumes of a machine that is dead to the next one, which can use them at once if it has a leg that is current.
-func (c *machines) takesOver(all []*legged, p powerCut) {
-	c.Helper()
-	c.outOfService(p.user, true)
-	for _, u := range all {
-		u.again("release it", func(ctx context.Context) error { return u.release(ctx, p.user) })
-		u.again("claim it", func(ctx context.Context) error { return u.claim(ctx, p.next) })
-		if !p.joins {
-			u.stages(p.next)
-			u.holds(p.next)
-		}
+// takenOver gives the volume of a machine that is dead to the next one, which can use it at once if it has a leg that is current.
+func (u *legged) takenOver(p powerCut) {
+	u.Helper()
+	u.c.outOfService(p.user, true)
+	u.again("release it", func(ctx context.Context) error { return u.release(ctx, p.user) })
+	u.again("claim it", func(ctx context.Context) error { return u.claim(ctx, p.next) })
+	if !p.joins {
+		u.stages(p.next)
+		u.holds(p.next)
 	}
 }
 
@@ -182,7 +172,7 @@ func (u *legged) same() {
 		return strings.Fields(u.c.run(node, "sha256sum", filepath.Join(poolInMachine, "volumes", u.m.leg(node)+".img")))[0]
 	}
 	if sum(home) != sum(away) {
-		u.Errorf("the legs of volume %s differ", u.of.Name)
+		u.Errorf("the legs differ")
 	}
 }
 
@@ -199,6 +189,6 @@ func (u *legged) survives() (wrote bool) {
 		}
 	})
 	u.writer.end()
-	u.Logf("volume %s: the writer: %v", u.of.Name, u.writer.err)
+	u.Logf("the writer: %v", u.writer.err)
 	return u.writer.err == nil
 }

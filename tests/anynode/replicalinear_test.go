@@ -96,7 +96,7 @@ func TestReplicaLinear(t *testing.T) {
 				s.round()
 			}
 			s.over()
-			t.Logf("%d rounds, %d takeovers, %d handovers; %d reads and writes, of which %d had no answer; %d reads of nodes that were cut off", s.rounds, s.takeovers, s.handovers, s.accesses, s.unknown, s.late)
+			t.Logf("%d rounds in %v, %d takeovers, %d handovers; %d reads and writes, of which %d had no answer; %d reads of nodes that were cut off", s.rounds, s.now(), s.takeovers, s.handovers, s.accesses, s.unknown, s.late)
 		})
 	}
 }
