@@ -124,9 +124,9 @@ test-tls: ## Run the tests of volumes that any node can use, over TLS, in a virt
 	@hack/install-tools.sh kernel
 	kernel=$$(hack/vm/kernel.sh 6.12) && tlshd=$$(hack/vm/tlshd.sh) && VM_KERNEL=$$kernel ASHLAR_TLSHD=$$tlshd hack/vm/any.sh
 
-# Of the same kernel as test-any. With SAMPLE=1 two of its parts, which take a minute and a half.
+# Of the same kernel as test-any. With SAMPLE=1 a part of one of its tests, which takes a minute and a half.
 .PHONY: test-machines
-test-machines: ## Take the power from whole machines under volumes that any node can use, in virtual machines of their own
+test-machines: ## Take the power from whole machines under volumes that any node can use, or that have replicas, in virtual machines of their own
 	@hack/install-tools.sh kernel
 	hack/vm/machines.sh $(if $(filter 1,$(SAMPLE)),,-test.v -anynode.full)
 
@@ -145,6 +145,11 @@ crash-lvm:
 .PHONY: soak
 soak: tools ## Make calls at random, at once, for SOAK (10m), killing the driver now and then, and check all answers (root)
 	CGO_ENABLED=1 go test -race -count=1 -timeout 0 -v ./tests/soak -soak.time=$(SOAK)
+
+.PHONY: soak-replicas
+soak-replicas: ## Read and write volumes with several legs for SOAK (10m), while nodes fail and they go from one to the other, and check each read, in a virtual machine (sampled in make test)
+	@hack/install-tools.sh kernel
+	VM_SECONDS=0 hack/vm/any.sh -test.v '-test.run=^TestReplicaLinear$$' -linear.time=$(SOAK)
 
 # POWER_SEED=n repeats a run; POWER_CUTS=n is how often the power goes on each kind of disk.
 .PHONY: power

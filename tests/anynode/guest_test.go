@@ -134,8 +134,9 @@ const poolInMachine = "/run/disk/pool"
 
 // toWrite is what a writer in a machine is to do.
 type toWrite struct {
-	Path string
-	Tag  uint64
+	Path    string
+	Tag     uint64
+	Flushes bool // now and then, a device; else each write is through when it is done
 }
 
 // written is how far it is.
@@ -188,6 +189,8 @@ func (what toWrite) start() (*writer, error) {
 		}
 	case err != nil:
 		return nil, err
+	case !info.Mode().IsRegular() && what.Flushes:
+		return writeFlushed(what.Path, what.Tag)
 	case !info.Mode().IsRegular():
 		return write(what.Path, what.Tag)
 	}

@@ -25,27 +25,27 @@ import (
 // away is the machine beside home.
 var away = consumers[0]
 
-// machines is a cluster whose nodes are machines with a kernel and a disk of their own each (hack/vm/machine.sh): home, and away. Controller and API
+// machines is a cluster whose nodes are machines with a kernel and a disk of their own each (hack/vm/machine.sh). Controller and API
 // server are on none of them.
 type machines struct {
 	*nodes
 	all map[string]*machine
 }
 
-func newMachines(t testing.TB) *machines {
+func newMachines(t testing.TB, flags map[string][]string, names ...string) *machines {
 	t.Helper()
 	if os.Getenv("ASHLAR_MACHINES") != "1" {
 		t.Skip("machines boot in a network of their own: hack/vm/machines.sh runs this")
 	}
 	drivertest.NeedRoot(t)
 	in, program, api := newCluster(t)
-	in.network = &network{TB: t, api: api, relays: map[string]*relay{}}
+	in.more, in.network = flags, &network{TB: t, api: api, relays: map[string]*relay{}}
 	c := &machines{nodes: in, all: map[string]*machine{}}
 	for _, line := range []string{"ip link add cables type bridge", "ip addr add 10.78.0.254/24 dev cables", "ip link set cables up"} {
 		drivertest.Run(t, strings.Fields(line)...)
 	}
 	t.Cleanup(func() { drivertest.Run(t, "ip", "link", "del", "cables") })
-	for i, name := range []string{home, away} {
+	for i, name := range names {
 		m := &machine{TB: t, name: name, tap: "to-" + name, address: fmt.Sprintf("10.78.0.%d", i+1), dir: filepath.Join(c.dir, name)}
 		check.OK(t, os.Mkdir(m.dir, 0o700))
 		drivertest.Run(t, "ip", "tuntap", "add", m.tap, "mode", "tap")
@@ -59,8 +59,8 @@ func newMachines(t testing.TB) *machines {
 		m.boot()
 		t.Cleanup(m.cut)
 	}
-	c.ready(home, away)
-	c.control(program, home, away)
+	c.ready(names...)
+	c.control(program, names...)
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Log(c.said())
@@ -178,15 +178,15 @@ func (m *machine) ask(ctx context.Context, method string, of, answer any) error 
 }
 
 // write starts a writer in the machine.
-func (m *machine) write(path string, tag uint64) *writer {
+func (m *machine) write(what toWrite) *writer {
 	m.Helper()
 	conn, err := net.DialTimeout("tcp", net.JoinHostPort(m.address, writesPort), callTime)
 	check.OK(m, err)
 	m.mu.Lock()
 	m.open = append(m.open, conn)
 	m.mu.Unlock()
-	check.OK(m, gob.NewEncoder(conn).Encode(toWrite{path, tag}))
-	w := &writer{tag: tag, done: make(chan struct{})}
+	check.OK(m, gob.NewEncoder(conn).Encode(what))
+	w := &writer{tag: what.Tag, done: make(chan struct{})}
 	w.began.Store(math.MaxUint64) // nobody knows before it has ended
 	go func() {
 		defer close(w.done)

@@ -22,7 +22,7 @@ import (
 // TestMachines: whole machines lose their power under a writer, with all that their kernels and disks had not written down, or stand still: every acknowledged write
 // is there afterwards, filesystems are whole, of a machine that was fenced nothing arrives any more, and nothing is left.
 func TestMachines(t *testing.T) {
-	c := newMachines(t)
+	c := newMachines(t, nil, home, away)
 	for _, s := range []struct {
 		name   string
 		run    func(c *machines)
@@ -60,6 +60,7 @@ type used struct {
 	kind   string
 	path   string // where the node that uses it has its bytes
 	at     string // the machine that has it
+	flush  bool   // its writer flushes now and then
 	writer *writer
 }
 
@@ -113,7 +114,7 @@ func (u *used) as() Used { return Used{ID: u.of.ID, Name: u.of.Name, Filesystem:
 
 func (u *used) writes(node string) {
 	u.Helper()
-	w := u.c.all[node].write(u.path, newTag())
+	w := u.c.all[node].write(toWrite{u.path, newTag(), u.flush})
 	u.writer = w
 	u.eventually("it is written to on "+node, func() bool {
 		select {
@@ -203,6 +204,12 @@ func (c *machines) over(all []*used) {
 		u.gives(u.at)
 		u.again("delete it", u.of.Delete)
 	}
+	c.empty()
+}
+
+// empty makes sure that nothing is left on any machine.
+func (c *machines) empty() {
+	c.Helper()
 	for name, m := range c.all {
 		var left []string
 		c.eventually("nothing is left on "+name, func() bool {
@@ -253,7 +260,7 @@ func (c *machines) consumerDies() {
 		c.Fatalf("away is connected to %v", subsystems)
 	}
 	c.all[away].cut()
-	c.outOfService(true)
+	c.outOfService(away, true)
 	for _, u := range all {
 		u.again("release it", func(ctx context.Context) error { return u.release(ctx, away) })
 		u.has(home)
@@ -288,15 +295,15 @@ func (c *machines) consumerDies() {
 		u.holds(home)
 		u.gives(home)
 	}
-	c.outOfService(false)
+	c.outOfService(away, false)
 	c.over(all)
 }
 
-// outOfService has the Node of away say that it is, or not. Who sees to volumes then is the CO.
-func (c *machines) outOfService(is bool) {
+// outOfService has a Node say that it is, or not. Who sees to volumes then is the CO.
+func (c *machines) outOfService(name string, is bool) {
 	c.Helper()
 	node := &corev1.Node{}
-	check.OK(c, c.kube.Get(c.Context(), client.ObjectKey{Name: away}, node))
+	check.OK(c, c.kube.Get(c.Context(), client.ObjectKey{Name: name}, node))
 	before := node.DeepCopy()
 	node.Spec.Taints = slices.DeleteFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == corev1.TaintNodeOutOfService })
 	if is {

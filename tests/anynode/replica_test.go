@@ -1,6 +1,7 @@
 package anynode
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"os"
@@ -375,6 +376,22 @@ func (m *mirrored) equal() {
 		}
 		return true
 	})
+}
+
+// same makes sure that all legs have the same bytes.
+func (m *mirrored) same() {
+	m.Helper()
+	var first []byte
+	for _, node := range m.on {
+		content, err := os.ReadFile(filepath.Join(m.dir, "pool-of-"+node, "volumes", m.leg(node)+".img"))
+		check.OK(m, err)
+		if first == nil {
+			first = content
+		}
+		if !bytes.Equal(first, content) {
+			m.Errorf("the legs on %s and %s differ", m.on[0], node)
+		}
+	}
 }
 
 // TestReplicaTakenOver: the node that uses a volume, and has a leg, is cut off from all others and from the API server while it writes. Another one takes the volume over with the other leg: nothing that was acknowledged is missing,

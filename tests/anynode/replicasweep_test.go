@@ -5,8 +5,6 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
 	"slices"
 	"testing"
 	"time"
@@ -254,21 +252,5 @@ func (l *replicaLife) takenOver(user, next string) {
 	before.end()
 	if before.err == nil {
 		l.Error("the writer of the node that had it had no error")
-	}
-}
-
-// same makes sure that all legs have the same bytes.
-func (l *replicaLife) same() {
-	l.Helper()
-	var first []byte
-	for _, node := range l.on {
-		content, err := os.ReadFile(filepath.Join(l.dir, "pool-of-"+node, "volumes", l.leg(node)+".img"))
-		check.OK(l, err)
-		if first == nil {
-			first = content
-		}
-		if !bytes.Equal(first, content) {
-			l.Errorf("the legs on %s and %s differ", l.on[0], node)
-		}
 	}
 }

@@ -34,7 +34,7 @@ func write(path string, tag uint64) (*writer, error) {
 	if err != nil {
 		return nil, err
 	}
-	return writeTo(f, tag, func() error { return nil }), nil
+	return writeTo(f, tag, 1, func() error { return nil }), nil
 }
 
 // writeCached starts a writer that writes into the page cache, and has each block synced before it counts as acknowledged.
@@ -43,10 +43,20 @@ func writeCached(path string, tag uint64) (*writer, error) {
 	if err != nil {
 		return nil, err
 	}
-	return writeTo(f, tag, f.Sync), nil
+	return writeTo(f, tag, 1, f.Sync), nil
 }
 
-func writeTo(f *os.File, tag uint64, sync func() error) *writer {
+// writeFlushed starts a writer on a device that flushes after each few blocks; before that none of them counts as acknowledged.
+func writeFlushed(path string, tag uint64) (*writer, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_DIRECT, 0)
+	if err != nil {
+		return nil, err
+	}
+	return writeTo(f, tag, 8, f.Sync), nil
+}
+
+// writeTo syncs after so many blocks.
+func writeTo(f *os.File, tag, every uint64, sync func() error) *writer {
 	w := &writer{tag: tag, done: make(chan struct{})}
 	go func() {
 		defer close(w.done)
@@ -58,10 +68,13 @@ func writeTo(f *os.File, tag uint64, sync func() error) *writer {
 			if _, w.err = f.WriteAt(data, int64(n%blocks)*block); w.err != nil {
 				return
 			}
-			if w.err = sync(); w.err != nil {
-				return
+			if n%every == 0 {
+				if w.err = sync(); w.err != nil {
+					return
+				}
+				w.acked.Store(n)
 			}
-			if w.acked.Store(n); n%inRush == 0 {
+			if n%inRush == 0 {
 				time.Sleep(time.Millisecond)
 			}
 		}

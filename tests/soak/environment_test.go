@@ -22,6 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/linear"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -405,9 +406,10 @@ func (e *environment) judge() {
 			}
 		}
 	}
-	states, at, err := search(e.states, e.history)
+	states, at, err := linear.Search(e.states, e.history)
 	if err != nil || len(states) == 0 {
-		e.t.Errorf("environment %s: no order of these calls explains the answer to\n%s: %s (%v)\n%s\nbefore: %+v", e.filesystem, at.in, at.out, err, story(e.history), e.states)
+		o := e.history[at]
+		e.t.Errorf("environment %s: no order of these calls explains the answer to\n%s: %s (%v)\n%s\nbefore: %+v", e.filesystem, o.in, o.out, err, story(e.history), e.states)
 		return
 	}
 	e.states, e.history = states, nil

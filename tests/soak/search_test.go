@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
+
+	"github.com/ashlar-csi/ashlar/internal/linear"
 )
 
 // operation is a call with its answer, and the time (since the beginning of the test) that
@@ -19,98 +21,9 @@ type operation struct {
 	begin, end time.Duration
 }
 
-// order is one way in which things can have happened up to some moment: the state, and
-// which of the calls that were being made at that moment had happened already.
-type order struct {
-	state state
-	done  uint64 // bits of the slots of calls
-}
-
-// tooMany orders make a search give up.
-const tooMany = 1 << 19
-
-// search goes through a history and returns the states that it can have led to, from one of
-// those that it began with: none if there is no order of its calls, each between its begin and
-// its end, in which the answers are possible (Wing & Gong; with Lowe's just-in-time
-// linearization). at is the call whose answer is impossible.
-func search(start map[state]bool, history []operation) (states map[state]bool, at *operation, err error) {
-	type event struct {
-		when time.Duration
-		call int
-		end  bool
-	}
-	var events []event
-	for i, o := range history {
-		events = append(events, event{o.begin, i, false}, event{o.end, i, true})
-	}
-	slices.SortFunc(events, func(x, y event) int {
-		if x.when != y.when {
-			return cmp.Compare(x.when, y.when)
-		}
-		return cmp.Compare(btoi(x.end), btoi(y.end))
-	})
-	orders := map[order]bool{}
-	for s := range start {
-		orders[order{state: s}] = true
-	}
-	slots, open := make([]int, len(history)), map[int]int{} // slot -> call
-	for _, e := range events {
-		if !e.end {
-			for open[slots[e.call]] != 0 {
-				slots[e.call]++
-			}
-			if slots[e.call] > 63 {
-				return nil, nil, fmt.Errorf("more than 64 calls at once")
-			}
-			open[slots[e.call]] = e.call + 1
-			continue
-		}
-		ending := uint64(1) << slots[e.call]
-		next, seen := map[order]bool{}, map[order]bool{}
-		var visit func(o order)
-		visit = func(o order) {
-			if seen[o] || len(seen) > tooMany {
-				return
-			}
-			seen[o] = true
-			if o.done&ending != 0 {
-				next[order{o.state, o.done &^ ending}] = true
-				return
-			}
-			if history[e.call].out.maybe {
-				next[o] = true // it was never done
-			}
-			for slot, call := range open {
-				bit := uint64(1) << slot
-				if o.done&bit != 0 {
-					continue
-				}
-				one := history[call-1]
-				for _, s := range outcomes(o.state, one.in, one.out) {
-					if !one.out.maybe || s != o.state {
-						visit(order{s, o.done | bit})
-					}
-				}
-			}
-		}
-		for o := range orders {
-			visit(o)
-		}
-		if len(seen) > tooMany {
-			return nil, &history[e.call], fmt.Errorf("more than %d orders are possible", tooMany)
-		}
-		if len(next) == 0 {
-			return nil, &history[e.call], nil
-		}
-		delete(open, slots[e.call])
-		orders = next
-	}
-	states = map[state]bool{}
-	for o := range orders {
-		states[o.state] = true
-	}
-	return states, nil, nil
-}
+func (o operation) When() (begin, end time.Duration) { return o.begin, o.end }
+func (o operation) Maybe() bool                      { return o.out.maybe }
+func (o operation) Outcomes(from state) []state      { return outcomes(from, o.in, o.out) }
 
 func btoi(b bool) int {
 	if b {
@@ -162,7 +75,7 @@ func TestSearch(t *testing.T) {
 			{input{kind: create, volume: b}, ok, 12, 13}, {input{kind: claim, volume: b}, ok, 13, 14}, {input{kind: stage, volume: b}, ok, 14, 15}, {input{kind: publish, volume: b}, ok, 16, 17},
 			{input{kind: read, volume: b}, got(2), 18, 19}}), false},
 	} {
-		states, _, err := search(map[state]bool{empty: true}, c.history)
+		states, _, err := linear.Search(map[state]bool{empty: true}, c.history)
 		if err != nil || (len(states) > 0) != c.possible {
 			t.Errorf("%s: possible %v, want %v, %v:\n%s", name, len(states) > 0, c.possible, err, story(c.history))
 		}

@@ -263,6 +263,9 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 		return err
 	}
 	t.findFailed(now)
+	if t.severed(now) {
+		return t.sever(ctx, now)
+	}
 	if len(now.failing) > 0 {
 		return t.leave(ctx, now)
 	}
@@ -428,6 +431,20 @@ func (t *tender) findFailed(now *view) {
 	}
 }
 
+// connectionEnded is unreached of a leg that will not be reached any more by this mirror: its machine has started anew, or somebody else has it.
+const connectionEnded = "the connection to its node has ended"
+
+// severed reports whether no leg that is current will take anything any more, and the kernel may hold what is written all the same. One alone has its users get errors.
+func (t *tender) severed(now *view) bool {
+	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.in(), func(name string) bool { return t.unreached(now, name) != connectionEnded })
+}
+
+// sever has all who use a mirror that is severed get errors. The kernel holds what one leg failed for the others, be it the one that joins, or one of which nobody has noticed that it has ended as nothing comes to it; for ever, and so the volume could not be taken down.
+func (t *tender) sever(ctx context.Context, now *view) error {
+	klog.FromContext(ctx).Info("The connections to all legs of a replicated volume that are current have ended; its users get errors until it is staged again", "current", now.in())
+	return t.change(ctx, func() error { return mirror.End(ctx, t.name) })
+}
+
 // unreached says why a leg on another node cannot be reached any more, or not for too long; empty: it can.
 func (t *tender) unreached(now *view, name string) string {
 	k := t.of(name)
@@ -439,7 +456,7 @@ func (t *tender) unreached(now *view, name string) string {
 	switch {
 	case err != nil: // nothing is known
 	case len(used) == 0:
-		return "the connection to its node has ended"
+		return connectionEnded
 	case !slices.ContainsFunc(used, func(c remotepool.Leg) bool { return c.Live }):
 		if k.silent.IsZero() {
 			k.silent = time.Now()

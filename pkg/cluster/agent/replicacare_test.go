@@ -570,3 +570,51 @@ func TestLabelsWhileOneJoins(t *testing.T) {
 		t.Errorf("the leg that joined says of what it carries %q", have)
 	}
 }
+
+// TestLastEndsWhileOneJoins: the connection to the only leg that is current ends while another one is made equal. Who writes gets an error, as without the other one, and the mirror can be taken down.
+func TestLastEndsWhileOneJoins(t *testing.T) {
+	f := newTended(t, 1, "far", "near")
+	f.v.Spec.Legs = []string{"near", "far"}
+	check.OK(t, dm.Replace(f.legs["near"].name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(f.legs["near"].disk) + " 0 500"}})) // it takes seconds
+	check.OK(t, mirror.Join(context.Background(), f.tender.name, f.legs["near"].number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: tendedSize}}, nil }))
+	f.starts()
+	f.mu.Lock()
+	f.legs["far"].ended = true
+	f.mu.Unlock()
+	f.fails(f.legs["far"])
+	f.lost(f.write(0))
+}
+
+// TestAllEnd: the connections to all legs end, of which one has failed a write before, which is held. Whoever wrote gets an error.
+func TestAllEnd(t *testing.T) {
+	f := newTended(t, 2, "far", "away", "near")
+	f.v.Spec.Legs = []string{"near", "far", "away"}
+	f.fails(f.legs["far"])
+	write := f.write(0)
+	time.Sleep(300 * time.Millisecond)
+	f.mu.Lock()
+	f.legs["far"].ended, f.legs["away"].ended = true, true
+	f.mu.Unlock()
+	f.fails(f.legs["away"])
+	f.starts()
+	f.lost(write)
+}
+
+// lost makes sure that what was written ends with an error, and that the list is as it was.
+func (f *tended) lost(done chan error) {
+	f.t.Helper()
+	before := f.now().v.Current()
+	select {
+	case err := <-done:
+		if !errors.Is(err, unix.EIO) {
+			f.t.Errorf("what was written ended with %v", err)
+		}
+	case <-time.After(10 * time.Second):
+		f.t.Error("what was written still waits")
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if current := f.v.Current(); len(before) == 0 || !slices.Equal(current, before) {
+		f.t.Errorf("%v are current, and were %v", current, before)
+	}
+}

@@ -1,0 +1,194 @@
+package anynode
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// beside is the machine that has no leg of volumes with legs on home and away.
+var beside = consumers[1]
+
+// powerCut is which machines lose their power under a volume with legs on home and away, while a machine writes to it.
+type powerCut struct {
+	user    string
+	victims []string
+	next    string // who uses the volume then
+	joins   bool   // away's leg has just come back, and is being made equal
+	kind    string // of writer
+}
+
+// writers are the kinds: whose writes are through when they are done, past the page cache; who writes, and then flushes; and who writes to a file, and syncs it. One at a time, as the flushes of one have the disk keep what another one wrote.
+var writers = []string{"through", "flushed", "ext4"}
+
+func (p powerCut) name() string {
+	what := "writing"
+	if p.joins {
+		what = "joining"
+	}
+	return fmt.Sprintf("%s on %s, %s dies, %s", what, p.user, strings.Join(p.victims, "+"), p.kind)
+}
+
+// another reports whether a leg is current that has its power.
+func (p powerCut) another() bool {
+	return len(p.victims) == 1 && (!p.joins || p.victims[0] == away)
+}
+
+// TestMachinesReplicas: machines that have legs of volumes lose their power, one or both at once, with all that their kernels and disks had not written down, under a writer that is on one of them or on neither, also while a leg is
+// made equal: every write that was acknowledged and flushed is there, on whatever leg is used next, and on each leg in the end; no leg differs, and nothing is left.
+func TestMachinesReplicas(t *testing.T) {
+	// What a leg lacks takes some seconds, so that power is cut in the middle.
+	slow := []string{fmt.Sprintf("--copy-bandwidth=%d", 4*mib)}
+	c := newMachines(t, map[string][]string{home: slow, away: slow, beside: slow}, home, away, beside)
+	var cuts []powerCut
+	for _, kind := range writers {
+		for _, joins := range []bool{false, true} {
+			for _, victims := range [][]string{{home}, {away}, {home, away}} {
+				next := home
+				if len(victims) == 1 && victims[0] == home {
+					next = away
+				}
+				cuts = append(cuts, powerCut{beside, victims, beside, joins, kind}, powerCut{home, victims, next, joins, kind})
+			}
+		}
+	}
+	t.Logf("-anynode.seed=%d", *seed)
+	random := rand.New(rand.NewPCG(*seed, 0))
+	if random.Shuffle(len(cuts), func(i, j int) { cuts[i], cuts[j] = cuts[j], cuts[i] }); !*full {
+		cuts = cuts[:1]
+	}
+	for _, p := range cuts {
+		t.Run(p.name(), func(t *testing.T) { c.within(t).legsDie(p, random) })
+	}
+}
+
+// legged is a volume with legs on home and away, and who writes to it.
+type legged struct {
+	*used
+	m *mirrored
+}
+
+// legs makes a volume with legs on home and away that a machine uses and writes to.
+func (c *machines) legs(user, kind string) *legged {
+	c.Helper()
+	filesystem := co.Block
+	if kind == "ext4" {
+		filesystem = kind
+	}
+	m := c.mirror(fmt.Sprintf("%s-%d", kind, newTag()), filesystem, home, away)
+	u := &legged{&used{volume: m.volume, c: c, kind: filesystem, at: home, flush: kind == "flushed"}, m}
+	u.has(user)
+	u.writes(user)
+	return u
+}
+
+func (c *machines) legsDie(p powerCut, random *rand.Rand) {
+	c.Helper()
+	u := c.legs(p.user, p.kind)
+	if p.joins {
+		u.joining(p.user)
+	}
+	time.Sleep(time.Duration(random.IntN(1500)) * time.Millisecond)
+	c.Logf("%v are current, %d writes were acknowledged", u.m.object().Current(), u.writer.acked.Load())
+	for _, name := range p.victims {
+		c.all[name].cut()
+	}
+	if p.next != p.user {
+		u.takenOver(p)
+	}
+	time.Sleep(time.Duration(random.IntN(8000)) * time.Millisecond) // what does not answer for five seconds is given up
+	for _, name := range p.victims {
+		c.all[name].boot()
+	}
+	c.ready(p.victims...)
+	if slices.Contains(p.victims, p.user) {
+		u.fails()
+		u.stages(p.next)
+	} else if !u.survives() {
+		if p.another() {
+			c.Errorf("the volume had a leg that was current, and its writer had an error: %v", u.writer.err)
+		}
+		u.unstages(p.user)
+		u.stages(p.user)
+	}
+	u.holds(p.next)
+	u.writes(p.next)
+	if p.next != p.user {
+		c.outOfService(p.user, false)
+	}
+	u.m.current(u.m.legs...)
+	u.ends()
+	u.gives(p.next)
+	u.same()
+	for _, node := range []string{home, away} { // each reads what it has itself
+		u.has(node)
+		u.holds(node)
+		u.gives(node)
+	}
+	u.again("delete it", u.of.Delete)
+	c.empty()
+}
+
+// joining has away's machine be without power for a while, in which much is written, and waits until its leg is being made equal.
+func (u *legged) joining(user string) {
+	u.Helper()
+	u.c.all[away].cut()
+	u.m.current(u.m.leg(home))
+	to := "of=" + u.path
+	if u.kind != co.Block {
+		to += ".more"
+	}
+	u.c.run(user, "dd", "if=/dev/zero", to, "bs=1M", "seek=8", "count=16", "conv=fsync,notrunc")
+	u.c.all[away].boot()
+	u.eventually("a leg is being made equal", func() bool {
+		return slices.ContainsFunc(u.m.object().Status.Legs, func(l v1alpha1.Leg) bool { return l.State == v1alpha1.LegJoining })
+	})
+}
+
+// takenOver gives the volume of a machine that is dead to the next one, which can use it at once if it has a leg that is current.
+func (u *legged) takenOver(p powerCut) {
+	u.Helper()
+	u.c.outOfService(p.user, true)
+	u.again("release it", func(ctx context.Context) error { return u.release(ctx, p.user) })
+	u.again("claim it", func(ctx context.Context) error { return u.claim(ctx, p.next) })
+	if !p.joins {
+		u.stages(p.next)
+		u.holds(p.next)
+	}
+}
+
+// same makes sure that both legs have the same bytes.
+func (u *legged) same() {
+	u.Helper()
+	sum := func(node string) string {
+		return strings.Fields(u.c.run(node, "sha256sum", filepath.Join(poolInMachine, "volumes", u.m.leg(node)+".img")))[0]
+	}
+	if sum(home) != sum(away) {
+		u.Errorf("the legs differ")
+	}
+}
+
+// survives waits until the writer goes on, or has ended, and ends it.
+func (u *legged) survives() (wrote bool) {
+	u.Helper()
+	at := u.writer.acked.Load()
+	u.eventually("it is written to, or the writer has ended", func() bool {
+		select {
+		case <-u.writer.done:
+			return true
+		default:
+			return u.writer.acked.Load() > at+2*blocks
+		}
+	})
+	u.writer.end()
+	u.Logf("the writer: %v", u.writer.err)
+	return u.writer.err == nil
+}
