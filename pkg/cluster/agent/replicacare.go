@@ -272,12 +272,6 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if s.Held {
 		return nil
 	}
-	if t.lists != now.v.Status.Lists {
-		if err := t.tellList(ctx, now.v); err != nil {
-			return err
-		}
-		t.lists = now.v.Status.Lists
-	}
 	t.paces(ctx, s)
 	t.follow(ctx, now.v)
 	if err := t.list(ctx, now); err != nil {
@@ -290,6 +284,16 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	case s.Joining != nil:
 		return t.joining(ctx, now)
 	case t.beside != nil:
+	case t.lists != now.v.Status.Lists: // a driver before this one may have written it, and not told them
+		t.start(func() func(*view) error {
+			err := t.tellList(ctx, now.v)
+			return func(*view) error {
+				if err == nil {
+					t.lists = now.v.Status.Lists
+				}
+				return err
+			}
+		})
 	case t.due(now):
 		t.start(func() func(*view) error {
 			err := t.common(ctx, now)
