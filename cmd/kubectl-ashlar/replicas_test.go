@@ -131,7 +131,7 @@ func TestReplicas(t *testing.T) {
 
 	run(t, apitest.Admin, "volumes").says(t, "pvc-1", "1/2", "n1,n3")
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Replicas: 1 of 2 current", "n3", "Waiting")
-	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "pvc-1 has replicas; say which one is to move", "(node n1)", "(node n3)")
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "pvc-1 has replicas; say which one is to move, with --from NODE: there is one on n1, n3")
 	run(t, apitest.Admin, "move", "pvc-1", "--cancel").refused(t, "has replicas; say which one")
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Delete = r.UID })
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "it is being deleted")
