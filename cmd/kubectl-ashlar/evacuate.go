@@ -172,7 +172,7 @@ func (e *evacuation) target(v *v1alpha1.Volume) (place, error) {
 	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(v): // it has moved, and the node still has its bytes
 		return place{node: v.Spec.NodeName}, nil
 	case m != nil && m.Node == e.node:
-		return place{}, fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", v.Spec.NodeName, v.ID())
+		return place{}, fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", v.Spec.NodeName, called(v))
 	}
 	if err := e.room.leaves(v); err != nil {
 		return place{}, err

@@ -133,11 +133,11 @@ func shown(o *overview.Overview, v *v1alpha1.Volume) *overview.Volume {
 	return &overview.Volume{ID: v.ID(), Name: cmp.Or(v.Spec.ReplicaOf, v.Spec.Name)} // it was made since
 }
 
-// findMoved finds what a person calls a volume. A replica is called by its own KEY or ID.
-func (c *cluster) findMoved(ctx context.Context, o *overview.Overview, name string) (*overview.Volume, *v1alpha1.Volume, error) {
+// findMoved finds what a person calls a volume. Of one with replicas it is that on a node, if one is given; a replica beside the first is called by its own KEY or ID as well. The first one has those of its volume.
+func (c *cluster) findMoved(ctx context.Context, o *overview.Overview, name, from string) (*overview.Volume, *v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
-	if err := c.Get(ctx, client.ObjectKey{Name: keyOf(name)}, v); err == nil && v.Spec.ReplicaOf != "" && (name == v.Name || name == v.ID()) {
-		return shown(o, v), v, nil
+	if err := c.Get(ctx, client.ObjectKey{Name: keyOf(name)}, v); err == nil && v.Spec.ReplicaOf != "" && v.Spec.ReplicaOf != v.Name && (name == v.Name || name == v.ID()) {
+		return shown(o, v), v, comesFrom(v, from)
 	}
 	seen, err := cli.Find(o, name)
 	if err != nil {
@@ -146,20 +146,44 @@ func (c *cluster) findMoved(ctx context.Context, o *overview.Overview, name stri
 	var all v1alpha1.VolumeList
 	v = &v1alpha1.Volume{}
 	if err = c.Get(ctx, client.ObjectKey{Name: keyOf(seen.ID)}, v); err == nil && v.Spec.ReplicaOf == "" {
-		return seen, v, nil
+		return seen, v, comesFrom(v, from)
 	}
 	if client.IgnoreNotFound(err) == nil {
 		err = errors.Join(err, c.List(ctx, &all))
 	}
-	var names []string
-	for _, leg := range all.Items {
-		if leg.Spec.ReplicaOf == keyOf(seen.ID) {
-			names = append(names, fmt.Sprintf("%s (node %s)", leg.Name, leg.Spec.NodeName))
+	var on []string
+	for i := range all.Items {
+		leg := &all.Items[i]
+		if leg.Spec.ReplicaOf != keyOf(seen.ID) {
+			continue
 		}
+		if from != "" && comesFrom(leg, from) == nil {
+			return seen, leg, nil
+		}
+		on = append(on, leg.Spec.NodeName)
 	}
-	if len(names) > 0 {
-		slices.Sort(names)
-		return nil, nil, fmt.Errorf("%s has replicas; say which one is to move: %s", cli.Title(seen), strings.Join(names, ", "))
+	slices.Sort(on)
+	switch {
+	case len(on) == 0:
+		return nil, nil, fmt.Errorf("read volume %s: %w", seen.ID, err)
+	case from != "":
+		return nil, nil, fmt.Errorf("%s has no replica on node %s; it has some on %s", cli.Title(seen), from, strings.Join(on, ", "))
 	}
-	return nil, nil, fmt.Errorf("read volume %s: %w", seen.ID, err)
+	return nil, nil, fmt.Errorf("%s has replicas; say which one is to move, with --from NODE: there is one on %s", cli.Title(seen), strings.Join(on, ", "))
+}
+
+// comesFrom is an error for what is not on a node, and has not just moved from there.
+func comesFrom(o mobile, node string) error {
+	if m, _ := o.Moves(); node == "" || node == o.Node() || m != nil && m.Left && m.Node == node {
+		return nil
+	}
+	return fmt.Errorf("--from %s: it is on node %s", node, o.Node())
+}
+
+// called is what a person has to give move for a volume, or a replica: the first one has the ID of its volume.
+func called(v *v1alpha1.Volume) string {
+	if v.Spec.ReplicaOf == v.Name {
+		return v.ID() + " --from " + v.Spec.NodeName
+	}
+	return v.ID()
 }

@@ -40,9 +40,17 @@ func TestMoveReplicas(t *testing.T) {
 	e.add(second)
 	e.add(whole)
 
-	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "has replicas; say which one is to move: ", first.Name+" (node n1)", second.Name+" (node n2)")
-	run(t, apitest.Admin, "move", first.ID(), "--to=n2").refused(t, "move shop/data, replica on n1 to node n2: it has another replica of the volume")
-	run(t, apitest.Admin, "move", first.Name, "--to=n3").refused(t, "it is where node n2 is, which has another replica of the volume", "replicaTopologyKey=zone")
+	for _, name := range []string{"pvc-1", "shop/data", first.ID(), first.Name} { // the first one has the names of its volume
+		run(t, apitest.Admin, "move", name, "--to=n4").refused(t, "shop/data has replicas; say which one is to move, with --from NODE: there is one on n1, n2")
+		run(t, apitest.Admin, "move", name, "--to=n4", "--from=n3").refused(t, "shop/data has no replica on node n3; it has some on n1, n2")
+	}
+	run(t, apitest.Admin, "move", second.Name, "--to=n4", "--from=n1").refused(t, "--from n1: it is on node n2")
+	run(t, apitest.Admin, "move", first.ID(), "--to=n2", "--from=n1").refused(t, "move shop/data, replica on n1 to node n2: it has another replica of the volume")
+	run(t, apitest.Admin, "move", "shop/data", "--cancel", "--from=n2").refused(t, "take back the move of shop/data, replica on n2: it does not move")
+	run(t, apitest.Admin, "move", first.ID(), "--to=n4", "--from=n1", "--wait=false").says(t, "shop/data, replica on n1: ")
+	run(t, apitest.Admin, "move", first.ID(), "--to=n5", "--from=n1").refused(t, "kubectl ashlar move "+first.ID()+" --from n1 --cancel")
+	run(t, apitest.Admin, "move", first.ID(), "--cancel", "--from=n1").says(t, "it stays on node n1.\n")
+	run(t, apitest.Admin, "move", first.Name, "--to=n3", "--from=n1").refused(t, "it is where node n2 is, which has another replica of the volume", "replicaTopologyKey=zone")
 	run(t, apitest.Admin, "evacuate", "n1", "--dry-run").says(t, "shop/data, replica on n1  50Mi  n5  -\n")
 
 	e.drivers("")

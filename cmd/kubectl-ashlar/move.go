@@ -24,6 +24,7 @@ type moving struct {
 	*cluster
 	out       io.Writer
 	to        string // a place
+	from      string // the node of the replica; empty: there is one, or the name says which
 	wait      bool
 	cancel    bool
 	snapshots bool // of the volume, too
@@ -37,8 +38,8 @@ func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 		Long: `kubectl ashlar move has a volume moved to a pool of another node of its network, of the same name or as --to says: its bytes are
 copied, also while it is used, then it is on that node, and the old one gives its bytes back. It keeps its ID, whatever pool that names. VOLUME is its ID (vol.POOL.KEY),
 the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM. Its snapshots stay where they are, unless you say --with-snapshots: then each
-moves to the pool of its own name on that node, also if the volume moves to another one. A snapshot is moved alone by its ID (snap.POOL.KEY). A replica of a volume
-is called by its KEY, which is the name of its Volume object. While the volume is used, it gets another replica on that node, and does without this one when that has everything.
+moves to the pool of its own name on that node, also if the volume moves to another one. A snapshot is moved alone by its ID (snap.POOL.KEY). Of a volume
+with replicas one moves, that which --from says. While the volume is used, it gets another replica on that node, and does without this one when that has everything.
 
 It refuses what cannot be done, waits until the move has ended, and says how far it is. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
 volume has not moved.`,
@@ -62,10 +63,12 @@ volume has not moved.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&m.to, "to", "", "where it is moved to: NODE, to the pool of the same name there, or NODE/POOL")
+	f.StringVar(&m.from, "from", "", "of a volume with replicas: the NODE whose replica is moved")
 	f.BoolVar(&m.wait, "wait", true, "wait until the move has ended")
 	f.BoolVar(&m.cancel, "cancel", false, "take the move back, if the volume has not moved yet")
 	f.BoolVar(&m.snapshots, "with-snapshots", false, "move its snapshots to that node as well, each to the pool of its own name")
-	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flag is there
+	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flags are there
+	_ = cmd.RegisterFlagCompletionFunc("from", completeOf(flags, nodesOf))
 	return cmd
 }
 
@@ -174,7 +177,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if strings.HasPrefix(name, "snap.") {
 		return m.runSnapshot(ctx, o, name)
 	}
-	seen, v, err := m.findMoved(ctx, o, name)
+	seen, v, err := m.findMoved(ctx, o, name, m.from)
 	if err != nil {
 		return err
 	}
@@ -202,7 +205,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	err = m.ask(ctx, v, to, func() error { return r.may(v, to) })
 	switch {
 	case ctx.Err() != nil:
-		return fmt.Errorf("%s: interrupted; it may be asked to move to %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, to, v.ID())
+		return fmt.Errorf("%s: interrupted; it may be asked to move to %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, to, called(v))
 	case errors.Is(err, errSilent):
 		return fmt.Errorf("%s: it is not known whether it is asked to move to %s: %w; if it is, the move goes on: the same command waits for it", title, to, err)
 	case err != nil:
@@ -225,7 +228,7 @@ func (r *room) may(v *v1alpha1.Volume, to place) error {
 		return err
 	}
 	if m != nil {
-		return fmt.Errorf("it is being moved to %s; to take that back: kubectl ashlar move %s --cancel", goal(v), v.ID())
+		return fmt.Errorf("it is being moved to %s; to take that back: kubectl ashlar move %s --cancel", goal(v), called(v))
 	}
 	return r.takes(v, to)
 }
@@ -491,7 +494,7 @@ func (c *cluster) again(ctx context.Context, f *followed) error {
 // follow says how far a move is, and waits until it has ended, if that is wanted.
 func (m *moving) follow(ctx context.Context, f *followed) error {
 	known := true // the volume was just written
-	return follow(ctx, m.out, f.title, m.wait, fmt.Sprintf("the move to %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.to, f.v.ID()),
+	return follow(ctx, m.out, f.title, m.wait, fmt.Sprintf("the move to %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.to, called(f.v)),
 		func() (kind, text string, done bool, err error) {
 			if !known {
 				err = m.again(ctx, f)

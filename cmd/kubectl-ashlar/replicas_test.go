@@ -1,9 +1,12 @@
 package main
 
 import (
+	"encoding/json"
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -131,7 +134,7 @@ func TestReplicas(t *testing.T) {
 
 	run(t, apitest.Admin, "volumes").says(t, "pvc-1", "1/2", "n1,n3")
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Replicas: 1 of 2 current", "n3", "Waiting")
-	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "pvc-1 has replicas; say which one is to move", "(node n1)", "(node n3)")
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "pvc-1 has replicas; say which one is to move, with --from NODE: there is one on n1, n3")
 	run(t, apitest.Admin, "move", "pvc-1", "--cancel").refused(t, "has replicas; say which one")
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Delete = r.UID })
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "it is being deleted")
@@ -180,4 +183,56 @@ func TestFirstReplicas(t *testing.T) {
 	have := ended()
 	check.OK(t, have.err)
 	have.says(t, used, "pvc-1: it becomes a volume with replicas\n", "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
+}
+
+// TestReplicaCapacity: what a class with replicas has room for is what is there in as many places of one network, as its nodes are and its allowedTopologies.
+func TestReplicaCapacity(t *testing.T) {
+	e := newEnvironment(t)
+	for name, zone := range map[string]string{"n1": "a", "n2": "a", "n3": "b", "n4": "", "n5": "c", "n6": "d"} { // n4 is in no zone, n5 cordoned, n6 alone in its network
+		n, p := node(name, corev1.ConditionTrue), networked(name, 100*mib)
+		if zone != "" {
+			metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", zone)
+		}
+		n.Spec.Unschedulable = name == "n5"
+		if name == "n6" {
+			p.Status.Network.Name = "alone"
+		}
+		e.add(n)
+		e.add(p)
+	}
+	class := func(name, replicas, key string, on ...string) {
+		c := &storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Provisioner: v1alpha1.DefaultDriver, Parameters: map[string]string{"access": "any", "replicas": replicas}}
+		if key != "" {
+			c.Parameters["replicaTopologyKey"] = key
+		}
+		if len(on) > 0 {
+			c.AllowedTopologies = []corev1.TopologySelectorTerm{{MatchLabelExpressions: []corev1.TopologySelectorLabelRequirement{{Key: v1alpha1.TopologyKey, Values: on}}}}
+		}
+		e.add(c)
+	}
+	class("two", "2", "")
+	class("three", "3", "")
+	class("zones", "2", "zone") // all of it has a replica on n3
+	class("more-zones", "3", "zone")
+	class("first-on-n1", "2", "", "n1")
+	class("first-alone", "2", "", "n6")
+	r := run(t, apitest.Admin, "capacity", "-o", "json")
+	check.OK(t, r.err)
+	var have struct {
+		Classes []struct {
+			Class              string
+			Available, Largest int64
+		}
+	}
+	check.OK(t, json.Unmarshal([]byte(r.stdout), &have))
+	want := map[string][2]int64{"two": {200, 100}, "three": {400 / 3, 100}, "zones": {100, 100}, "more-zones": {}, "first-on-n1": {100, 100}, "first-alone": {}}
+	for _, one := range have.Classes {
+		if found := [2]int64{one.Available / mib, one.Largest / mib}; found != want[one.Class] {
+			t.Errorf("%s: there is room for %v MiB, want %v", one.Class, found, want[one.Class])
+		}
+		delete(want, one.Class)
+	}
+	if len(want) > 0 {
+		t.Errorf("not shown: %v", want)
+	}
 }

@@ -128,6 +128,9 @@ func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id strin
 		return fmt.Errorf("there is no snapshot %s", cli.Line(id))
 	}
 	s := all[0]
+	if err := comesFrom(s, m.from); err != nil {
+		return err
+	}
 	if m.cancel {
 		return m.takeBack(ctx, s, (&cut{s: s}).title())
 	}

@@ -77,23 +77,60 @@ func roomOf(o *overview.Overview) *room {
 				one.Available, one.Largest = p.Available, p.MaxVolume
 			}
 			for _, class := range o.Classes {
-				if !class.Allows(n.Name) || !poolset.Set(class.Pool).Has(p.Name) && (class.Pool != "" || !p.Default) {
+				if !class.Allows(n.Name) || !takes(&class, &p) {
 					continue
 				}
 				one.Classes = append(one.Classes, class.Name)
-				sum := classes[class.Name]
-				sum.Available += one.Available
-				if sum.Largest = max(sum.Largest, one.Largest); one.Largest > 0 {
-					sum.Pools++
+				if one.Largest > 0 {
+					classes[class.Name].Pools++
 				}
 			}
 			r.Pools = append(r.Pools, one)
 		}
 	}
-	for _, class := range o.Classes {
-		r.Classes = append(r.Classes, *classes[class.Name])
+	for i := range o.Classes {
+		class, sum := &o.Classes[i], classes[o.Classes[i].Name]
+		room := roomFor(o, class)
+		sum.Available, sum.Largest = room.Available, room.Largest
+		r.Classes = append(r.Classes, *sum)
 	}
 	return r
+}
+
+// takes reports whether volumes of a class may be in a pool, by its name.
+func takes(class *overview.Class, p *overview.Pool) bool {
+	return poolset.Set(class.Pool).Has(p.Name) || class.Pool == "" && p.Default
+}
+
+// roomFor is what there is for volumes of a class: of those with replicas the first one is on a node that the class allows, the others are elsewhere in its network, each in a place of its own.
+func roomFor(o *overview.Overview, class *overview.Class) (all overview.Room) {
+	own, apart := map[string]overview.Room{}, map[string]map[string]overview.Room{} // by network, and site
+	for _, n := range o.Nodes {
+		at, is := class.Sites[n.Name]
+		if class.Replicas > 1 && !is || !n.Ready {
+			continue
+		}
+		if apart[at.Network] == nil {
+			apart[at.Network] = map[string]overview.Room{}
+		}
+		for _, p := range n.Pools {
+			if !takes(class, &p) || slices.ContainsFunc(p.Problems, unusable) {
+				continue
+			}
+			one := overview.Room{Available: p.Available, Largest: p.MaxVolume}
+			apart[at.Network][at.Name] = apart[at.Network][at.Name].And(one)
+			if class.Allows(n.Name) {
+				own[at.Network] = own[at.Network].And(one)
+			}
+		}
+	}
+	for network, room := range own {
+		if class.Replicas > 1 {
+			room = room.Apart(apart[network], class.Replicas)
+		}
+		all = all.And(room)
+	}
+	return all
 }
 
 // unusable: a pool with such a problem takes nothing.

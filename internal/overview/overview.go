@@ -32,6 +32,16 @@ type Class struct {
 	Pool string `json:"pool,omitempty"` // a set of pools (poolset.Set); empty: each node's default one
 	// Nodes are those that its allowedTopologies name; nil: it names none, and all will do.
 	Nodes []string `json:"nodes"`
+	// Replicas that each volume has; 0: it has no others.
+	Replicas int `json:"replicas,omitempty"`
+	// Sites are where replicas are apart, by node; only with replicas. Nodes that may get none are not there.
+	Sites map[string]Site `json:"sites,omitempty"`
+}
+
+// Site is where a replica is, beside which no other one of the volume may be: all of them are in one network.
+type Site struct {
+	Network string `json:"network"`
+	Name    string `json:"name"` // a node, or what the label of nodes says that keeps them apart
 }
 
 // Allows reports whether the volumes of a class may be on a node.

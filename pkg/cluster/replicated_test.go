@@ -270,6 +270,78 @@ func TestReplicatedApart(t *testing.T) {
 	if homes := w.homes("alone"); !slices.Equal(homes, []string{"node-2", "node-3"}) {
 		t.Errorf("its legs are on %v", homes)
 	}
+	w.copiesApart(t, s, apart)
+}
+
+// copiesApart: a copy on the node of its source, which is where no label says which zone that is, is refused; one that may be anywhere is to be elsewhere.
+func (w *environment) copiesApart(t *testing.T, s *store.Store, apart func(string, int) volume.Spec) {
+	t.Helper()
+	source, err := s.Create(w.ctx, anyNode("source", "node-4"))
+	check.OK(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "snapshot", source.ID)
+	check.OK(t, err)
+	edit := func(cordoned bool) {
+		n := &corev1.Node{}
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: "node-4"}, n))
+		before := n.DeepCopy()
+		n.Spec.Unschedulable = cordoned
+		check.OK(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
+	}
+	for name, from := range map[string]volume.ID{"clone": source.ID, "restored": snapshot.ID} {
+		for _, cordoned := range []bool{false, true} {
+			edit(cordoned)
+			w.eventually("the store knows whether it is cordoned", func() bool {
+				places, err := s.Places(w.ctx, "")
+				return err == nil && (places["node-4"] == "") == cordoned
+			})
+			here := apart(name, 2)
+			here.Source, here.Nodes = from, nil
+			_, err := s.Create(w.ctx, here)
+			if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "is on node node-4, and so are its copies") || !strings.Contains(err.Error(), "node node-4 has no label zone (parameter replicaTopologyKey)") {
+				t.Errorf("%s, cordoned: %v: %v", name, cordoned, err)
+			}
+			if len(w.legsOf(name)) > 0 {
+				t.Errorf("%s: a leg was made", name)
+			}
+			anywhere := apart(fmt.Sprint(name, cordoned), 2)
+			anywhere.Source, anywhere.Nodes, anywhere.Copies = from, nil, volume.CopiesAnywhere
+			_, err = s.Create(w.ctx, anywhere)
+			if fails(t, err, errdefs.ErrPrecondition); !strings.Contains(err.Error(), "is on node node-4, and would be copied to node node-") { // these nodes have no ports to copy by
+				t.Errorf("%s may be anywhere, cordoned: %v: %v", name, cordoned, err)
+			}
+		}
+	}
+}
+
+// TestReplicatedNetworks: the first leg of a volume is in a network where there is room for the others; so is a copy.
+func TestReplicatedNetworks(t *testing.T) {
+	w := newEnvironment(t)
+	var machines []*machine
+	for node, network := range map[string]string{"node-1": "storage", "node-2": "storage", "node-3": "alone"} {
+		m, _ := w.networked(node, network)
+		machines = append(machines, m)
+	}
+	s := w.knowing(machines...)
+	source, err := s.Create(w.ctx, anyNode("source", "node-3"))
+	check.OK(t, err)
+	copied := replicas("clone", 2)
+	copied.Source = source.ID
+	for _, spec := range []volume.Spec{replicas("v", 2, "node-3"), copied} {
+		_, err := s.Create(w.ctx, spec)
+		if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), `node node-3 is in the network "alone", where 1 node has room for one of 2 replicas, and each needs a node of its own`) {
+			t.Errorf("%s: %v", spec.Name, err)
+		}
+		if w.whole(spec.Name) != nil || len(w.legsOf(spec.Name)) > 0 {
+			t.Errorf("a part of %s is there", spec.Name)
+		}
+	}
+	for name, on := range map[string][]string{"first": {"node-3", "node-1"}, "any": nil} {
+		_, err := s.Create(w.ctx, replicas(name, 2, on...))
+		check.OK(t, err)
+		if homes := w.homes(name); len(homes) != 2 || slices.Contains(homes, "node-3") {
+			t.Errorf("the legs of %s are on %v", name, homes)
+		}
+	}
 }
 
 // TestReplicatedNoRoom: what cannot have all its replicas is not made, and nothing is left of it.

@@ -4,11 +4,11 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"math"
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -122,37 +122,13 @@ func (s *Server) apartIn(ctx context.Context, p csimap.Parameters, nodes []strin
 			return blockdev.Capacity{}, err
 		}
 	}
-	var available, most []int64
-	for _, c := range in {
-		available, most = append(available, c.Available), append(most, c.MaxVolume)
+	places := map[string]overview.Room{}
+	for at, c := range in {
+		places[at] = overview.Room{Available: c.Available, Largest: c.MaxVolume}
 	}
-	own.Available, own.MaxVolume = min(own.Available, spread(available, p.Replicas.Legs())), min(own.MaxVolume, largest(most, p.Replicas.Legs()))
+	room := overview.Room{Available: own.Available, Largest: own.MaxVolume}.Apart(places, p.Replicas.Legs())
+	own.Available, own.MaxVolume = room.Available, room.Largest
 	return own, nil
-}
-
-// spread is how much there can be of volumes that take as much in each of so many places, of which each has so much room: no place has more than one replica of a volume.
-func spread(room []int64, replicas int) int64 {
-	if len(room) < replicas {
-		return 0
-	}
-	slices.Sort(room)
-	rest, most := int64(0), int64(math.MaxInt64)
-	for i, one := range room {
-		rest += one
-		if alone := len(room) - 1 - i; alone < replicas { // places that have so much that each volume has a replica there
-			most = min(most, rest/int64(replicas-alone))
-		}
-	}
-	return most
-}
-
-// largest is the n-th largest of some numbers; 0 if there are fewer.
-func largest(of []int64, n int) int64 {
-	if len(of) < n {
-		return 0
-	}
-	slices.Sort(of)
-	return of[len(of)-n]
 }
 
 // homes are the nodes of a topology that can have volumes with some access; an empty name stands for all nodes.

@@ -119,7 +119,7 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	spec.Provisioning, spec.Encryption, spec.For = parameters.Provisioning, parameters.Encryption, parameters.For
 	spec.Access, spec.HomeTimeout, spec.Mutable = parameters.Access, parameters.HomeTimeout, parameters.Mutable(r.GetMutableParameters())
 	spec.Replicas = parameters.Replicas
-	if err := volume.CheckPlacement(spec.Access, spec.Mutable); err != nil {
+	if err := volume.CheckPlacement(spec.Access, spec.Replicas.Legs(), spec.Mutable); err != nil {
 		return nil, err
 	}
 	if err := s.reaches(spec.Access, spec.Replicas); err != nil {

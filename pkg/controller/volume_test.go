@@ -92,6 +92,10 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("replicas on one machine", replicas("access", "any", "replicas", "2"), errdefs.ErrInvalid, "parameter replicas=2: this driver has one machine, and each replica needs one of its own")
 	refuses("replicas that one node alone could use", replicas("replicas", "2"), errdefs.ErrInvalid, "parameter replicas=2 is for volumes that other nodes than their own can use; give access=any too")
 	refuses("replicas that follow", replicas("access", "any", "replicas", "2", "placement", "follow"), errdefs.ErrInvalid, "parameter placement=follow is for volumes on one node")
+	refuses("replicas that follow by an attributes class", func(r request) {
+		replicas("access", "any", "replicas", "2")(r)
+		r.MutableParameters = map[string]string{"placement": "follow"}
+	}, errdefs.ErrInvalid, "parameter placement=follow is for volumes on one node")
 	for _, bad := range []string{"", "0", "4", "02", "+2", "two"} {
 		refuses("replicas "+bad, replicas("access", "any", "replicas", bad), errdefs.ErrInvalid, `parameter replicas="`+bad+`"; 1 to 3 can be had`)
 	}

@@ -169,7 +169,7 @@ func (p *Parameters) together(parameters map[string]string) error {
 	if value, given := parameters[homeTimeout]; given && p.Access != volume.AccessAny {
 		return fmt.Errorf("%w: parameter %s=%q is for volumes that other nodes than their own can use; give %s=%s too", errdefs.ErrInvalid, homeTimeout, value, access, volume.AccessAny)
 	}
-	return errors.Join(p.checkReplicas(parameters), volume.CheckPlacement(p.Access, p.Mutable(nil)))
+	return errors.Join(p.checkReplicas(parameters), volume.CheckPlacement(p.Access, p.Replicas.Legs(), p.Mutable(nil)))
 }
 
 // Mutable are the mutable parameters that a volume begins with: those of its VolumeAttributesClass, and what the class says of others.

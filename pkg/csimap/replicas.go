@@ -51,11 +51,8 @@ func (p *Parameters) checkReplicas(parameters map[string]string) error {
 		}
 		return nil
 	}
-	switch {
-	case p.Access != volume.AccessAny:
+	if p.Access != volume.AccessAny {
 		return fmt.Errorf("%w: parameter %s=%d is for volumes that other nodes than their own can use; give %s=%s too", errdefs.ErrInvalid, replicas, p.Replicas.Count, access, volume.AccessAny)
-	case p.Placement == volume.PlacementFollow:
-		return fmt.Errorf("%w: parameter %s=%s is for volumes on one node; leave it out, or %s", errdefs.ErrInvalid, volume.ParameterPlacement, p.Placement, replicas)
 	}
 	if _, given := parameters[replaceAfter]; !given {
 		p.Replicas.ReplaceAfter = volume.UsualReplaceAfter

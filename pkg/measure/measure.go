@@ -147,10 +147,10 @@ func (n *Node) lookAtVolumes(ctx context.Context, pool string) volumes {
 	return found
 }
 
-// severityOf is how bad a problem of a volume is. That a leg lost its bytes is no loss of data as such: whether the volume has others is known to the controller.
+// severityOf is how bad a problem of a volume is. That a leg lost its bytes, or cannot be used, is for its volume no loss of data, nor of access, as such: whether that has others is known to the controller.
 func severityOf(v volume.Volume, p blockdev.Problem) blockdev.Severity {
-	if v.ReplicaOf != "" && p.Severity == blockdev.DataLoss {
-		return blockdev.Degraded
+	if v.ReplicaOf != "" {
+		return min(p.Severity, blockdev.Degraded)
 	}
 	return p.Severity
 }

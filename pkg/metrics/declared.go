@@ -31,7 +31,7 @@ var (
 	PoolProblems = sampledGauge("ashlar_pool_problems", "1 while something is wrong with the pool, by what that is.", "node", "pool", "severity", "reason")
 	PoolStrays   = sampledGauge("ashlar_pool_strays", "Volumes and snapshots of the pool that no object of the cluster is for.", "node", "pool")
 
-	VolumeProblems = sampledGauge("ashlar_volume_problems", "Volumes that have something wrong with them, by what that is. Lost bytes of a replica are Degraded: ashlar_replicated_volumes has the volumes that have no other one.", "node", "pool", "severity", "reason")
+	VolumeProblems = sampledGauge("ashlar_volume_problems", "Volumes that have something wrong with them, by what that is. A replica that is lost or cannot be used is Degraded: ashlar_replicated_volumes has the volumes that have no other one.", "node", "pool", "severity", "reason")
 
 	DiskHealthy = sampledGauge("ashlar_disk_healthy", "1 if a disk below the pool says of itself that it is well, 0 if it says that it fails (SMART's overall assessment, NVMe's critical warnings but that of heat).", "node", "pool", "device")
 	DiskWear    = sampledGauge("ashlar_disk_wear_ratio", "The part of its life that a disk below the pool has used, by its own reckoning; 1 is all of it, and it may be more.", "node", "pool", "device")

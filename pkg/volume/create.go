@@ -128,7 +128,7 @@ func (l *Local) check(spec Spec) error {
 	if err := CheckMutable(spec.Mutable); err != nil {
 		return err
 	}
-	if err := CheckPlacement(spec.Access, spec.Mutable); err != nil {
+	if err := CheckPlacement(spec.Access, spec.Replicas.Legs(), spec.Mutable); err != nil {
 		return err
 	}
 	if err := supportsMutable(spec.Mutable); err != nil {

@@ -34,8 +34,11 @@ func Follows(mutable map[string]string) bool {
 	return Placement(mutable[ParameterPlacement]) == PlacementFollow
 }
 
-// CheckPlacement is ErrInvalid for a volume that is to be where it is used, and can be used on its own node alone.
-func CheckPlacement(access Access, mutable map[string]string) error {
+// CheckPlacement is ErrInvalid for a volume that is to be where it is used, and can be used on its own node alone, or has replicas on several.
+func CheckPlacement(access Access, replicas int, mutable map[string]string) error {
+	if Follows(mutable) && replicas > 0 {
+		return fmt.Errorf("%w: parameter %s=%s is for volumes on one node, not for those with replicas", errdefs.ErrInvalid, ParameterPlacement, PlacementFollow)
+	}
 	if Follows(mutable) && access != AccessAny {
 		return fmt.Errorf("%w: parameter %s=%s is for volumes that other nodes than their own can use; their class has access=%s", errdefs.ErrInvalid,
 			ParameterPlacement, PlacementFollow, AccessAny)

@@ -114,7 +114,7 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	if err := CheckMutable(mutable); err != nil {
 		return err
 	}
-	if err := CheckPlacement(v.Access, mutable); err != nil {
+	if err := CheckPlacement(v.Access, v.Replicas, mutable); err != nil {
 		return fmt.Errorf("modify volume %s: %w", id, err)
 	}
 	change := func(all map[string]string) error { return l.setMutable(ctx, id, mutable, all) }

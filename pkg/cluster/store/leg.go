@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -210,12 +211,13 @@ func isFurther(spec volume.Spec) bool {
 // the first leg is not to be, as there could be no others beside it.
 func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, error) {
 	floor, overhead := spec.MinSize(), spec.Encryption.Scheme.Overhead()
+	var from source
+	var err error
 	if spec.Source != (volume.ID{}) {
-		from, err := s.findSource(ctx, spec.Source)
-		if err != nil {
+		if from, err = s.findSource(ctx, spec.Source); err != nil {
 			return nil, err
 		}
-		floor = max(floor, from.size)
+		floor, spec.Pool = max(floor, from.size), cmp.Or(spec.Pool, from.pool)
 	}
 	size, err := spec.Size.Choose(floor, blockdev.Granularity, overhead)
 	if err != nil {
@@ -248,15 +250,27 @@ func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, err
 		return nil, fmt.Errorf("%w: %s: %s", errdefs.ErrNoSpace, roomFor(spec.Replicas.Count, most, key), cluster.Limited(strings.Join(slices.Compact(why), "; ")))
 	}
 	unfit := refusals{}
-	for _, r := range fit {
-		network := r.Status.Network.Name
-		if at := placeOf(nodes[r.Spec.NodeName], key); at == "" {
-			unfit[r.Name] = errors.New(withoutLabel(r.Spec.NodeName, key))
-		} else if n := len(apart[network]); n < spec.Replicas.Count {
-			unfit[r.Name] = fmt.Errorf("node %s is in the network %q, where %s", r.Spec.NodeName, network, roomFor(spec.Replicas.Count, n, key))
+	judge := func(pool string, node *corev1.Node, network string) {
+		if placeOf(node, key) == "" {
+			unfit[pool] = errors.New(withoutLabel(node.Name, key))
+		} else if n := len(apart[network]); n < spec.Replicas.Count && network != "" {
+			unfit[pool] = fmt.Errorf("node %s is in the network %q, where %s", node.Name, network, roomFor(spec.Replicas.Count, n, key))
 		}
 	}
-	return unfit, nil
+	for _, r := range fit {
+		judge(r.Name, nodes[r.Spec.NodeName], r.Status.Network.Name)
+	}
+	if from.node == "" {
+		return unfit, nil
+	}
+	// A copy may be beside its source also where no other volume comes: on a node that is cordoned, in a pool that is not of the set.
+	home, err := s.nodeNamed(ctx, from.node)
+	if err != nil {
+		return nil, err
+	}
+	networks, err := s.Networks(ctx)
+	judge(overview.PoolName(home.Name, from.pool), home, networks[home.Name])
+	return unfit, err
 }
 
 // poolsOfLegs is the set of pools that the legs of a volume may be in.

@@ -79,8 +79,8 @@ func (s *Store) modifyReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 		return err
 	}
 	id := cluster.ReplicatedID(r)
-	if volume.Follows(mutable) {
-		return fmt.Errorf("%w: volume %s has replicas: %s=%s is for volumes on one node", errdefs.ErrInvalid, id, volume.ParameterPlacement, volume.PlacementFollow)
+	if err := volume.CheckPlacement(volume.AccessAny, r.Spec.Replicas, mutable); err != nil {
+		return fmt.Errorf("modify volume %s: %w", id, err)
 	}
 	legs, err := s.legs(ctx, r)
 	if err != nil {

@@ -286,7 +286,7 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, from source, v *
 	home, pool := from.node, from.pool
 	where := spec
 	if spec.Copies == volume.CopiesAnywhere {
-		stays, err := s.stays(ctx, spec, from, size)
+		stays, err := s.stays(ctx, spec, from, size, refused)
 		if err != nil {
 			return err
 		}
@@ -300,6 +300,9 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, from source, v *
 		where.Nodes = []string{home}
 	}
 	if len(where.Nodes) == 1 && where.Nodes[0] == home && !spec.Elsewhere(pool) {
+		if err := refused[overview.PoolName(home, pool)]; err != nil {
+			return fmt.Errorf("%w: source %s is on node %s, and so are its copies, as the class does not say copies=%s: %w", errdefs.ErrNoSpace, spec.Source, home, volume.CopiesAnywhere, err)
+		}
 		v.Spec.Pool = pool
 		return cmp.Or(s.mayReach(ctx, spec, home), s.nodes.Ready(ctx, home))
 	}
@@ -322,8 +325,8 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, from source, v *
 }
 
 // stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, it takes pods, it can keep
-// the limits, and there is room.
-func (s *Store) stays(ctx context.Context, spec volume.Spec, from source, size int64) (bool, error) {
+// the limits, there is room, and it has not refused.
+func (s *Store) stays(ctx context.Context, spec volume.Spec, from source, size int64, refused refusals) (bool, error) {
 	home, pool := from.node, from.pool
 	if len(spec.Nodes) > 0 && spec.Nodes[0] != home || s.nodes.Ready(ctx, home) != nil {
 		return false, nil
@@ -339,7 +342,7 @@ func (s *Store) stays(ctx context.Context, spec volume.Spec, from source, size i
 		pool = spec.Pool
 	}
 	found, err := s.findRoom(ctx, pool, []string{home}, volume.Requester{})
-	return slices.ContainsFunc(found, func(r room) bool { return r.Fits(size) && r.limits(spec.Mutable) }), err
+	return slices.ContainsFunc(found, func(r room) bool { return r.Fits(size) && r.limits(spec.Mutable) && !refused.has(r.Name) }), err
 }
 
 // catchUpTime is how long a deletion waits for the cache to know of this controller's own copies.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -89,6 +90,7 @@ type taking struct {
 // machine is what counts of a Node object.
 type machine struct {
 	ready, gone bool
+	cordoned    bool
 	labels      map[string]string
 }
 
@@ -225,7 +227,7 @@ func each[L client.ObjectList](t *taking, empty L, visit func(L), which ...clien
 
 func (t *taking) addNodes(l *corev1.NodeList) {
 	for i := range l.Items {
-		m := machine{labels: l.Items[i].Labels}
+		m := machine{labels: l.Items[i].Labels, cordoned: l.Items[i].Spec.Unschedulable}
 		for _, c := range l.Items[i].Status.Conditions {
 			m.ready = m.ready || c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 		}
@@ -309,9 +311,31 @@ func (t *taking) addPods(l *corev1.PodList) {
 func (t *taking) classes() {
 	for i := range t.sorts {
 		if c := &t.sorts[i]; c.Provisioner == t.out.Driver {
-			t.out.Classes = append(t.out.Classes, overview.Class{Name: c.Name, Pool: c.Parameters["pool"], Nodes: t.allowed(c.AllowedTopologies)})
+			class := overview.Class{Name: c.Name, Pool: c.Parameters["pool"], Nodes: t.allowed(c.AllowedTopologies)}
+			if n, err := strconv.Atoi(c.Parameters["replicas"]); err == nil && n > 1 {
+				class.Replicas, class.Sites = n, t.sites(c.Parameters["replicaTopologyKey"])
+			}
+			t.out.Classes = append(t.out.Classes, class)
 		}
 	}
+}
+
+// sites are where replicas are apart, by node: the values of a label, or without one the nodes themselves. The controller places them the same way.
+func (t *taking) sites(label string) map[string]overview.Site {
+	sites := map[string]overview.Site{}
+	for i := range t.pools {
+		p := &t.pools[i]
+		node := p.Spec.NodeName
+		at := overview.Site{Name: node}
+		if label != "" {
+			at.Name = t.machines[node].labels[label]
+		}
+		if p.Status.Network != nil && at.Name != "" && !t.machines[node].cordoned {
+			at.Network = p.Status.Network.Name
+			sites[node] = at
+		}
+	}
+	return sites
 }
 
 // allowed are the nodes of which one of the terms is true; nil if there are no terms. Of nodes that could not be listed it is not known which

@@ -1,4 +1,4 @@
-package controller
+package overview
 
 import (
 	"math/rand/v2"
