@@ -357,7 +357,7 @@ func TestReplicaComesBack(t *testing.T) {
 	m.delete()
 }
 
-var commonPattern = regexp.MustCompile(`"leg": *"[^"]*:([A-Z0-9]+):[0-9]+"`)
+var commonPattern = regexp.MustCompile(`"leg": *"[0-9]+:[0-9]+:(?:open|closed):[0-9a-f-]*:([0-9A-Z]+):[0-9]+[:"]`)
 
 // equal waits until the records of all legs have a name for a moment in which they were equal, another one than before.
 func (m *mirrored) equal() {
