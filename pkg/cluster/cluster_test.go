@@ -215,7 +215,7 @@ func (w *environment) storeWith(abandonGrace time.Duration) (_ *store.Store, sto
 }
 
 func (w *environment) run(part func(context.Context) error) (stop func()) {
-	ctx, cancel := context.WithCancel(w.ctx)
+	ctx, cancel := context.WithCancel(context.WithoutCancel(w.ctx)) // without its deadline
 	var done sync.WaitGroup
 	done.Go(func() {
 		if err := part(ctx); err != nil && ctx.Err() == nil {
