@@ -35,38 +35,28 @@ func (b *bench) quick(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	names := []string{"this tree", commit}
-	var drivers [2]*driver
-	var started [2][]time.Duration
-	var rss [2][]float64 // MiB
-	for i, binary := range []string{b.binary, old} {
-		side := *b
-		side.binary = binary
-		for range quickStarts {
-			if drivers[i] != nil {
-				drivers[i].stop()
-			}
-			began := time.Now()
-			if drivers[i], err = side.start(ctx, filepath.Join(b.dir, fmt.Sprint("driver-", i)), "?reservePercent=0"); err != nil {
-				return fmt.Errorf("the driver of %s: %w", names[i], err)
-			}
-			defer drivers[i].stop()
-			started[i] = append(started[i], time.Since(began))
-			rss[i] = append(rss[i], float64(drivers[i].usage().rss)/1024)
-		}
+	this, err := b.starts(ctx, "this", b.binary)
+	if err != nil {
+		return fmt.Errorf("the driver of this tree: %w", err)
 	}
-	bare, err := newFloor(filepath.Join(drivers[0].Dir, "floor"), lifeSize, false)
+	defer this.stop()
+	that, err := b.starts(ctx, "that", old)
+	if err != nil {
+		return fmt.Errorf("the driver of %s: %w", commit, err)
+	}
+	defer that.stop()
+	bare, err := newFloor(filepath.Join(this.Dir, "floor"), lifeSize, false)
 	if err != nil {
 		return err
 	}
-	if err := b.sameFilesystem(ctx, drivers[0], bare); err != nil {
+	if err := b.sameFilesystem(ctx, this.driver, bare); err != nil {
 		return err
 	}
-	head := []string{"", names[0], names[1], "this / that", "bare system calls", "this / bare"}
+	head := []string{"", "this tree", commit, "this / that", "bare system calls", "this / bare"}
 	var rows [][]string
 	for _, atOnce := range []int{1, 4} {
 		progress("quick: %d at once", atOnce)
-		rates, err := b.inTurn(atOnce, b.lived(ctx, drivers[0], atOnce, &recorder{}), b.lived(ctx, drivers[1], atOnce, &recorder{}), bare.lived(ctx, b, atOnce, &recorder{}))
+		rates, err := b.inTurn(atOnce, b.lived(ctx, this.driver, atOnce, &recorder{}), b.lived(ctx, that.driver, atOnce, &recorder{}), bare.lived(ctx, b, atOnce, &recorder{}))
 		if err != nil {
 			return err
 		}
@@ -74,11 +64,36 @@ func (b *bench) quick(ctx context.Context) (err error) {
 			spreadOf("%.1f", rates[2]), spreadOf("%.2f", ratios(rates[0], rates[2]))})
 	}
 	rows = append(rows,
-		[]string{"a start, until it is ready, ms", spread(started[0]), spread(started[1]), fmt.Sprintf("%.2f", ratio(figures.Median(started[0]), figures.Median(started[1]))), "", ""},
-		[]string{"RSS with nothing to do, MiB", spreadOf("%.1f", rss[0]), spreadOf("%.1f", rss[1]), fmt.Sprintf("%.2f", figures.Median(rss[0])/figures.Median(rss[1])), "", ""})
+		[]string{"a start, until it is ready, ms", spread(this.took), spread(that.took), fmt.Sprintf("%.2f", ratio(figures.Median(this.took), figures.Median(that.took))), "", ""},
+		[]string{"RSS with nothing to do, MiB", spreadOf("%.1f", this.rss), spreadOf("%.1f", that.rss), fmt.Sprintf("%.2f", figures.Median(this.rss)/figures.Median(that.rss)), "", ""})
 	fmt.Printf("\nMedian (p10..p90) of %d rounds, in turn. A ratio whose spread has 1 in it says nothing.\n", b.rounds)
 	figures.Table(head, rows)
 	return nil
+}
+
+// started is a driver that was started several times.
+type started struct {
+	*driver
+	took []time.Duration // until it was ready
+	rss  []float64       // MiB, then
+}
+
+// starts starts a driver several times; the last one stays.
+func (b *bench) starts(ctx context.Context, name, binary string) (s started, err error) {
+	side := *b
+	side.binary = binary
+	for range quickStarts {
+		if s.driver != nil {
+			s.stop()
+		}
+		began := time.Now()
+		if s.driver, err = side.start(ctx, filepath.Join(b.dir, name), "?reservePercent=0"); err != nil {
+			return s, err
+		}
+		s.took = append(s.took, time.Since(began))
+		s.rss = append(s.rss, float64(s.usage().rss)/1024)
+	}
+	return s, nil
 }
 
 // commitBefore is what a tree is compared with: its last commit if something was changed since, else the one before.
