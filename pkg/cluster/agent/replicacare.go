@@ -266,9 +266,6 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if t.severed(now) {
 		return t.sever(ctx, now)
 	}
-	if s.Joining != nil && now.unread() {
-		return t.notJoined(ctx, now, now.leg[s.Joining.Device], "it got not all, as a part of the others cannot be read")
-	}
 	if len(now.failing) > 0 {
 		return t.leave(ctx, now)
 	}
@@ -481,8 +478,11 @@ func (t *tender) unreached(now *view, name string) string {
 	return ""
 }
 
-// leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays.
+// leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays; if it cannot be read, one that joins leaves.
 func (t *tender) leave(ctx context.Context, now *view) error {
+	if now.s.Joining != nil && now.unread() {
+		return t.notJoined(ctx, now, now.leg[now.s.Joining.Device], "it got not all, as a part of the others cannot be read")
+	}
 	devices, err := t.drop(ctx, now)
 	if err != nil {
 		return err
