@@ -438,14 +438,22 @@ func (t *tender) findFailed(now *view) {
 // connectionEnded is unreached of a leg that will not be reached any more by this mirror: its machine has started anew, or somebody else has it.
 const connectionEnded = "the connection to its node has ended"
 
-// severed reports whether no leg that is current will take anything any more, and the kernel may hold what is written all the same. One alone has its users get errors.
+// severed reports whether each leg that is current has failed what was written, or will not be reached any more, and the kernel may hold what is written all the same. One alone has its users get errors.
 func (t *tender) severed(now *view) bool {
-	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.in(), func(name string) bool { return t.unreached(now, name) != connectionEnded })
+	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.s.Legs, func(l mirror.Leg) bool {
+		return !(l.Failed && !l.OnlyReads) && t.unreached(now, now.leg[l.Device]) != connectionEnded
+	})
+}
+
+// unread reports whether all legs that are current have failed, and took all that was written: nothing is held.
+func (n *view) unread() bool {
+	return !slices.ContainsFunc(n.s.Legs, func(l mirror.Leg) bool { return !l.OnlyReads })
 }
 
 // sever has all who use a mirror that is severed get errors. The kernel holds what one leg failed for the others, be it the one that joins, or one of which nobody has noticed that it has ended as nothing comes to it; for ever, and so the volume could not be taken down.
+// What is held is not tried again: a disk that has failed a flush takes the next one, and has lost what was written.
 func (t *tender) sever(ctx context.Context, now *view) error {
-	klog.FromContext(ctx).Info("The connections to all legs of a replicated volume that are current have ended; its users get errors until it is staged again", "current", now.in())
+	klog.FromContext(ctx).Info("All legs of a replicated volume that are current have failed, or the connections to them have ended; its users get errors until it is staged again", "current", now.in(), "why", reasons(now.failing))
 	return t.change(ctx, func() error { return mirror.End(ctx, t.name) })
 }
 
@@ -474,8 +482,11 @@ func (t *tender) unreached(now *view, name string) string {
 	return ""
 }
 
-// leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays.
+// leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays; if it cannot be read, one that joins leaves.
 func (t *tender) leave(ctx context.Context, now *view) error {
+	if now.s.Joining != nil && now.unread() {
+		return t.notJoined(ctx, now, now.leg[now.s.Joining.Device], "it got not all, as a part of the others cannot be read")
+	}
 	devices, err := t.drop(ctx, now)
 	if err != nil {
 		return err
@@ -627,12 +638,7 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 	switch {
 	case now.s.Joining.Failed || name == "" || !slices.Contains(now.v.Spec.Legs, name) || t.unreached(now, name) != "":
 		t.endSilent(ctx, name)
-		if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, now.s.Joining.Device) }); err != nil {
-			return err
-		}
-		t.again(name)
-		t.giveBack(ctx, now.v, name)
-		return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, "it failed while it was made equal, and is tried again") })
+		return t.notJoined(ctx, now, name, "it failed while it was made equal")
 	case now.s.Equal():
 		if err := t.change(ctx, func() error { return mirror.Finish(ctx, t.name, now.near) }); err != nil {
 			return err
@@ -651,6 +657,16 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 		setWaiting(leg, fmt.Sprintf("%s of %s are equal to the others", cluster.Bytes(now.s.Synced), cluster.Bytes(now.s.Total)))
 		leg.State, leg.Progress = v1alpha1.LegJoining, &v1alpha1.Progress{Done: now.s.Synced, Total: now.s.Total}
 	})
+}
+
+// notJoined takes a leg that joins out of the mirror; it is tried again.
+func (t *tender) notJoined(ctx context.Context, now *view, name, why string) error {
+	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, now.s.Joining.Device) }); err != nil {
+		return err
+	}
+	t.again(name)
+	t.giveBack(ctx, now.v, name)
+	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, why+", and is tried again") })
 }
 
 // say changes what the object says of a leg for people.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -575,14 +576,57 @@ func TestLabelsWhileOneJoins(t *testing.T) {
 func TestLastEndsWhileOneJoins(t *testing.T) {
 	f := newTended(t, 1, "far", "near")
 	f.v.Spec.Legs = []string{"near", "far"}
-	check.OK(t, dm.Replace(f.legs["near"].name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(f.legs["near"].disk) + " 0 500"}})) // it takes seconds
-	check.OK(t, mirror.Join(context.Background(), f.tender.name, f.legs["near"].number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: tendedSize}}, nil }))
+	f.slowly("near", tendedSize)
 	f.starts()
 	f.mu.Lock()
 	f.legs["far"].ended = true
 	f.mu.Unlock()
 	f.fails(f.legs["far"])
 	f.lost(f.write(0))
+}
+
+// slowly has a leg join the first one, which takes seconds; so much at the beginning is copied.
+func (f *tended) slowly(name string, length int64) {
+	f.t.Helper()
+	l := f.legs[name]
+	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(l.disk) + " 0 500"}}))
+	check.OK(f.t, mirror.Join(context.Background(), f.tender.name, l.number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: length}}, nil }))
+}
+
+// TestLastFailsWhileOneJoins: the disks of all legs that are current fail what is written while another one is made equal. Who writes gets an error, and the other one is not current.
+func TestLastFailsWhileOneJoins(t *testing.T) {
+	for _, names := range [][]string{{"near", "far"}, {"near", "far", "joins"}} {
+		t.Run(fmt.Sprint(len(names)-1), func(t *testing.T) {
+			f := newTended(t, len(names)-1, names...)
+			f.slowly(names[len(names)-1], tendedSize/2)
+			for _, name := range names[:len(names)-1] {
+				f.flaky(name)
+			}
+			f.starts()
+			f.lost(f.write(tendedSize - 4096))
+		})
+	}
+}
+
+// TestLastCannotBeRead: a part of the only leg that is current cannot be read, to be copied to another one. What is written goes on, and the other one is let go.
+func TestLastCannotBeRead(t *testing.T) {
+	f := newTended(t, 1, "near", "far")
+	l := f.legs["near"]
+	const bad = 1 << 20
+	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: bad, Kind: "error"}, {Start: bad, Length: tendedSize - bad, Kind: "linear", Text: fmt.Sprint(dm.Number(l.disk), " ", bad/512)}}))
+	f.slowly("far", tendedSize)
+	f.starts()
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		now := f.now()
+		if leg := now.v.Leg("far"); now.s.Joining == nil && leg != nil && strings.Contains(leg.Message, "cannot be read") {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("it still joins: %+v, %+v", now.s, now.v.Leg("far"))
+		}
+	}
+	f.ends(f.write(tendedSize-4096), "what is written")
+	f.current("near")
 }
 
 // TestAllEnd: the connections to all legs end, of which one has failed a write before, which is held. Whoever wrote gets an error.
