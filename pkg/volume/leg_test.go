@@ -18,6 +18,7 @@ func TestLegState(t *testing.T) {
 
 		"4:4:open:0a:list.7.2":                {Sound: 4, Opened: 4, Boot: "0a", List: 7, Listed: 2},
 		"4:4:open:0a:due.8":                   {Sound: 4, Opened: 4, Boot: "0a", Due: 8},
+		"4:4:open:0a:list.7.2:more.8":         {Sound: 4, Opened: 4, Boot: "0a", List: 7, Listed: 2, Due: 8, More: true},
 		"4:4:open:0a:QX7:4294:list.7.1:due.8": {Sound: 4, Opened: 4, Boot: "0a", Common: "QX7", Era: 4294, List: 7, Listed: 1, Due: 8},
 	} {
 		have, err := legStateOf(blockdev.Record{Labels: map[string]string{labelLeg: label}})

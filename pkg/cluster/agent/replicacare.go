@@ -84,7 +84,8 @@ type tender struct {
 	generation int64 // of the claim by which it was made
 	joins      map[string]*tries
 	equal      equal
-	lists      int64                  // the list that all legs on it were told of; 0: not known
+	lists      int64                  // the last list that all legs on it were told of; 0: not known
+	listed     []string               // these legs
 	seen       uint32                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
@@ -266,17 +267,17 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if t.severed(now) {
 		return t.sever(ctx, now)
 	}
+	if now.v.Status.Lists < t.lists {
+		return t.putRight(ctx, now)
+	}
 	if len(now.failing) > 0 {
 		return t.leave(ctx, now)
 	}
 	if s.Held {
 		return nil
 	}
-	if t.lists != now.v.Status.Lists {
-		if err := t.tellList(ctx, now.v); err != nil {
-			return err
-		}
-		t.lists = now.v.Status.Lists
+	if err := t.tellAll(ctx, now.v); err != nil {
+		return err
 	}
 	t.paces(ctx, s)
 	t.follow(ctx, now.v)
@@ -479,7 +480,7 @@ func (t *tender) leave(ctx context.Context, now *view) error {
 	for name := range now.failing {
 		t.again(name)
 	}
-	if err := t.tellList(ctx, now.v); err != nil { // else an object of before is taken for this one, and who leaves for current
+	if err := t.tellAll(ctx, now.v); err != nil { // else an object of before is taken for this one, and who leaves for current
 		return err
 	}
 	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, devices...) }); err != nil {
@@ -582,6 +583,9 @@ func (t *tender) list(ctx context.Context, now *view) error {
 		delete(t.joins, name)
 		t.equal = equal{written: -1}
 		klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
+		if err := t.tellAll(ctx, now.v); err != nil { // soon: those who are not told, and leave, know only that it was due
+			return err
+		}
 	}
 	return nil
 }

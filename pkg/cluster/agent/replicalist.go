@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"k8s.io/klog/v2"
+
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -19,8 +21,8 @@ import (
 // errLaterList: the record of a leg knows that number already.
 var errLaterList = errors.New("it knows of a later list")
 
-// announce has the records of the legs that are to be on the next list say that it is due, and returns its number.
-func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (number int64, err error) {
+// announce has the records of the legs that are to be on the next list say that it is due, and returns its number. more: some are not on this one.
+func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, more bool) (number int64, err error) {
 	number = v.Status.Lists + 1
 	for i := 0; i < len(names); i++ {
 		var knows int64
@@ -28,7 +30,7 @@ func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume
 			if knows = s.Knows(); knows >= number {
 				return errLaterList
 			}
-			s.Due = number
+			s.Due, s.More = number, more
 			return nil
 		})
 		if errors.Is(err, errLaterList) {
@@ -51,7 +53,7 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 				s.List, s.Listed = v.Status.Lists, len(names)
 			}
 			if s.Due <= s.List {
-				s.Due = 0
+				s.Due, s.More = 0, false
 			}
 			return nil
 		}); err != nil {
@@ -59,6 +61,48 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 		}
 	}
 	return nil
+}
+
+// tellAll is tellList of a list that not all were told of.
+func (t *tender) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
+	if t.lists == v.Status.Lists {
+		return nil
+	}
+	if err := t.tellList(ctx, v); err != nil {
+		return err
+	}
+	t.lists, t.listed = v.Status.Lists, v.Current()
+	return nil
+}
+
+// putRight writes the last list anew into an object of before it, which was restored while the volume is used: without those legs that have failed meanwhile.
+func (t *tender) putRight(ctx context.Context, now *view) error {
+	v, err := t.replicatedNow(ctx, t.ref.Key)
+	if err != nil {
+		return err
+	}
+	if v.ResourceVersion != now.v.ResourceVersion {
+		return fmt.Errorf("%w: the watch is behind the object of the replicated volume %s", errdefs.ErrBusy, v.Name)
+	}
+	names := slices.DeleteFunc(slices.Clone(t.listed), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.in(), name) })
+	if len(names) == 0 {
+		return fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before, and no leg takes what is written: %s", errdefs.ErrUnavailable, v.Name, reasons(now.failing))
+	}
+	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", t.lists, "current", names)
+	return t.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+		s.Lists = t.lists
+		for i := range s.Legs {
+			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
+				setWaiting(&s.Legs[i], "the object says so of a moment before it was restored")
+			}
+		}
+		for _, name := range names {
+			if v.Leg(name) == nil {
+				s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
+			}
+			setCurrent(v.Leg(name), t.generation)
+		}
+	})
 }
 
 // noteList changes what the record of a leg says of lists, without its lock: who has that may wait for a write that waits for this.
@@ -97,7 +141,8 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened []openedLeg) ([]openedLeg, er
 		return opened, nil
 	}
 	members := slices.DeleteFunc(slices.Clone(opened), func(leg openedLeg) bool { return leg.List != number })
-	if len(members) == 0 || len(members) != members[0].Listed {
+	left := func(leg openedLeg) bool { return leg.More && leg.Due > number } // perhaps, and that only one knows which joined then
+	if len(members) == 0 || len(members) != members[0].Listed || slices.ContainsFunc(members, left) {
 		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: it has list %d of the legs that are current, and leg %s knows of list %d; of the legs of that one %d answer, and what they lack another one may have: "+
 			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, last.name, number, len(members))
 	}

@@ -274,7 +274,7 @@ func (f *tended) announced(fails string, names ...string) {
 		}
 		return nil
 	}
-	if _, err := f.announce(context.Background(), f.v, names); err == nil {
+	if _, err := f.announce(context.Background(), f.v, names, true); err == nil {
 		f.t.Fatal("all were written")
 	}
 	f.changes = func(string, volume.LegState) error { return nil }
@@ -334,4 +334,57 @@ func TestNamedByPerson(t *testing.T) {
 	if b := f.legs["b"].state; !slices.Equal(f.v.Current(), []string{"b"}) || b.List != f.v.Status.Lists || b.Listed != 1 {
 		t.Errorf("%v are current; of list %d it is told %+v", f.v.Current(), f.v.Status.Lists, b)
 	}
+}
+
+// TestRestoredWhileUsed: an object that is put back while the volume is used gets the last list again, with a number that none had: also if it names none of these legs, or the same ones.
+func TestRestoredWhileUsed(t *testing.T) {
+	for _, was := range [][]string{{"b"}, {"a"}, {"a", "b"}, {}} {
+		t.Run(strings.Join(was, ""), func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			before := f.v.DeepCopy()
+			for i := range before.Status.Legs {
+				before.Status.Legs[i].Current = slices.Contains(was, before.Status.Legs[i].Name)
+			}
+			f.leaves("b")
+			check.OK(t, f.tellAll(context.Background(), f.v))
+			before.ResourceVersion = f.v.ResourceVersion + "0"
+			f.v = before
+			now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+			f.findFailed(now)
+			check.OK(t, f.putRight(context.Background(), now))
+			check.OK(t, f.tellAll(context.Background(), f.v))
+			if a := f.legs["a"].state; !slices.Equal(f.v.Current(), []string{"a"}) || f.v.Status.Lists != 2 || a.List != 2 || a.Listed != 1 {
+				t.Errorf("%v are current, list %d; it is told %+v", f.v.Current(), f.v.Status.Lists, a)
+			}
+		})
+	}
+}
+
+// TestRestoredInMirror is that with a mirror: who looks after it finds it out.
+func TestRestoredInMirror(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	before := f.v.DeepCopy()
+	before.Status.Legs[0].Current = false // b alone
+	f.flaky("b")
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "the write")
+	f.current("a")
+	for end := time.Now().Add(10 * time.Second); f.state("a").List != f.now().v.Status.Lists; time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("it is not told")
+		}
+	}
+	time.Sleep(200 * time.Millisecond) // and that is known
+	f.mu.Lock()
+	before.ResourceVersion = f.v.ResourceVersion + "0"
+	f.v = before
+	f.mu.Unlock()
+	f.current("a")
+}
+
+func (f *tended) state(name string) volume.LegState {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.legs[name].state
 }
