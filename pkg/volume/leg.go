@@ -25,23 +25,19 @@ type LegState struct {
 	Boot   string // the word of the start of its machine in which it was opened
 	Common string // the name of a moment in which all legs were equal, durably; empty: that in which they were made
 	Era    uint32 // one of its marks, which began before that moment: what was written since then is since that. 0: whatever was ever written
-	List   int64  // the count of the last list of current legs that has it, as far as it was told; 0: none
+	List   int64  // the count of the last list of current legs that has it, and was written, as far as it was told; 0: none
 	Listed int    // how many legs that list has
-	Due    bool   // that list was about to be written, and perhaps never was
+	Due    int64  // the count of a later one, which was about to be written, and perhaps never was, or without it; 0: none
+	More   bool   // with legs on it that the one before had not
 }
 
-// Knows is the count of the last list of current legs that was written for sure, as far as a leg was told.
-func (s LegState) Knows() int64 {
-	if s.Due {
-		return s.List - 1
-	}
-	return s.List
-}
+// Knows is the count of the last list of current legs that was written for sure, with this leg or without it, as far as it was told.
+func (s LegState) Knows() int64 { return max(s.List, s.Due-1) }
 
 // NoEra is an era of no marks: all of a leg counts as written since, also when marks are kept later.
 const NoEra = 1
 
-var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})(?::([0-9A-Z]{1,32}):([0-9]{1,10}))?(?::(due|list)\.([0-9]{1,19})\.([0-9]))?$`)
+var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})(?::([0-9A-Z]{1,32}):([0-9]{1,10}))?(?::list\.([0-9]{1,19})\.([0-9]))?(?::(due|more)\.([0-9]{1,19}))?$`)
 
 func (s LegState) label() string {
 	word := "open"
@@ -53,11 +49,14 @@ func (s LegState) label() string {
 		label += fmt.Sprintf(":%s:%d", s.Common, s.Era)
 	}
 	if s.List > 0 {
-		word = "list"
-		if s.Due {
-			word = "due"
+		label += fmt.Sprintf(":list.%d.%d", s.List, s.Listed)
+	}
+	if s.Due > 0 {
+		word = "due"
+		if s.More {
+			word = "more"
 		}
-		label += fmt.Sprintf(":%s.%d.%d", word, s.List, s.Listed)
+		label += fmt.Sprintf(":%s.%d", word, s.Due)
 	}
 	return label
 }
@@ -70,14 +69,15 @@ func legStateOf(r blockdev.Record) (s LegState, err error) {
 	}
 	parts := legPattern.FindStringSubmatch(label)
 	if parts != nil {
-		s.Closed, s.Boot, s.Common, s.Due = parts[3] == "closed", parts[4], parts[5], parts[7] == "due"
-		var failures [5]error
+		s.Closed, s.Boot, s.Common, s.More = parts[3] == "closed", parts[4], parts[5], parts[9] == "more"
+		var failures [6]error
 		s.Sound, failures[0] = strconv.ParseInt(parts[1], 10, 64)
 		s.Opened, failures[1] = strconv.ParseInt(parts[2], 10, 64)
 		var era uint64
 		era, failures[2] = strconv.ParseUint(cmp.Or(parts[6], "0"), 10, 32)
-		s.List, failures[3] = strconv.ParseInt(cmp.Or(parts[8], "0"), 10, 64)
-		s.Listed, failures[4] = strconv.Atoi(cmp.Or(parts[9], "0"))
+		s.List, failures[3] = strconv.ParseInt(cmp.Or(parts[7], "0"), 10, 64)
+		s.Listed, failures[4] = strconv.Atoi(cmp.Or(parts[8], "0"))
+		s.Due, failures[5] = strconv.ParseInt(cmp.Or(parts[10], "0"), 10, 64)
 		s.Era, err = uint32(era), errors.Join(failures[:]...)
 	}
 	if parts == nil || err != nil {

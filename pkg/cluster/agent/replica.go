@@ -543,14 +543,16 @@ func setWaiting(leg *v1alpha1.Leg, why string) {
 	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
 }
 
-// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody changed the
+// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs (or one that is to be counted after another number) the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody changed the
 // object since it was read.
 func (l *ReplicaLegs) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	before := v.DeepCopy()
 	edit(&v.Status)
 	cluster.SummarizeLegs(v)
-	if !sameList(before, v) {
-		number, err := l.announce(ctx, v, v.Current())
+	if !sameList(before, v) || before.Status.Lists != v.Status.Lists {
+		names, had := v.Current(), before.Current()
+		more := slices.ContainsFunc(names, func(name string) bool { return !slices.Contains(had, name) })
+		number, err := l.announce(ctx, v, names, more)
 		if err != nil {
 			*v = *before
 			return err

@@ -84,7 +84,8 @@ type tender struct {
 	generation int64 // of the claim by which it was made
 	joins      map[string]*tries
 	equal      equal
-	lists      int64                  // the list that all legs on it were told of; 0: not known
+	lists      int64                  // the last list that all legs on it were told of; 0: not known
+	listed     []string               // these legs
 	seen       uint32                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
@@ -266,6 +267,9 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if t.severed(now) {
 		return t.sever(ctx, now)
 	}
+	if now.v.Status.Lists < t.lists {
+		return t.putRight(ctx, now)
+	}
 	if len(now.failing) > 0 {
 		return t.leave(ctx, now)
 	}
@@ -280,16 +284,22 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if err := t.besides(now); err != nil {
 		return err
 	}
-	switch {
-	case s.Joining != nil:
+	if s.Joining != nil {
 		return t.joining(ctx, now)
+	}
+	return t.next(ctx, now)
+}
+
+// next begins what is to be done for a mirror in which no leg joins, one thing at a time.
+func (t *tender) next(ctx context.Context, now *view) error {
+	switch {
 	case t.beside != nil:
 	case t.lists != now.v.Status.Lists: // a driver before this one may have written it, and not told them
 		t.start(func() func(*view) error {
 			err := t.tellList(ctx, now.v)
 			return func(*view) error {
-				if err == nil {
-					t.lists = now.v.Status.Lists
+				if err == nil && t.lists < now.v.Status.Lists {
+					t.lists, t.listed = now.v.Status.Lists, now.v.Current()
 				}
 				return err
 			}
@@ -494,7 +504,7 @@ func (t *tender) leave(ctx context.Context, now *view) error {
 	for name := range now.failing {
 		t.again(name)
 	}
-	if err := t.tellList(ctx, now.v); err != nil { // else an object of before is taken for this one, and who leaves for current
+	if err := t.tellAll(ctx, now.v); err != nil { // else an object of before is taken for this one, and who leaves for current
 		return err
 	}
 	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, devices...) }); err != nil {
@@ -597,6 +607,9 @@ func (t *tender) list(ctx context.Context, now *view) error {
 		delete(t.joins, name)
 		t.equal = equal{written: -1}
 		klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
+		if err := t.tellAll(ctx, now.v); err != nil { // soon: those who are not told, and leave, know only that it was due
+			return err
+		}
 	}
 	return nil
 }

@@ -46,6 +46,7 @@ type tended struct {
 	looks         func()
 	begins, marks func(name string) error
 	patches       func() error                               // is called before the object is written
+	answers       func() error                               // and after it; nil: nothing
 	changes       func(name string, s volume.LegState) error // is called before the record of a leg is written, with what it is to say
 	legs          map[string]*tendedLeg
 }
@@ -286,6 +287,9 @@ func (s tendedStatus) Patch(_ context.Context, o client.Object, _ client.Patch, 
 	}
 	o.SetResourceVersion(o.GetResourceVersion() + "1")
 	s.v = o.(*v1alpha1.ReplicatedVolume).DeepCopy()
+	if s.answers != nil {
+		return s.answers()
+	}
 	return nil
 }
 

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"k8s.io/klog/v2"
+
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -13,13 +15,14 @@ import (
 
 // An object that was restored has a list of current legs of before. It may name a leg that has left since, and so lacks what was written. So each list has a number (status.lists), and the records of the legs that are on it know it:
 // first that it is due, so that none of them is taken for an older copy once it is written, and then that it was, before anything is written that only they have. A record that knows of a later list than the object tells that the
-// object is of before. How many legs a list has is beside its number: all of them together have everything, as none can go on without another one that knows the next number.
+// object is of before. How many legs a list has is beside its number: all of them together have everything, as none can go on without another one that knows the next number. A list that is due says of a leg only that the one before
+// was written, and takes nothing of what is known of that: it may never be written, and another one have its number.
 
 // errLaterList: the record of a leg knows that number already.
 var errLaterList = errors.New("it knows of a later list")
 
-// announce has the records of the legs that are to be on the next list say that it is due, and returns its number.
-func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (number int64, err error) {
+// announce has the records of the legs that are to be on the next list say that it is due, and returns its number. more: some are not on this one.
+func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, more bool) (number int64, err error) {
 	number = v.Status.Lists + 1
 	for i := 0; i < len(names); i++ {
 		var knows int64
@@ -27,7 +30,7 @@ func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume
 			if knows = s.Knows(); knows >= number {
 				return errLaterList
 			}
-			s.List, s.Listed, s.Due = number, len(names), true
+			s.Due, s.More = number, more
 			return nil
 		})
 		if errors.Is(err, errLaterList) {
@@ -47,7 +50,10 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	for _, name := range names {
 		if err := l.noteList(ctx, v, name, func(s *volume.LegState) error {
 			if s.List <= v.Status.Lists {
-				s.List, s.Listed, s.Due = v.Status.Lists, len(names), false
+				s.List, s.Listed = v.Status.Lists, len(names)
+			}
+			if s.Due <= s.List {
+				s.Due, s.More = 0, false
 			}
 			return nil
 		}); err != nil {
@@ -55,6 +61,48 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 		}
 	}
 	return nil
+}
+
+// tellAll is tellList of a list that not all were told of.
+func (t *tender) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
+	if t.lists == v.Status.Lists {
+		return nil
+	}
+	if err := t.tellList(ctx, v); err != nil {
+		return err
+	}
+	t.lists, t.listed = v.Status.Lists, v.Current()
+	return nil
+}
+
+// putRight writes the last list anew into an object of before it, which was restored while the volume is used: without those legs that have failed meanwhile.
+func (t *tender) putRight(ctx context.Context, now *view) error {
+	v, err := t.replicatedNow(ctx, t.ref.Key)
+	if err != nil {
+		return err
+	}
+	if v.ResourceVersion != now.v.ResourceVersion {
+		return fmt.Errorf("%w: the watch is behind the object of the replicated volume %s", errdefs.ErrBusy, v.Name)
+	}
+	names := slices.DeleteFunc(slices.Clone(t.listed), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.in(), name) })
+	if len(names) == 0 {
+		return fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before, and no leg takes what is written: %s", errdefs.ErrUnavailable, v.Name, reasons(now.failing))
+	}
+	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", t.lists, "current", names)
+	return t.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+		s.Lists = t.lists
+		for i := range s.Legs {
+			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
+				setWaiting(&s.Legs[i], "the object says so of a moment before it was restored")
+			}
+		}
+		for _, name := range names {
+			if v.Leg(name) == nil {
+				s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
+			}
+			setCurrent(v.Leg(name), t.generation)
+		}
+	})
 }
 
 // noteList changes what the record of a leg says of lists, without its lock: who has that may wait for a write that waits for this.
@@ -92,30 +140,22 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened []openedLeg) ([]openedLeg, er
 	if number <= v.Status.Lists {
 		return opened, nil
 	}
-	var members []openedLeg
-	listed := 0
-	for _, leg := range opened {
-		if leg.List >= number {
-			members = append(members, leg)
-		}
-		if leg.List == number {
-			listed = leg.Listed
-		}
-	}
-	if listed == 0 || len(members) < listed {
-		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: it has list %d of the legs that are current, and leg %s knows of list %d, which has %d; of these %d are on the list and answer, and what they lack another one may have: "+
-			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, last.name, number, listed, len(members))
+	members := slices.DeleteFunc(slices.Clone(opened), func(leg openedLeg) bool { return leg.List != number })
+	left := func(leg openedLeg) bool { return leg.More && leg.Due > number } // perhaps, and that only one knows which joined then
+	if len(members) == 0 || len(members) != members[0].Listed || slices.ContainsFunc(members, left) {
+		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: it has list %d of the legs that are current, and leg %s knows of list %d; of the legs of that one %d answer, and what they lack another one may have: "+
+			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, last.name, number, len(members))
 	}
 	return members, nil
 }
 
-// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is a copy of before.
+// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is a copy of before. One that a person put there (sound by no claim) may have left earlier lists.
 func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
 	listed := v.Leg(leg.name)
 	switch {
 	case leg.Sound < listed.Sound:
 		return fmt.Errorf("%w: leg %s is an older copy: its record says that it was current by claim %d, and it is known to have been by claim %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.Sound, listed.Sound)
-	case v.Status.Opened > 0 && leg.List < v.Status.Lists:
+	case listed.Sound > 0 && max(leg.List, leg.Due) < v.Status.Lists:
 		return fmt.Errorf("%w: leg %s is an older copy: its record knows of list %d of the legs that are current, and it is on list %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.List, v.Status.Lists)
 	}
 	return nil

@@ -40,7 +40,7 @@ func TestRestoredWithinClaim(t *testing.T) {
 	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
 		t.Errorf("%v are current, not the one that was alone", now)
 	}
-	if a := f.legs["a"].state; a.Due || a.List != f.v.Status.Lists || a.Listed != 1 {
+	if a := f.legs["a"].state; a.Due > 0 || a.List != f.v.Status.Lists || a.Listed != 1 {
 		t.Errorf("of list %d it is told %+v", f.v.Status.Lists, a)
 	}
 }
@@ -91,7 +91,7 @@ func TestListCutShort(t *testing.T) {
 			}
 			f.changes = func(_ string, s volume.LegState) error {
 				count, what := &records, "record"
-				if !s.Due {
+				if s.Due == 0 {
 					count, what = &tells, "is told"
 				}
 				*count++
@@ -128,7 +128,7 @@ func TestToldFirst(t *testing.T) {
 			return nil
 		default:
 		}
-		if s.List > 0 && !s.Due {
+		if s.List > 0 && s.Due == 0 {
 			return fmt.Errorf("%w: not now", errdefs.ErrUnavailable)
 		}
 		return nil
@@ -263,4 +263,128 @@ func TestEndsBeside(t *testing.T) {
 	case <-time.After(3 * endPatience):
 		t.Error("it waits")
 	}
+}
+
+// announced has the records of legs say that a list of them is due, as far as that of one which cannot be written; the list is not written.
+func (f *tended) announced(fails string, names ...string) {
+	f.t.Helper()
+	f.changes = func(name string, _ volume.LegState) error {
+		if name == fails {
+			return fmt.Errorf("%w: not now", errdefs.ErrUnavailable)
+		}
+		return nil
+	}
+	if _, err := f.announce(context.Background(), f.v, names, true); err == nil {
+		f.t.Fatal("all were written")
+	}
+	f.changes = func(string, volume.LegState) error { return nil }
+}
+
+// TestAnnouncedAndNotListed: a leg that was to join, and failed before it was on the list, is none of the last list in an object of before that has it as current.
+func TestAnnouncedAndNotListed(t *testing.T) {
+	f := newObject(t, 2, "c", "a")
+	before := f.v.DeepCopy()
+	f.leaves("c")
+	f.announced("a", "c", "a")
+	f.v = before
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current, not the one that was alone", now)
+	}
+}
+
+// TestAnnouncedCountsForNobody: nor does it stand for one of that list that does not answer, and has gone on alone.
+func TestAnnouncedCountsForNobody(t *testing.T) {
+	f := newObject(t, 3, "c", "b", "a")
+	before := f.v.DeepCopy()
+	f.leaves("c")
+	f.announced("b", "c", "b", "a")
+	f.leaves("b")
+	f.v = before
+	f.legs["a"].away = true
+	if err := f.opens(2); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "was put back") {
+		t.Errorf("%v are current, without the one that was alone: %v", f.v.Current(), err)
+	}
+}
+
+// TestRestoredAndCutShort: that a list is due takes nothing of what is known of the one before: an object of before is put right by the next try.
+func TestRestoredAndCutShort(t *testing.T) {
+	f := newObject(t, 2, "b", "a")
+	before := f.v.DeepCopy()
+	f.leaves("b")
+	f.v = before
+	f.patches = func() error { return errors.New("cut short") }
+	if f.opens(2) == nil {
+		t.Fatal("it was not cut short")
+	}
+	f.patches = func() error { return nil }
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current", now)
+	}
+}
+
+// TestNamedByPerson: a leg that left, and that a person names as current as the last one is lost, is no older copy.
+func TestNamedByPerson(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.leaves("b")
+	f.legs["a"].away = true
+	f.v.Status.Legs = []v1alpha1.Leg{{Name: "b", Current: true}, {Name: "a"}}
+	check.OK(t, f.opens(2))
+	if b := f.legs["b"].state; !slices.Equal(f.v.Current(), []string{"b"}) || b.List != f.v.Status.Lists || b.Listed != 1 {
+		t.Errorf("%v are current; of list %d it is told %+v", f.v.Current(), f.v.Status.Lists, b)
+	}
+}
+
+// TestRestoredWhileUsed: an object that is put back while the volume is used gets the last list again, with a number that none had: also if it names none of these legs, or the same ones.
+func TestRestoredWhileUsed(t *testing.T) {
+	for _, was := range [][]string{{"b"}, {"a"}, {"a", "b"}, {}} {
+		t.Run(strings.Join(was, ""), func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			before := f.v.DeepCopy()
+			for i := range before.Status.Legs {
+				before.Status.Legs[i].Current = slices.Contains(was, before.Status.Legs[i].Name)
+			}
+			f.leaves("b")
+			check.OK(t, f.tellAll(context.Background(), f.v))
+			before.ResourceVersion = f.v.ResourceVersion + "0"
+			f.v = before
+			now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+			f.findFailed(now)
+			check.OK(t, f.putRight(context.Background(), now))
+			check.OK(t, f.tellAll(context.Background(), f.v))
+			if a := f.legs["a"].state; !slices.Equal(f.v.Current(), []string{"a"}) || f.v.Status.Lists != 2 || a.List != 2 || a.Listed != 1 {
+				t.Errorf("%v are current, list %d; it is told %+v", f.v.Current(), f.v.Status.Lists, a)
+			}
+		})
+	}
+}
+
+// TestRestoredInMirror is that with a mirror: who looks after it finds it out.
+func TestRestoredInMirror(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	before := f.v.DeepCopy()
+	before.Status.Legs[0].Current = false // b alone
+	f.flaky("b")
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "the write")
+	f.current("a")
+	for end := time.Now().Add(10 * time.Second); f.state("a").List != f.now().v.Status.Lists; time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("it is not told")
+		}
+	}
+	time.Sleep(200 * time.Millisecond) // and that is known
+	f.mu.Lock()
+	before.ResourceVersion = f.v.ResourceVersion + "0"
+	f.v = before
+	f.mu.Unlock()
+	f.current("a")
+}
+
+func (f *tended) state(name string) volume.LegState {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.legs[name].state
 }

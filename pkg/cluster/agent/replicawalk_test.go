@@ -1,0 +1,237 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// walk is a volume to which things happen in any order: what the object and the records say is by the agent, what is on the legs is counted.
+type walk struct {
+	*tended
+	*rand.Rand
+	ctx      context.Context
+	names    []string
+	in       []string       // the mirror
+	has      map[string]int // the last write that is on a leg
+	last     int            // that was acknowledged
+	before   bool           // the object was put back, and was not put right
+	objects  []*v1alpha1.ReplicatedVolume
+	cut      int // after so many writes of objects and records nothing is written; none: never
+	answered bool
+	told     []string
+}
+
+func newWalk(t *testing.T, seed uint64) *walk {
+	w := &walk{Rand: rand.New(rand.NewPCG(seed, 0)), ctx: klog.NewContext(context.Background(), logr.Discard()), has: map[string]int{}, cut: -1}
+	w.names = []string{"a", "b", "c"}[:2+w.IntN(2)]
+	w.tended = newObject(t, len(w.names), w.names...)
+	w.options.CarryEvery = time.Millisecond
+	w.in = slices.Clone(w.names)
+	step := func() error {
+		if w.cut == 0 {
+			return errors.New("cut short")
+		}
+		w.cut--
+		return nil
+	}
+	w.patches = func() error { w.answered = w.IntN(2) == 0; return step() }
+	w.answers = func() error {
+		w.objects = append(w.objects, w.v.DeepCopy())
+		if w.cut == 0 && !w.answered {
+			return errors.New("the answer is lost")
+		}
+		return nil
+	}
+	w.changes = func(string, volume.LegState) error { return step() }
+	w.objects = append(w.objects, w.v.DeepCopy())
+	return w
+}
+
+func (w *walk) says(format string, args ...any) {
+	w.told = append(w.told, fmt.Sprintf(format, args...))
+}
+
+// view is what who looks after the mirror sees; names fail.
+func (w *walk) view(fail ...string) *view {
+	now := &view{v: w.v.DeepCopy(), leg: map[uint64]string{}, device: map[string]uint64{}, failing: map[string]string{}}
+	for i, name := range w.names {
+		now.leg[uint64(i+1)], now.device[name] = name, uint64(i+1)
+		if slices.Contains(w.in, name) {
+			now.s.Legs = append(now.s.Legs, mirror.Leg{Device: uint64(i + 1), Failed: slices.Contains(fail, name)})
+		}
+	}
+	w.findFailed(now)
+	return now
+}
+
+// looks is a look at the mirror (tender.look), in which legs fail, or none.
+func (w *walk) looks(fail ...string) (err error) {
+	defer func() { w.says("looks, %v fail: %v", fail, err) }()
+	if w.v.Status.Opened != w.generation || w.v.Spec.Claim.Generation != w.generation {
+		return nil
+	}
+	now, lists := w.view(fail...), w.v.Status.Lists
+	if now.v.Status.Lists < w.lists {
+		if err := w.putRight(w.ctx, now); err != nil {
+			return err
+		}
+		w.before = false
+		return nil
+	}
+	if len(now.failing) > 0 {
+		if _, err := w.drop(w.ctx, now); err != nil {
+			return err
+		}
+		w.before = w.before && w.v.Status.Lists == lists
+		if err := w.tellAll(w.ctx, now.v); err != nil {
+			return err
+		}
+		w.in = slices.DeleteFunc(w.in, func(name string) bool { return now.failing[name] != "" })
+		return nil
+	}
+	if err := w.tellAll(w.ctx, now.v); err != nil {
+		return err
+	}
+	for _, name := range w.in {
+		if leg := now.v.Leg(name); leg == nil || !leg.Current {
+			return w.writeReplicas(w.ctx, now.v, func(*v1alpha1.ReplicatedVolumeStatus) { setCurrent(now.v.Leg(name), w.generation) })
+		}
+	}
+	return nil
+}
+
+// joins has a leg be equal to the others, and whole.
+func (w *walk) joins(name string) {
+	if w.v.Status.Opened != w.generation || w.v.Spec.Claim.Generation != w.generation {
+		return
+	}
+	w.says("%s joins", name)
+	w.has[name] = w.last
+	w.in = append(w.in, name)
+	s := &w.legs[name].state
+	s.Sound, s.Opened = w.generation, w.generation
+}
+
+// restarts has the volume be opened by another claim, or another time by the same, until that is not cut short. It reports what was lost.
+func (w *walk) restarts() (wrong string, ends bool) {
+	if w.IntN(3) > 0 {
+		w.generation++
+		w.v.Spec.Claim.Generation = w.generation
+	}
+	w.lists, w.listed = 0, nil
+	if w.v.Spec.Claim.Generation != w.generation { // of an object that was put back
+		w.v.Spec.Claim.Generation = w.generation
+	}
+	knows, others, here := int64(0), int64(0), 0
+	for _, name := range w.names {
+		others = max(others, w.legs[name].state.List)
+		w.legs[name].away = w.IntN(3) == 0
+		if leg := w.v.Leg(name); leg != nil && leg.Current && !w.legs[name].away {
+			knows = max(knows, w.legs[name].state.Knows())
+			here++
+		}
+	}
+	if w.before && here > 0 && knows <= w.v.Status.Lists && others > w.v.Status.Lists {
+		return "", true // nobody who answers knows that the object is of before
+	}
+	_, err := w.Open(w.ctx, "", w.tender.ref)
+	w.says("opens by claim %d, %d answer: list %d, %v, %v", w.generation, here, w.v.Status.Lists, w.v.Current(), err)
+	switch {
+	case err != nil && w.cut < 0 && !w.before && here > 0:
+		return "it is not opened, though nothing fails: " + err.Error(), true
+	case err != nil:
+		w.in = nil
+		return "", false
+	}
+	w.in = w.v.Current()
+	for _, name := range w.in {
+		if w.has[name] != w.last {
+			return fmt.Sprintf("leg %s has %d of %d", name, w.has[name], w.last), true
+		}
+	}
+	w.before = false
+	return "", false
+}
+
+// step is one that is taken by chance.
+func (w *walk) step() (wrong string, ends bool) {
+	w.cut = -1
+	if w.IntN(3) == 0 {
+		w.cut = w.IntN(6)
+	}
+	if len(w.in) == 0 {
+		return w.restarts()
+	}
+	name := w.names[w.IntN(len(w.names))]
+	switch w.IntN(8) {
+	case 0:
+		return w.restarts()
+	case 1, 2:
+		if slices.Contains(w.in, name) {
+			_ = w.looks(name)
+		} else {
+			w.joins(name)
+		}
+	case 3:
+		if w.lists != w.v.Status.Lists {
+			break // the agent that made the list remembers it, once all are told
+		}
+		v := w.objects[w.IntN(len(w.objects))].DeepCopy()
+		w.says("the object is put back to list %d, %v", v.Status.Lists, v.Current())
+		w.before = true
+		v.ResourceVersion = w.v.ResourceVersion + "0"
+		w.v = v
+	case 4:
+		if w.before {
+			break
+		}
+		w.says("the driver starts anew")
+		w.lists, w.listed = 0, nil
+	case 5, 6:
+		w.says("a write")
+		w.last++
+		for _, name := range w.in {
+			w.has[name] = w.last
+		}
+	default:
+		_ = w.looks()
+	}
+	return "", false
+}
+
+// records has what they say be told.
+func (w *walk) records() {
+	for _, name := range w.names {
+		s := w.legs[name].state
+		w.says("\t%s: claim %d, list %d of %d, due %d (%v), has %d of %d", name, s.Opened, s.List, s.Listed, s.Due, s.More, w.has[name], w.last)
+	}
+}
+
+// TestListsByChance: whatever happens to the object and the records of legs, and in which order, who opens the legs has all that was acknowledged, but where the object is of before and no leg that answers knows of it.
+func TestListsByChance(t *testing.T) {
+	for seed := range uint64(300) {
+		w := newWalk(t, seed)
+		for range 30 {
+			wrong, ends := w.step()
+			if w.records(); wrong != "" {
+				t.Fatalf("seed %d: %s, after:\n%s", seed, wrong, strings.Join(w.told, "\n"))
+			}
+			if ends {
+				break
+			}
+		}
+	}
+}
