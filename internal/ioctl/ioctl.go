@@ -2,7 +2,9 @@
 package ioctl
 
 import (
+	"errors"
 	"os"
+	"runtime"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -32,6 +34,24 @@ func Value(f *os.File, request uint, arg uintptr) (int, error) {
 			return 0, errno
 		}
 	}
+}
+
+// Uninterrupted has work, which calls ioctl(2), go on to its end whatever signals come: to this thread they come afterwards (pthread_sigmask(3)). But for those of a fault of its own, and SIGKILL.
+func Uninterrupted(work func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var all, before unix.Sigset_t
+	for i := range all.Val {
+		all.Val[i] = ^all.Val[i]
+	}
+	for _, fault := range []unix.Signal{unix.SIGBUS, unix.SIGFPE, unix.SIGILL, unix.SIGSEGV, unix.SIGTRAP} {
+		bits := 8 * int(unsafe.Sizeof(all.Val[0]))
+		all.Val[(int(fault)-1)/bits] &^= 1 << ((int(fault) - 1) % bits)
+	}
+	if err := unix.PthreadSigmask(unix.SIG_BLOCK, &all, &before); err != nil {
+		return err
+	}
+	return errors.Join(work(), unix.PthreadSigmask(unix.SIG_SETMASK, &before, nil))
 }
 
 // DeviceSize returns the size of a block device, in bytes.

@@ -134,7 +134,14 @@ func call(command uint, prepare func(h *header), data []byte) (header, []byte, e
 		h.version, h.dataSize, h.dataStart = [3]uint32{4, 0, 0}, uint32(len(buffer)), uint32(head)
 		prepare(h)
 		copy(buffer[head:], data)
-		if err := ioctl.Pointer(control, 0xC138FD00|command, unsafe.Pointer(&buffer[0])); err != nil {
+		ask := func() error { return ioctl.Pointer(control, 0xC138FD00|command, unsafe.Pointer(&buffer[0])) }
+		if command == devSuspend {
+			// A suspension that a signal cuts short is undone, and what a target had given back until then ends with errors (dm_handle_requeue in drivers/md/dm.c).
+			err = ioctl.Uninterrupted(ask)
+		} else {
+			err = ask()
+		}
+		if err != nil {
 			return header{}, nil, err
 		}
 		if h.flags&flagBufferFull == 0 || room > 64<<20 {

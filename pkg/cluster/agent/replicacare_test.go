@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -389,6 +390,36 @@ func TestLegsFallSilent(t *testing.T) {
 	f := newTended(t, 3, "a", "b", "c")
 	f.silent("c", time.Second)
 	f.goesOnWithout("b")
+}
+
+// TestSignalsWhileLegsFallSilent: the same while this process gets signals all the time, as it does from its runtime and from children that end. Nobody who writes gets an error of it.
+func TestSignalsWhileLegsFallSilent(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	signals(t)
+	f.silent("c", time.Second)
+	f.goesOnWithout("b")
+}
+
+// signals sends all threads of this process signals that it does not mind, until the test ends.
+func signals(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var done sync.WaitGroup
+	done.Go(func() {
+		for ctx.Err() == nil {
+			threads, err := os.ReadDir("/proc/self/task")
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			for _, thread := range threads {
+				if id, err := strconv.Atoi(thread.Name()); err == nil {
+					_ = unix.Tgkill(os.Getpid(), id, unix.SIGURG) // it may have ended
+				}
+			}
+			time.Sleep(time.Millisecond)
+		}
+	})
+	t.Cleanup(func() { cancel(); done.Wait() })
 }
 
 // TestSilentOnceEqual: the node of a leg that joins does not answer any more when all is on it, and before it is one of the others.
