@@ -675,6 +675,7 @@ func TestReplicaBandwidth(t *testing.T) {
 				check.OK(t, drivertest.Content{Seed: fmt.Sprint(i), Size: size}.Write(filepath.Join(m.target(user), "data"))) // a new leg gets what there is
 				all = append(all, m)
 			}
+			unix.Sync() // what is written out later is written to the new leg as well, and not copied
 			c.cordon(free, false)
 			for _, m := range all {
 				m.asksToMove(old, free)

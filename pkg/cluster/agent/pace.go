@@ -39,7 +39,7 @@ type rate struct {
 }
 
 const (
-	firstPercent = 10 // of the time, until it is known what that gives
+	firstPercent = 1 // of the time, until it is known what that gives: a small volume is copied before that
 	allPercent   = 100
 	leastLook    = 200 * time.Millisecond // between two looks that say something of a rate
 	mostLook     = 5 * time.Second        // after which a copy of which nothing was told is none any more

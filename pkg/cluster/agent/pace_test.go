@@ -119,8 +119,12 @@ func TestPaceBegins(t *testing.T) {
 	if percent != firstPercent {
 		t.Errorf("after the first look it is %d %%", percent)
 	}
-	p.copied(t.Context(), one, 1000*mib, now.Add(2*time.Second))
-	if percent != firstPercent/2 {
+	p.copied(t.Context(), one, 925*mib, now.Add(2*time.Second))
+	if percent != 2*firstPercent {
+		t.Errorf("at half the limit it went to %d %%", percent)
+	}
+	p.copied(t.Context(), one, 1025*mib, now.Add(3*time.Second))
+	if percent != firstPercent {
 		t.Errorf("at twice the limit it went to %d %%", percent)
 	}
 }
