@@ -1422,7 +1422,6 @@ func used(f *fixture) {
 	}
 }
 
-// concurrent: calls for different objects come at once.
 // setLabelsBeside: labels that are set while an object grows stay, and so does its size.
 func setLabelsBeside(f *fixture) {
 	f.make(f.spec("v"))
@@ -1458,6 +1457,7 @@ func setLabelsBeside(f *fixture) {
 	}
 }
 
+// concurrent: calls for different objects come at once.
 func concurrent(f *fixture) {
 	f.make(f.spec("origin"))
 	f.write(vol("origin"), 0, data(9, 1<<20))

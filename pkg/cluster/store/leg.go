@@ -34,7 +34,7 @@ func apart(r *v1alpha1.ReplicatedVolume, node *corev1.Node, network string, othe
 	switch {
 	case theirs != "" && network != theirs:
 		return fmt.Sprintf("node %s is not in the network %q of the other replicas", node.Name, theirs)
-	case key != "" && node.Labels[key] == "":
+	case placeOf(node, key) == "":
 		return withoutLabel(node.Name, key)
 	}
 	for _, other := range others {
