@@ -118,7 +118,7 @@ func (o *options) replicate(ctx context.Context, a *agent.Agent, everywhere *vol
 		return nil, err
 	}
 	everywhere.Replicate(replicated, a.Replicated(pool.Has))
-	a.UseReplicated(replicated)
+	a.UseReplicated(everywhere.Replicated())
 	return func(ctx context.Context) { legs.Replicate(ctx, pool) }, nil
 }
 

@@ -31,6 +31,8 @@ type replicating struct {
 	key   string
 	title string
 	pods  string // that use it
+	// mirrors says of a node that uses a volume whether it can get replicas meanwhile, as it was at the beginning.
+	mirrors func(node string) bool
 }
 
 func replicasCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
@@ -44,7 +46,8 @@ PersistentVolume, or NAMESPACE/CLAIM. It keeps its ID.
 A further replica is made on the node of its network that has most room, and gets the bytes of the volume while that is used, over the network. Of too many replicas one goes that lacks
 something, else one on another node than that which uses the volume, once there are enough others that have all that was written.
 
-A volume on one node gets its first further replica when nobody uses it: end its pods, if it is used, and start them again when it has. Until then NUMBER 1 takes that back.
+So it is for a volume on one node, too, which becomes one with replicas, used or not. Where the node that uses it cannot have that happen meanwhile (an older driver), end its pods, and start them again when it has them. Until it has become one, NUMBER 1
+takes that back.
 
 It refuses what cannot be done, waits until it is done, and says how far it is. All of that goes on without this command, too: the same command waits for it again.`,
 		Args: func(_ *cobra.Command, args []string) (err error) {
@@ -88,6 +91,7 @@ func (s *replicating) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
+	s.mirrors = r.mirrors
 	if seen.Replicas != nil {
 		err = s.change(ctx, r, seen)
 	} else {
@@ -177,7 +181,7 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 			v.Spec.Replicas = want
 			return changed, nil
 		}
-		if why, waits := v.WhyNotReplicated(); why != "" && !waits {
+		if why, waits := v.WhyNotReplicated(r.mirrors); why != "" && !waits {
 			return false, errors.New(why)
 		}
 		if r.network(v.Spec.NodeName, v.Spec.Pool) == "" {
@@ -199,8 +203,11 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 	case v.Spec.Replicas != s.many:
 		return errors.New("the definitions of ashlar.dev in this cluster know no replicas of volumes that are there: apply those of this version (deploy/kubernetes/crds)")
 	}
-	_, err = fmt.Fprintf(s.out, "%s: it is on node %s, and is to have %s: when nobody uses it, it becomes a volume with replicas, of which that is the first; each further node makes room for it, and gets its bytes when it is used.\n",
-		s.title, v.Spec.NodeName, counted(s.many))
+	text := "it becomes a volume with replicas, of which that is the first; each further node makes room for it, and gets its bytes when it is used"
+	if why, _ := v.WhyNotReplicated(r.mirrors); why != "" {
+		text = "when this is over, " + text + ": " + why
+	}
+	_, err = fmt.Fprintf(s.out, "%s: it is on node %s, and is to have %s: %s.\n", s.title, v.Spec.NodeName, counted(s.many), text)
 	return err
 }
 
@@ -285,7 +292,7 @@ func (s *replicating) stage(now standing) (kind, text string, done bool, err err
 
 // stageAlone is stage of a volume that has no replicas yet.
 func (s *replicating) stageAlone(v *v1alpha1.Volume) (kind, text string, done bool, err error) {
-	why, waits := v.WhyNotReplicated()
+	why, waits := v.WhyNotReplicated(s.mirrors)
 	switch {
 	case v.Spec.Replicas == 0 && v.Spec.ReplicaOf == "" && s.many == 1:
 		return "", "it is on node " + v.Spec.NodeName + " alone", true, nil
@@ -296,9 +303,9 @@ func (s *replicating) stageAlone(v *v1alpha1.Volume) (kind, text string, done bo
 	case !waits:
 		return "", "", false, errors.New(why)
 	case len(v.Claimants()) > 0:
-		text = fmt.Sprintf("it is used on node %s", strings.Join(v.Claimants(), ", "))
+		text = why
 		if s.pods != "" {
-			text += " by " + s.pods
+			text += "; its pods are " + s.pods
 		}
 		text += ": end what uses it (a Deployment or StatefulSet: scale it to 0), and it gets its replicas when it is released"
 	default:

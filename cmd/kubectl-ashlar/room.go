@@ -258,3 +258,13 @@ const mostReasons = 3
 func (r *room) promise(o mobile, to place) {
 	r.promised[overview.PoolName(to.node, to.of(o))] += keeps(o)
 }
+
+// mirrors reports whether a node can have a volume that it uses become one with replicas.
+func (r *room) mirrors(node string) bool {
+	for _, p := range r.pools {
+		if p.Spec.NodeName == node && p.Status.Network != nil && p.Status.Network.Mirrors {
+			return true
+		}
+	}
+	return false
+}

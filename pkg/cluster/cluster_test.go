@@ -242,6 +242,7 @@ type machine struct {
 	wrap    func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
 	via     func(address string) string      // what others reach its port by; nil: its address
 	with    func(*agent.Options)             // what else its agent is started with; nil: nothing
+	mirrors bool                             // it can use volumes with replicas
 	network *remotetest.Network              // in which it gives volumes to others, and uses those of others; nil: in none
 
 	local *volume.Local
@@ -336,6 +337,9 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	check.OK(w, err)
 	if m.network != nil {
 		w.use(m, mounts)
+	}
+	if m.mirrors {
+		m.agent.UseReplicated(m.local)
 	}
 	return m.agent
 }

@@ -7,12 +7,15 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -108,6 +111,94 @@ func TestBecomesReplicated(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, alone.ID))
 	for _, m := range all {
 		w.tally(m.machine)
+	}
+}
+
+// mirroring are nodes in a network that can use volumes with replicas, and a store that knows their pools.
+func (w *environment) mirroring(n int) (all []*machine, s *store.Store) {
+	w.Helper()
+	for i := range n {
+		m := w.begin(&machine{name: fmt.Sprint("node-", i+1), mirrors: true, with: func(o *agent.Options) {
+			o.Exporter, o.Network = &given{to: map[volume.ID]volume.Grant{}}, &v1alpha1.Network{Name: "storage", Address: "10.0.0.7:4420"}
+		}})
+		all = append(all, m)
+	}
+	return all, w.knowing(all...)
+}
+
+// TestBecomesReplicatedUsed: a volume that one node uses gets replicas meanwhile, if that node can mirror. Its claim is that of the new volume, with the same generation, so nobody is fenced; until there is an object that has it, nobody gives it up.
+func TestBecomesReplicatedUsed(t *testing.T) {
+	w := newEnvironment(t)
+	all, s := w.mirroring(3)
+	for _, user := range []string{"node-1", "node-2"} {
+		v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+		check.OK(t, err)
+		check.OK(t, s.Claim(w.ctx, v.ID, on(user)))
+		claim := *w.object("v").Spec.Claim
+		check.OK(t, w.ask("v", 2))
+		w.eventually("it has replicas", func() bool { return w.became("v", 2) })
+		r := w.whole("v")
+		if have := r.Spec.Claim; !equality.Semantic.DeepEqual(have, &claim) || r.Spec.Claims != claim.Generation {
+			t.Errorf("used by %s, its claim is %+v of %d, and was %+v", user, have, r.Spec.Claims, claim)
+		}
+		w.eventually("its legs are claimed", func() bool {
+			for _, leg := range w.legsOf("v") {
+				if c := leg.Spec.Claim; c == nil || c.Node != user || leg.Name == r.Name && !equality.Semantic.DeepEqual(c, &claim) {
+					return false
+				}
+			}
+			return true
+		})
+		if have, err := s.Get(w.ctx, v.ID); err != nil || have.Claim.Node != user || have.Claim.Generation != claim.Generation {
+			t.Errorf("it is %+v, %v", have, err)
+		}
+		check.OK(t, s.Claim(w.ctx, v.ID, on(user)))
+		fails(t, s.Claim(w.ctx, v.ID, on("node-3")), errdefs.ErrInUse)
+		check.OK(t, s.Release(w.ctx, v.ID, user))
+		check.OK(t, s.Delete(w.ctx, v.ID))
+	}
+
+	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	all[0].stop() // so its record does not say that it is a leg
+	check.OK(t, w.ask("v", 2))
+	w.eventually("it is about to have replicas", func() bool { return w.whole("v") != nil })
+	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * v.Size})), errdefs.ErrUnavailable)
+	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
+	if c := w.whole("v").Spec.Claim; c == nil || c.Node != "node-2" {
+		t.Errorf("its claim is %+v", c)
+	}
+	w.start(all[0])
+	w.eventually("it has replicas when its node is back", func() bool { return w.became("v", 2) })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for _, m := range all {
+		w.tally(m)
+	}
+}
+
+// TestReleasedWhileItBecomes: who gives up a volume that gets replicas since it was looked up takes no claim off that the new object has too.
+func TestReleasedWhileItBecomes(t *testing.T) {
+	w := newEnvironment(t)
+	all, s := w.mirroring(1) // so it never has another leg
+	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	for range 20 {
+		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		o := w.object("v")
+		if o.Spec.ReplicaOf == "" && w.whole("v") == nil {
+			check.OK(t, w.ask("v", 2))
+		}
+		w.eventually("it is released", func() bool { return s.Release(w.ctx, v.ID, "node-1") == nil })
+		w.eventually("and nobody has it", func() bool {
+			r := w.whole("v")
+			return w.object("v").Spec.Claim == nil && (r == nil || r.Spec.Claim == nil)
+		})
+	}
+	w.eventually("it is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil })
+	for _, m := range all {
+		w.tally(m)
 	}
 }
 

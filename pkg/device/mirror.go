@@ -353,19 +353,8 @@ func (s Stack) switchTo(ctx context.Context, to Stack) error {
 
 // rename gives the devices of a stack the names of another one, the seat last: as long as it has its name, Mirrors finds it.
 func (t top) rename(before, after string) error {
-	_, _, d, err := t.find()
-	if err != nil {
+	if err := t.renameTop(after); err != nil {
 		return err
-	}
-	if d != nil && t.stacks.has(before, suspended) { // who resumes it, does so by its name
-		return fmt.Errorf("%w: writes to it are held back", errdefs.ErrBusy)
-	}
-	if d != nil {
-		if err := dm.Rename(before, after); err != nil {
-			return err
-		}
-		t.stacks.mark(after, leaving, t.stacks.has(before, leaving))
-		t.stacks.mark(before, leaving, false)
 	}
 	name, d, err := crypt{t}.find()
 	if err == nil && d != nil {
@@ -375,6 +364,23 @@ func (t top) rename(before, after string) error {
 		return err
 	}
 	return dm.Rename(before+seatSuffix, after+seatSuffix)
+}
+
+// renameTop gives the highest device, if it is there, another name.
+func (t top) renameTop(after string) error {
+	before, _, d, err := t.find()
+	if err != nil || d == nil {
+		return err
+	}
+	if t.stacks.has(before, suspended) { // who resumes it, does so by its name
+		return fmt.Errorf("%w: writes to it are held back", errdefs.ErrBusy)
+	}
+	if err := dm.Rename(before, after); err != nil {
+		return err
+	}
+	t.stacks.mark(after, leaving, t.stacks.has(before, leaving))
+	t.stacks.mark(before, leaving, false)
+	return nil
 }
 
 // Mirrors are the volumes of a pool that are mirrored, and those of which Switch was cut short.

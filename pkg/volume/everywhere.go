@@ -44,7 +44,7 @@ func (e *Everywhere) Replicate(replicated *Local, known Elsewhere) {
 // has moved while it was used, as they were before: until they are called as those of its new home, all calls find them by that. If the pool that they are called by
 // is not open, no call finds them: with others beside them, a volume would have two devices that know nothing of each other.
 func (e *Everywhere) of(ctx context.Context, id ID) *Local {
-	if e.replicated != nil && e.legs.Has(id) {
+	if e.isReplicated(ctx, id) {
 		return e.replicated
 	}
 	return e.plain(ctx, id)
@@ -67,11 +67,11 @@ func (e *Everywhere) plain(ctx context.Context, id ID) *Local {
 // Get returns a volume; ErrUnavailable also if it may be another node's and that cannot be found out now. ErrPrecondition of one whose devices here are over a connection
 // that has ended: they have to be taken down first.
 func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
-	if e.replicated != nil && e.legs.Has(id) {
+	if e.isReplicated(ctx, id) {
 		return e.replicated.Get(ctx, id)
 	}
 	v, err := e.getPlain(ctx, id)
-	if err == nil && v.ReplicaOf != "" {
+	if err == nil && v.ReplicaOf != "" && !e.alone(ctx, id) {
 		return e.whole(ctx, v)
 	}
 	return v, err
@@ -132,12 +132,20 @@ func (e *Everywhere) SetFlags(ctx context.Context, id ID, flags string) error {
 
 // Attach: see Local.
 func (e *Everywhere) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device, error) {
-	return e.of(ctx, v.ID).Attach(ctx, v, key)
+	at, err := e.settled(ctx, v.ID)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	return at.Attach(ctx, v, key)
 }
 
 // AttachRaw: see Local.
 func (e *Everywhere) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
-	return e.of(ctx, v.ID).AttachRaw(ctx, v, key, writable)
+	at, err := e.settled(ctx, v.ID)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	return at.AttachRaw(ctx, v, key, writable)
 }
 
 // AttachToRead attaches a volume that many read: see Local. What is another node's that keeps from being written to; raw: it is handed out.

@@ -330,8 +330,8 @@ type ReplicatedVolumeList struct {
 	Items           []ReplicatedVolume `json:"items"`
 }
 
-// WhyNotReplicated says why a volume on one node cannot become one with several legs now; empty: it can. waits: it can later, when that is over.
-func (v *Volume) WhyNotReplicated() (why string, waits bool) {
+// WhyNotReplicated says why a volume on one node cannot become one with several legs now; empty: it can. waits: it can later, when that is over. mirrors says of the node that uses it whether its driver can have it become one meanwhile (Network.Mirrors).
+func (v *Volume) WhyNotReplicated(mirrors func(node string) bool) (why string, waits bool) {
 	switch m := v.Spec.Move; {
 	case v.Spec.ReplicaOf != "":
 		return "it is a replica itself", false
@@ -349,12 +349,28 @@ func (v *Volume) WhyNotReplicated() (why string, waits bool) {
 		return "it has just moved, and node " + m.Node + " has not given its bytes back yet", true
 	case m != nil:
 		return "it is being moved to node " + m.Node, true
-	case len(v.Claimants()) > 0:
-		return "it is used on node " + strings.Join(v.Claimants(), ", "), true
-	case len(v.Given()) > 0:
-		return "node " + v.Spec.NodeName + " has not ended yet that it gives it to node " + v.Given()[0].Node, true
+	case len(v.Spec.Readers) > 0:
+		return "it is read on node " + strings.Join(v.Claimants(), ", "), true
+	case v.Spec.Claim != nil && !mirrors(v.Spec.Claim.Node):
+		return "it is used on node " + v.Spec.Claim.Node + ", which cannot mirror what it uses already: its driver is older, or its kernel has no dm-mirror", true
+	case len(v.givenToOthers()) > 0:
+		return "node " + v.Spec.NodeName + " has not ended yet that it gives it to node " + v.givenToOthers()[0].Node, true
 	case v.Spec.Size != v.Status.Size:
 		return "it grows", true
 	}
 	return "", false
+}
+
+// Mirrors says of nodes whether they can use volumes with replicas, by their pools.
+func Mirrors(pools []Pool) func(node string) bool {
+	return func(node string) bool {
+		return slices.ContainsFunc(pools, func(p Pool) bool {
+			return p.Spec.NodeName == node && p.Status.Network != nil && p.Status.Network.Mirrors
+		})
+	}
+}
+
+// givenToOthers are those that the volume's node gives it to by another claim than that there is.
+func (v *Volume) givenToOthers() []Export {
+	return slices.DeleteFunc(v.Given(), func(e Export) bool { c := v.Spec.Claim; return c != nil && e.Node == c.Node && e.Generation == c.Generation })
 }

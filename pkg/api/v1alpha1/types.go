@@ -236,7 +236,7 @@ type VolumeSpec struct {
 	// Move asks for the volume to be moved to another node. A leg whose volume is used does not move itself: its volume gets another one there, and then does without it.
 	// +optional
 	Move *Move `json:"move,omitempty"`
-	// Replicas asks for the volume to become one with so many legs, when nobody uses it: then it is the first of them, which the controller says by replicaOf, and this goes when its ReplicatedVolume is there.
+	// Replicas asks for the volume to become one with so many legs: also while one node uses it, if the driver there can have it (Network.Mirrors). Then it is the first of them, which the controller says by replicaOf, and this goes when its ReplicatedVolume is there.
 	// +optional
 	// +kubebuilder:validation:Minimum=2
 	// +kubebuilder:validation:Maximum=3
@@ -829,6 +829,9 @@ type Network struct {
 	// Address as IP:PORT.
 	// +kubebuilder:validation:MaxLength=64
 	Address string `json:"address"`
+	// Mirrors: the node can use volumes with replicas, and have a volume that it uses become one.
+	// +optional
+	Mirrors bool `json:"mirrors,omitempty"`
 }
 
 // PoolSummary is how a pool is, in words for people: what `kubectl get` shows. The figures are those of the status, rounded.

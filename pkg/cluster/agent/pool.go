@@ -196,7 +196,7 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		strays, refused = a.adopt(ctx, o, strays)
 	}
 	m.report(o, before.Status, exact)
-	o.Status.Agent, o.Status.Network, o.Status.Encryption, o.Status.Limits = a.options.Endpoint, a.options.Network, a.schemes(), a.limits()
+	o.Status.Agent, o.Status.Network, o.Status.Encryption, o.Status.Limits = a.options.Endpoint, a.network(), a.schemes(), a.limits()
 	reportStrays(o, strays)
 	cluster.SummarizePool(o)
 	if !m.isNews(before.Status, o.Status) {
@@ -207,6 +207,16 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		return errors.Join(refused, fmt.Errorf("report pool %s: %w", o.Name, err))
 	}
 	return refused
+}
+
+// network is where this node gives volumes to others and takes theirs; nil: nowhere.
+func (a *Agent) network() *v1alpha1.Network {
+	if a.options.Network == nil {
+		return nil
+	}
+	network := *a.options.Network
+	network.Mirrors = a.mirrors()
+	return &network
 }
 
 // schemes are how volumes of the node can be encrypted.

@@ -510,8 +510,9 @@ func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (releas
 	if err := u.used(ctx, id, generation); err != nil {
 		return nil, err
 	}
-	if v, is := u.usedHere(id.Key); is && v.Spec.ReplicaOf != "" {
-		return u.holdReplicated(ctx, v.Spec.ReplicaOf, "")
+	v, is := u.usedHere(id.Key)
+	if _, whole := u.replicated(id.Key); is && (whole || v.Spec.ReplicaOf != "") {
+		return u.holdReplicated(ctx, v, "")
 	}
 	return u.hold(ctx, u.others, id, []string{keylock.Volume(id.Key)})
 }
@@ -562,7 +563,7 @@ func (c consumers) Hold(ctx context.Context, id volume.ID, to volume.Grant) (rel
 		if err != nil {
 			return nil, err
 		}
-		return c.holdReplicated(ctx, v.Spec.ReplicaOf, id.Key)
+		return c.holdReplicated(ctx, v, id.Key)
 	}
 	err = c.atNode(ctx, to.Node, func(agent grpc.ClientConnInterface) (err error) {
 		release, err = export.UserAt(agent).Hold(ctx, id, to.Generation)

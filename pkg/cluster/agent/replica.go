@@ -60,6 +60,8 @@ type LegVolumes interface {
 	LegDevices(ctx context.Context, id volume.ID) ([]blockdev.Device, error)
 	CloseLeg(ctx context.Context, id volume.ID) error
 	GrowLeg(ctx context.Context, id volume.ID) error
+	Adopt(ctx context.Context, id volume.ID) error
+	Adopted(ctx context.Context, id volume.ID) (adopted, astray bool, err error)
 	ChangeLeg(ctx context.Context, id volume.ID, change func(s *volume.LegState, labels map[string]string) error) error
 	BeginEra(ctx context.Context, id volume.ID) (number uint32, err error)
 	Marks(ctx context.Context, id volume.ID, since uint32) ([]blockdev.Extent, error)
@@ -172,16 +174,22 @@ func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 	return untilHeard(ctx, w, r, id)
 }
 
-// UseReplicated says who holds back the writes to volumes with several legs that are used here, and sets what may be changed of them: volume.Local.
+// UseReplicated says who holds back the writes to volumes with several legs that are used here, and sets what may be changed of them: volume.Replicated.
 func (a *Agent) UseReplicated(using Using) {
 	a.replicas.mu.Lock()
 	defer a.replicas.mu.Unlock()
 	a.replicas.using = using
 }
 
-// holdReplicated holds back the writes to a volume with several legs, if it is used here. The caller may have the lock of one leg, which the first shares with the volume.
-func (a *Agent) holdReplicated(ctx context.Context, key, locked string) (release func() error, err error) {
+// holdReplicated holds back the writes to the volume of a leg, if it is used here: also if that is about to be a volume with several legs. The caller may have the lock of one leg, which the first shares with the volume.
+func (a *Agent) holdReplicated(ctx context.Context, leg *v1alpha1.Volume, locked string) (release func() error, err error) {
+	key, id := cmp.Or(leg.Spec.ReplicaOf, leg.Name), cluster.VolumeID(leg) // the watch of legs may be behind that of volumes
 	v, is := a.replicated(key)
+	if is {
+		id = cluster.ReplicatedID(v)
+	} else if c := leg.Spec.Claim; leg.Name == key && c != nil && c.Node == a.local.Node() {
+		is = true
+	}
 	a.replicas.mu.Lock()
 	using := a.replicas.using
 	a.replicas.mu.Unlock()
@@ -192,7 +200,14 @@ func (a *Agent) holdReplicated(ctx context.Context, key, locked string) (release
 	if locked != key {
 		locks = []string{keylock.Volume(key)}
 	}
-	return a.hold(ctx, using, cluster.ReplicatedID(v), locks)
+	return a.hold(ctx, using, id, locks)
+}
+
+// mirrors reports whether this node can use volumes with several legs.
+func (a *Agent) mirrors() bool {
+	a.replicas.mu.Lock()
+	defer a.replicas.mu.Unlock()
+	return a.replicas.using != nil
 }
 
 // ReplicaLegs opens the legs of volumes that this node uses: it is a replicapool.Legs.

@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -49,6 +50,7 @@ func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {
 	defer tended.Wait()
 	var mu sync.Mutex
 	tending := map[blockdev.Ref]bool{}
+	adopter := &adopter{ReplicaLegs: l}
 	for {
 		found, err := mirrors.Mirrors()
 		if err != nil {
@@ -70,6 +72,9 @@ func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {
 			})
 		}
 		mu.Unlock()
+		if err == nil {
+			adopter.look(ctx, found)
+		}
 		if pause(ctx, l.options.CarryEvery) != nil {
 			return
 		}
@@ -743,6 +748,9 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string, tries int)
 	}
 	if v.Spec.Claim.Generation != t.generation || v.Status.Opened != t.generation || !slices.Contains(v.Spec.Legs, name) || v.Leg(name) != nil && v.Leg(name).Current {
 		return fmt.Errorf("%w: the object of the replicated volume says something else by now", errdefs.ErrBusy)
+	}
+	if astray, err := t.isAstray(ctx, v); err != nil || astray {
+		return cmp.Or(err, fmt.Errorf("%w: the replicated volume is not over its mirror yet", errdefs.ErrBusy))
 	}
 	current, err := t.currentLeg(ctx, v)
 	if err != nil {

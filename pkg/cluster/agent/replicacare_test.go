@@ -326,6 +326,12 @@ func (f tendedVolumes) CloseLeg(_ context.Context, id volume.ID) error {
 }
 func (f tendedVolumes) GrowLeg(context.Context, volume.ID) error { return nil }
 
+func (f tendedVolumes) Adopt(context.Context, volume.ID) error { return nil }
+
+func (f tendedVolumes) Adopted(context.Context, volume.ID) (adopted, astray bool, err error) {
+	return false, false, nil
+}
+
 func (f tendedVolumes) ChangeLeg(_ context.Context, id volume.ID, change func(*volume.LegState, map[string]string) error) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -34,7 +34,7 @@ func (t *tender) scrubs(ctx context.Context) {
 	s := &scrub{tender: t}
 	for pause(ctx, scrubLooks*t.options.CarryEvery) == nil {
 		v, is := t.replicated(t.ref.Key)
-		if !is || !s.mine(v) || !scrubDue(v, t.options.ScrubEvery, time.Now()) {
+		if !is || !s.mine(v) || !scrubDue(v, t.options.ScrubEvery, time.Now()) || !t.comparable(ctx, v) {
 			continue
 		}
 		select {

@@ -15,12 +15,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// convert makes a volume on one node that is asked to have replicas (spec.replicas) the first leg of one, which has its name and ID, if nobody uses it. Each step is a write that is refused if the object was changed, and finds what an
+// convert makes a volume on one node that is asked to have replicas (spec.replicas) the first leg of one, which has its name and ID. Each step is a write that is refused if the object was changed, and finds what an
 // earlier try has done:
 //
-//  1. The volume says that it is a leg. From then on nobody can claim it by itself.
-//  2. A ReplicatedVolume has this one leg, and says how many there are to be.
-//  3. When the volume's node has written into its record that it is a leg, so that it is not used there by itself any more, the status says that the leg is current, as it is the only one there ever was. From then on it can be claimed.
+//  1. The volume says that it is a leg. From then on nobody can claim it by itself, and the claim that it has stays until there is an object that has it too.
+//  2. A ReplicatedVolume has this one leg, says how many there are to be, and has the claim.
+//  3. When the volume's node has written into its record that it is a leg, so that it is not used there by itself any more, the status says that the leg is current, as it is the only one there ever was. From then on it can be claimed, and the node that
+//     uses it lays it over a mirror (package agent).
 //  4. The request goes. Now it is a volume that has fewer legs than it is to have.
 //
 // None but a volume that was made so has an object that has ever had one leg.
@@ -43,7 +44,10 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 	case err != nil || v.Spec.Replicas == 0:
 		return nil
 	case v.Spec.ReplicaOf == "":
-		if why, _ := v.WhyNotReplicated(); whole || why != "" {
+		if whole {
+			return nil
+		}
+		if why, _ := v.WhyNotReplicated(p.maker.Mirrors(ctx)); why != "" {
 			return nil // its event comes when that is over
 		}
 		before := v.DeepCopy()
@@ -81,6 +85,6 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 func converted(v *v1alpha1.Volume) *v1alpha1.ReplicatedVolume {
 	r := cluster.ReplicatedNamed(v.Name)
 	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: v.Spec.Name, Pool: v.Named(), Pools: v.Spec.Pool, Replicas: v.Spec.Replicas, ReplaceAfter: int64(volume.UsualReplaceAfter / time.Second),
-		Size: v.Status.Size, Legs: []string{v.Name}, Numbered: 1}
+		Size: v.Status.Size, Legs: []string{v.Name}, Numbered: 1, Claims: v.Spec.Claims, Claim: v.Spec.Claim.DeepCopy()}
 	return r
 }

@@ -38,6 +38,8 @@ const workers = 4
 
 // Maker makes legs.
 type Maker interface {
+	// Mirrors says of nodes whether they can use volumes with replicas.
+	Mirrors(ctx context.Context) func(node string) bool
 	// HasRoom is ErrNoSpace if no node has room for a leg that BeginLeg would make.
 	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
 	// BeginLeg sees to it that the Volume of a leg that the object names is there, for its node to make it; one that its node cannot make is taken back, to be made elsewhere the next time. It is as another leg, and blank. With
@@ -112,7 +114,7 @@ func (p *Replicator) work(ctx context.Context) {
 func (p *Replicator) look(ctx context.Context, key string) (again time.Duration, err error) {
 	r := &v1alpha1.ReplicatedVolume{}
 	if err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r); apierrors.IsNotFound(err) {
-		return 0, p.convertAsked(ctx, key)
+		return p.convertAsked(ctx, key)
 	} else if err != nil {
 		return 0, kube.APIError("read replicated volume "+key, err)
 	}
@@ -146,13 +148,13 @@ func (p *Replicator) look(ctx context.Context, key string) (again time.Duration,
 }
 
 // convertAsked is convert of what may be a volume that is asked to have replicas.
-func (p *Replicator) convertAsked(ctx context.Context, key string) error {
+func (p *Replicator) convertAsked(ctx context.Context, key string) (again time.Duration, err error) {
 	v := &v1alpha1.Volume{}
-	err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v)
+	err = p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v)
 	if err != nil || v.Spec.Replicas == 0 {
-		return kube.APIError("read volume "+key, client.IgnoreNotFound(err))
+		return 0, kube.APIError("read volume "+key, client.IgnoreNotFound(err))
 	}
-	return p.convert(ctx, key)
+	return lookAgain, p.convert(ctx, key) // what the node that uses it can do, its own events do not tell
 }
 
 // remove goes on with a deletion.

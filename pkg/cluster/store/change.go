@@ -21,9 +21,13 @@ import (
 // if it refuses, the last look was at the API server itself.
 func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.Volume) (bool, error)) (*v1alpha1.Volume, error) {
 	v, err := s.usable(ctx, id)
+	leg := err == nil && v.Spec.ReplicaOf != ""
 	for live := false; ; live = true {
 		if err != nil {
 			return nil, err
+		}
+		if !leg && v.Spec.ReplicaOf != "" { // since it was looked up
+			return nil, getsReplicas(id)
 		}
 		before := v.DeepCopy()
 		changed, err2 := edit(v)

@@ -243,6 +243,9 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 		if v.Named() != id.Pool {
 			return nil
 		}
+		if v.Spec.ReplicaOf != "" { // since it was looked up: its claim is that of the volume that it becomes a leg of
+			return fmt.Errorf("release volume %s: %w", id, getsReplicas(id))
+		}
 		if before := v.DeepCopy(); released(v, node) {
 			err := s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
 			if err == nil {

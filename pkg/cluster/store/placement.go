@@ -293,6 +293,15 @@ func (s *Store) Networks(ctx context.Context) (map[string]string, error) {
 	return networks, nil
 }
 
+// Mirrors: see replicator.Maker.
+func (s *Store) Mirrors(ctx context.Context) func(node string) bool {
+	return func(node string) bool {
+		var pools v1alpha1.PoolList
+		err := s.kube.Client.List(ctx, &pools, client.MatchingFields{byNode: node}, client.UnsafeDisableDeepCopy)
+		return err == nil && v1alpha1.Mirrors(pools.Items)(node)
+	}
+}
+
 // Places: see volume.Reacher.
 func (s *Store) Places(ctx context.Context, label string) (map[string]string, error) {
 	if err := s.Ready(ctx); err != nil {

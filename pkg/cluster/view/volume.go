@@ -37,7 +37,7 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	out.Published = strings.Join(v.Claimants(), ", ")
 	if n := v.Spec.Replicas; n > 0 && !v1alpha1.Going(v) {
 		out.Awaits = fmt.Sprintf("%d replicas", n)
-		if why, _ := v.WhyNotReplicated(); why != "" {
+		if why, _ := v.WhyNotReplicated(v1alpha1.Mirrors(t.pools)); why != "" {
 			out.Awaits += ", when this is over: " + why
 		}
 	}

@@ -1,0 +1,116 @@
+package device
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// A volume that is used can become one whose pool makes its device of other volumes, of which the first is what it was until then. Its devices go to the stack of that pool (HandOver), which then has their seat be over its own device
+// (Reseat). Who uses them notices nothing: at any moment they are over the same bytes.
+
+// HandOver gives the devices of an attached volume to another stack: they have its names from then on. The highest is the last, so as long as that has its name they are this stack's to take down. It may be called again after a crash at any point of it.
+// errdefs.ErrUnsupported if the volume is attached without a seat; errdefs.ErrPrecondition if it moves.
+func (s Stack) HandOver(ctx context.Context, to Stack) error {
+	return s.moving("hand its devices over", func() error { return s.handOver(ctx, to) })
+}
+
+func (s Stack) handOver(ctx context.Context, to Stack) error {
+	from, can := s.top()
+	target, could := to.top()
+	if !can || !could {
+		return fmt.Errorf("%w: there is no device of ours over it", errdefs.ErrUnsupported)
+	}
+	d, err := s.seat()
+	switch {
+	case errors.Is(err, errdefs.ErrUnsupported):
+		if _, gone := to.seat(); gone != nil { // the first one to be renamed
+			return err
+		}
+	case err != nil:
+		return err
+	default:
+		if _, moves, err := mirrorOf(d.Name); err != nil || moves {
+			return errors.Join(err, fmt.Errorf("%w: it moves", errdefs.ErrPrecondition))
+		}
+	}
+	after, _, _, err := target.names.Top(to.ref)
+	if err != nil {
+		return err
+	}
+	return from.renameUp(after)
+}
+
+// renameUp gives the devices of a stack the names of another one, from the lowest.
+func (t top) renameUp(after string) error {
+	seat, _, d, err := seat{t}.find()
+	if err == nil && d != nil {
+		err = dm.Rename(seat, after+seatSuffix)
+	}
+	if err != nil {
+		return err
+	}
+	crypt, d, err := crypt{t}.find()
+	if err == nil && d != nil {
+		err = dm.Rename(crypt, after+cryptSuffix)
+	}
+	if err = errors.Join(err, luks.ForgetNode(crypt)); err != nil {
+		return err
+	}
+	return t.renameTop(after)
+}
+
+// Reseat has an attached volume that another stack has handed over be over the device of its own pool, which it attaches. It does nothing for any other one, and may be called again. errdefs.ErrPrecondition if that device is too small.
+func (s Stack) Reseat(ctx context.Context) error {
+	return s.moving("bring its devices over that of its pool", func() error { return s.reseat(ctx) })
+}
+
+func (s Stack) reseat(ctx context.Context) (err error) {
+	adopted, astray, err := s.Adopted(ctx)
+	if err != nil || !adopted || !astray {
+		return err
+	}
+	d, err := s.seat()
+	if err != nil {
+		return err
+	}
+	below, err := s.pool.Attach(ctx, s.ref, blockdev.Attachment{})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, below.Close()) }()
+	size, err := d.Size()
+	if err == nil && below.Size < size {
+		err = fmt.Errorf("%w: %s has %d bytes, and what it is to be below has %d", errdefs.ErrPrecondition, below.Path, below.Size, size)
+	}
+	if err != nil {
+		return err
+	}
+	return dm.Make(d.Name, d.UUID, dm.Linear(below.Number, size)) // as long as it was: what is over it grows when it is told to
+}
+
+// Adopted reports whether the volume was handed over by another stack, and whether it is not over the device of its own pool yet. Only a pool whose volumes never move may be asked.
+func (s Stack) Adopted(ctx context.Context) (adopted, astray bool, err error) {
+	d, err := s.seat()
+	if errors.Is(err, errdefs.ErrUnsupported) {
+		return false, false, nil
+	}
+	if err != nil {
+		return false, false, err
+	}
+	below, err := dm.Below(d.Name)
+	if dm.Vanished(err) {
+		return false, false, nil
+	}
+	if err != nil {
+		return false, false, err
+	}
+	own, err := s.pool.Attached(ctx, s.ref)
+	return true, !slices.ContainsFunc(own, func(d blockdev.Device) bool { return slices.Contains(below, d.Number) }), err
+}

@@ -1,0 +1,85 @@
+package volume
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// A volume of one leg can get others while this node uses it (docs/replication.md). From then on it is one with several legs for everybody but the kernel of this node, where its devices are those of its first leg, until Adopt has laid them over a
+// mirror. Until then all calls go to them.
+
+// alone reports whether a volume with several legs is used here by the devices of its first leg: no leg is ever mounted or handed out otherwise.
+func (e *Everywhere) alone(ctx context.Context, id ID) bool {
+	at := e.plain(ctx, id)
+	devices, err := at.Attached(ctx, id)
+	return err == nil && (at.mounted(devices) || slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }))
+}
+
+// isReplicated reports whether calls for a volume go to the mirror that it has here, or is to have.
+func (e *Everywhere) isReplicated(ctx context.Context, id ID) bool {
+	return e.replicated != nil && e.legs.Has(id) && !e.alone(ctx, id)
+}
+
+// Adopt has a volume that has become one with several legs while it was used here be used through a mirror from now on. What is mounted or handed out stays, and so does the number of its device. It does nothing for any other one, and may be called again
+// after a crash at any point. The caller has the lock of the volume. ErrUnsupported if it was attached by a driver that gave devices no seat: it is to be staged again.
+func (e *Everywhere) Adopt(ctx context.Context, id ID) error {
+	to, err := e.replicated.stack(id)
+	if err != nil {
+		return err
+	}
+	if e.alone(ctx, id) {
+		from, err := e.plain(ctx, id).stack(id)
+		if err == nil {
+			err = from.HandOver(ctx, to)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return to.Reseat(ctx)
+}
+
+// settled is of, of a volume that is to be attached: what Adopt left unfinished is finished first, so that nothing of it is beside its mirror.
+func (e *Everywhere) settled(ctx context.Context, id ID) (*Local, error) {
+	at := e.of(ctx, id)
+	if at != e.replicated || at == nil {
+		return at, nil
+	}
+	return at, e.Adopt(ctx, id)
+}
+
+// Adopted reports whether a volume was adopted, and is used since; and whether it is not over its mirror yet: then Adopt was cut short, and is to be called again.
+func (e *Everywhere) Adopted(ctx context.Context, id ID) (adopted, astray bool, err error) {
+	stack, err := e.replicated.stack(id)
+	if err != nil {
+		return false, false, err
+	}
+	return stack.Adopted(ctx)
+}
+
+// Replicated is what this node does to the volumes with several legs that it uses, for who cuts, limits and changes them.
+func (e *Everywhere) Replicated() Replicated { return Replicated{e} }
+
+// Replicated is what a node does to the volumes with several legs that it uses.
+type Replicated struct{ everywhere *Everywhere }
+
+// Hold: see Local.
+func (r Replicated) Hold(ctx context.Context, id ID) (release func() error, err error) {
+	return r.everywhere.of(ctx, id).Hold(ctx, id)
+}
+
+// LongestHold: see Local.
+func (r Replicated) LongestHold() time.Duration { return r.everywhere.LongestHold() }
+
+// LimitAgain: see Local.
+func (r Replicated) LimitAgain(ctx context.Context, id ID, mutable map[string]string) {
+	r.everywhere.of(ctx, id).LimitAgain(ctx, id, mutable)
+}
+
+// Modified: see Local.
+func (r Replicated) Modified(ctx context.Context, id ID, mutable map[string]string) error {
+	return r.everywhere.of(ctx, id).Modified(ctx, id, mutable)
+}
