@@ -241,7 +241,7 @@ func (s *scene) rebooted() {
 	s.Cleanup(func() { check.OK(s, unix.Unmount("/proc/sys/kernel/random/boot_id", 0)) })
 }
 
-var acts = slices.Concat(stages, unstages, moves, []act{
+var acts = slices.Concat(stages, unstages, moves, becoming, []act{
 	{name: "open an export", harmed: home, kind: co.Block, before: (*scene).claimed, call: (*scene).stage, back: (*scene).unstage, used: true},
 	{name: "close an export", harmed: home, kind: co.Block, before: func(s *scene) { s.filled(); s.unpublished() }, call: (*scene).unstage, back: (*scene).stage},
 	{name: "end an export", harmed: home, kind: co.Block, before: (*scene).written, fenced: true,
