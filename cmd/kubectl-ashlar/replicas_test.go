@@ -13,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -140,7 +141,7 @@ func TestReplicas(t *testing.T) {
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "it is being deleted")
 }
 
-// TestFirstReplicas: a volume on one node is asked to have replicas, which it gets when nobody uses it, and that is taken back.
+// TestFirstReplicas: a volume on one node is asked to have replicas, which it gets when nobody uses it, or at once if the node that does can mirror, and that is taken back.
 func TestFirstReplicas(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -157,7 +158,7 @@ func TestFirstReplicas(t *testing.T) {
 	run(t, apitest.Admin, "replicas", "follows", "2").refused(t, "it has placement=follow")
 	run(t, apitest.Admin, "replicas", "large", "2").refused(t, "of 1 further nodes that are needed there are 0")
 
-	used := "pvc-1: it is used on node n3: end what uses it (a Deployment or StatefulSet: scale it to 0), and it gets its replicas when it is released\n"
+	used := "pvc-1: it is used on node n3, which cannot mirror what it uses already: its driver is older, or its kernel has no dm-mirror: end what uses it (a Deployment or StatefulSet: scale it to 0), and it gets its replicas when it is released\n"
 	run(t, apitest.Admin, "replicas", "pvc-1", "2", "--wait=false").says(t, "pvc-1: it is on node n1, and is to have 2 replicas", used)
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.Replicas != 2 {
@@ -169,6 +170,16 @@ func TestFirstReplicas(t *testing.T) {
 	if v.Spec.Replicas != 0 {
 		t.Fatalf("it was taken back, and is asked for %d", v.Spec.Replicas)
 	}
+
+	can := movable("pvc-2", "n1", 100*mib, func(v *v1alpha1.Volume) {
+		v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n4", Mode: "m", Generation: 1}
+	})
+	e.add(can)
+	p := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName("n4", "default")}}
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(p), p))
+	p.Status.Network.Mirrors = true
+	check.OK(t, e.Status().Update(t.Context(), p))
+	run(t, apitest.Admin, "replicas", "pvc-2", "2", "--wait=false").says(t, "and is to have 2 replicas: it becomes a volume with replicas, of which that is the first", "pvc-2: it becomes a volume with replicas\n")
 
 	ended := started(t, "replicas", "pvc-1", "2")
 	becomes(e, v, func(v *v1alpha1.Volume) bool { return v.Spec.Replicas == 2 })

@@ -372,5 +372,8 @@ func Mirrors(pools []Pool) func(node string) bool {
 
 // givenToOthers are those that the volume's node gives it to by another claim than that there is.
 func (v *Volume) givenToOthers() []Export {
-	return slices.DeleteFunc(v.Given(), func(e Export) bool { c := v.Spec.Claim; return c != nil && e.Node == c.Node && e.Generation == c.Generation })
+	return slices.DeleteFunc(v.Given(), func(e Export) bool {
+		c := v.Spec.Claim
+		return c != nil && e.Node == c.Node && e.Generation == c.Generation
+	})
 }

@@ -85,4 +85,3 @@ func (t *tender) comparable(ctx context.Context, v *v1alpha1.ReplicatedVolume) b
 	adopted, _, err := t.volumes.Adopted(ctx, cluster.ReplicatedID(v))
 	return err == nil && !adopted
 }
-
