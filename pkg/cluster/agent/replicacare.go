@@ -104,6 +104,7 @@ type tries struct {
 	many   int
 	next   time.Time
 	silent time.Time // since when its node does not answer; zero: it does
+	untold time.Time // since when its record cannot be written, while others are to leave; zero: it can, as far as is known
 }
 
 func (t *tender) of(name string) *tries {
@@ -448,6 +449,7 @@ func (t *tender) findFailed(now *view) {
 			now.failing[name] = "it is not written to"
 		}
 	}
+	t.findUntold(now)
 }
 
 // connectionEnded is unreached of a leg that will not be reached any more by this mirror: its machine has started anew, or somebody else has it.
@@ -509,12 +511,13 @@ func (t *tender) leave(ctx context.Context, now *view) error {
 	for name := range now.failing {
 		t.again(name)
 	}
-	if err := t.tellAll(ctx, now.v); err != nil { // else an object of before is taken for this one, and who leaves for current
+	if err := t.untold(t.tellAll(ctx, now.v)); err != nil { // else an object of before is taken for this one, and who leaves for current
 		return err
 	}
 	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, devices...) }); err != nil {
 		return err
 	}
+	t.allTold()
 	for name := range now.failing {
 		t.giveBack(ctx, now.v, name)
 	}
@@ -536,7 +539,7 @@ func (t *tender) drop(ctx context.Context, now *view) (devices []uint64, err err
 		}
 		s.Legs = slices.DeleteFunc(s.Legs, func(leg v1alpha1.Leg) bool { return !leg.Current && !slices.Contains(now.v.Spec.Legs, leg.Name) })
 	}); err != nil {
-		return nil, err
+		return nil, t.untold(err)
 	}
 	devices = now.unknown()
 	for name, why := range now.failing {

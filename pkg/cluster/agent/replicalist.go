@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -20,6 +21,14 @@ import (
 
 // errLaterList: the record of a leg knows that number already.
 var errLaterList = errors.New("it knows of a later list")
+
+// untoldError is that of a leg whose record could not be written.
+type untoldError struct {
+	leg string
+	error
+}
+
+func (e untoldError) Unwrap() error { return e.error }
 
 // announce has the records of the legs that are to be on the next list say that it is due, and returns its number. more: some are not on this one.
 func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, more bool) (number int64, err error) {
@@ -75,6 +84,55 @@ func (t *tender) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) erro
 	return nil
 }
 
+// untold notes since when the record of a leg that stays cannot be written, which holds what is written to the others too: see findUntold.
+func (t *tender) untold(err error) error {
+	var of untoldError
+	if errors.As(err, &of) {
+		if k := t.of(of.leg); k.untold.IsZero() {
+			k.untold = time.Now()
+		}
+	}
+	return err
+}
+
+// findUntold finds the legs that are to leave with those that fail, as their own records cannot be written for too long: they would not know that these have left. One that knows stays at the least. Those that are off the list leave in any case.
+func (t *tender) findUntold(now *view) {
+	var late []string
+	stays := false
+	for _, name := range now.in() {
+		since := t.of(name).untold
+		leg := now.v.Leg(name)
+		current := leg != nil && leg.Current
+		switch {
+		case name == "" || now.failing[name] != "":
+		case !since.IsZero() && time.Since(since) > legSilence*t.options.CarryEvery:
+			if !current {
+				now.failing[name] = recordNotWritten
+				continue
+			}
+			late = append(late, name)
+		case current:
+			stays = true
+		}
+	}
+	if !stays || len(now.failing) == 0 {
+		return
+	}
+	for _, name := range late {
+		now.failing[name] = recordNotWritten
+	}
+}
+
+// recordNotWritten: see findUntold.
+const recordNotWritten = "its node does not write down which others have failed"
+
+// allTold forgets what was noted of records that could not be written.
+func (t *tender) allTold() {
+	for _, k := range t.joins {
+		k.untold = time.Time{}
+	}
+}
+
 // putRight writes the last list anew into an object of before it, which was restored while the volume is used: without those legs that have failed meanwhile.
 func (t *tender) putRight(ctx context.Context, now *view) error {
 	v, err := t.replicatedNow(ctx, t.ref.Key)
@@ -119,7 +177,7 @@ func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 		})
 	}
 	if err != nil && !errors.Is(err, errLaterList) {
-		err = fmt.Errorf("write into the record of leg %s of the replicated volume %s which list of current legs it is on: %w", name, v.Name, err)
+		err = untoldError{name, fmt.Errorf("write into the record of leg %s of the replicated volume %s which list of current legs it is on: %w", name, v.Name, err)}
 	}
 	return err
 }

@@ -151,6 +151,50 @@ func TestToldFirst(t *testing.T) {
 	f.current("a")
 }
 
+// TestUntoldLeaves: a leg whose record cannot be written, so that it would not know that another one has left, leaves with that one, if a third one knows. What is written waits for neither. It comes back as each one does.
+func TestUntoldLeaves(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	f.changes = func(name string, _ volume.LegState) error {
+		if name == "b" {
+			return fmt.Errorf("%w: its driver is away", errdefs.ErrUnavailable)
+		}
+		return nil
+	}
+	f.flaky("c")
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "what was written to the leg that knows")
+	f.current("a")
+}
+
+// TestUntoldAlone: the last leg that is current stays, also if its record cannot be written: nobody would know that it is alone, so what is written waits.
+func TestUntoldAlone(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	known := make(chan struct{})
+	f.changes = func(string, volume.LegState) error {
+		select {
+		case <-known:
+			return nil
+		default:
+			return fmt.Errorf("%w: their drivers are away", errdefs.ErrUnavailable)
+		}
+	}
+	f.flaky("c")
+	write := f.write(0)
+	f.starts()
+	select {
+	case err := <-write:
+		t.Error("it is acknowledged:", err)
+	case <-time.After(time.Second):
+	}
+	if now := f.now().v.Current(); len(now) != 3 {
+		t.Errorf("%v are current", now)
+	}
+	close(known)
+	f.ends(write, "what was written")
+	f.current("a", "b")
+}
+
 // TestPowerIsLostAndOtherAway: a leg that may lack what was not flushed is not used alone while one that has it does not answer, however long.
 func TestPowerIsLostAndOtherAway(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
