@@ -8,8 +8,8 @@
 #                                 claims bind in a second
 #   OUT=bin/bench-cluster         where logs go
 #   FIGURES=bin/figures           where pictures of the tables go
-#   PARTS="parts cluster rest"    which of these to measure: the parts against an API server; the cluster; its pods at rest, with metrics and page
-#                                 and without
+#   PARTS="parts null cluster rest"   which of these to measure: the parts against an API server; the cluster with a driver that does nothing (null), which
+#                                 is what Kubernetes and the sidecars take themselves; the cluster; its pods at rest, with metrics and page and without
 #   KEEP=1                        leave the cluster as it is at the end
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -17,22 +17,40 @@ out=${OUT:-bin/bench-cluster}
 export NODES=${NODES:-1}
 . tests/e2e/lib.sh
 go build -o "$out/benchcluster" ./tests/benchcluster
+null=/var/tmp/ashlar-null # as in its manifests
+trap 'code=$?; rm -rf "$null"; (exit "$code"); finish' EXIT
 
 figures=${FIGURES:-bin/figures}
-wanted() { [[ " ${PARTS:-parts cluster rest} " == *" $1 "* ]]; }
+wanted() { [[ " ${PARTS:-parts null cluster rest} " == *" $1 "* ]]; }
 if wanted parts; then
 	say "parts against an API server: ${AGENTS:-500} agents, ${VOLUMES:-10000} volumes" >&2
 	"$out/benchcluster" parts --figures="$figures" --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}" --idle="${IDLE:-5m}"
 fi
-wanted cluster || wanted rest || exit 0
+wanted null || wanted cluster || wanted rest || exit 0
 export AUDIT=1 MANAGER_QPS=${MANAGER_QPS:-500}
-{ bring_up; install_driver; } >&2
+bring_up >&2
+audit=
+[ "$where" != own ] || audit=$CLUSTER_DIR/log/audit
+cluster() {
+	in_cluster "$out/benchcluster" cluster --kubeconfig="$config" --claims="${CLAIMS:-1000}" --pods="${PODS:-50}" --audit="$audit" \
+		--image="$("$bin/e2e.test" --list-images 2>/dev/null | grep /pause: | sort -V | tail -n 1)" "$@"
+}
+if wanted null && [ "$where" = own ]; then # whose nodes find the binary
+	mkdir -p "$null"
+	CGO_ENABLED=0 go build -o "$null/null" ./tests/benchcluster/null
+	overlay=tests/benchcluster/null
+	install_driver >&2
+	say "the cluster, with a driver that does nothing: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
+	printf '\n## With a driver that does nothing\n'
+	cluster
+	in_cluster kubectl delete -k "$overlay" --wait --timeout=120s >&2
+	overlay=tests/e2e/overlay
+fi
+wanted cluster || wanted rest || exit 0
+install_driver >&2
 if wanted cluster; then
 	say "the cluster: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
-	audit=
-	[ "$where" != own ] || audit=$CLUSTER_DIR/log/audit
-	in_cluster "$out/benchcluster" cluster --figures="$figures" --kubeconfig="$config" --claims="${CLAIMS:-1000}" --pods="${PODS:-50}" --audit="$audit" \
-		--image="$("$bin/e2e.test" --list-images 2>/dev/null | grep /pause: | sort -V | tail -n 1)"
+	cluster --figures="$figures"
 fi
 if wanted rest && [ "$where" = own ]; then # its processes are to be seen
 	say "the pods at rest" >&2
