@@ -282,10 +282,11 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return err
 	}
 	place := path
-	if info, err := mount.At(path); err == nil && !info.Root {
-		place = marker(path)
-	}
 	at, err := mountedAt(place)
+	if err == nil && !at.mounted {
+		place = marker(path)
+		at, err = mountedAt(place)
+	}
 	if err != nil {
 		return err
 	}
