@@ -43,7 +43,7 @@ type Volumes interface {
 	// AttachToRead attaches a volume that many nodes read (volume.Claim.Many), to be mounted, or with raw to be handed out, until Detach: nobody can write to it.
 	AttachToRead(ctx context.Context, v volume.Volume, raw bool) (blockdev.Device, error)
 	// Format makes sure that a device of a volume carries a filesystem; it makes one only on a blank volume.
-	Format(ctx context.Context, v *volume.Volume, device blockdev.Device, want filesystem.Type) (made bool, err error)
+	Format(ctx context.Context, v *volume.Volume, device blockdev.Device, want filesystem.Type, flags string) (made bool, err error)
 	// Attached and Detach need no record of the volume.
 	Attached(ctx context.Context, id volume.ID) ([]blockdev.Device, error)
 	Detach(ctx context.Context, id volume.ID) error

@@ -160,9 +160,11 @@ func (s *Server) publishMount(ctx context.Context, staged string, info mount.Inf
 		}
 	}()
 	readOnly := how.readOnly || info.ReadOnly
-	there, err := findMount(target)
-	if err != nil {
-		return err
+	there := mount.Info{}
+	if !made { // what was made just now has no mount
+		if there, err = findMount(target); err != nil {
+			return err
+		}
 	}
 	if there.Root {
 		if there.Device != info.Device || there.Node {

@@ -79,7 +79,8 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if how.many {
 		return s.mountUnwritten(ctx, v, device, path, how)
 	}
-	fresh, err := s.volumes.Format(ctx, &v, device, how.fs)
+	flags := flagsOf(how.options)
+	fresh, err := s.volumes.Format(ctx, &v, device, how.fs, flags)
 	if err != nil {
 		return err
 	}
@@ -88,8 +89,8 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 			return err
 		}
 	}
-	if want := flagsOf(how.options); v.Flags != want {
-		if err := s.volumes.SetFlags(ctx, v.ID, want); err != nil {
+	if v.Flags != flags {
+		if err := s.volumes.SetFlags(ctx, v.ID, flags); err != nil {
 			return err
 		}
 	}
@@ -281,10 +282,11 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return err
 	}
 	place := path
-	if info, err := mount.At(path); err == nil && !info.Root {
-		place = marker(path)
-	}
 	at, err := mountedAt(place)
+	if err == nil && !at.mounted {
+		place = marker(path)
+		at, err = mountedAt(place)
+	}
 	if err != nil {
 		return err
 	}

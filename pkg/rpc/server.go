@@ -43,6 +43,10 @@ const drainTime = 4 * time.Second
 // call cannot hold the driver up.
 const abandonTime = 500 * time.Millisecond
 
+// localWindow is how many bytes of requests a caller on this machine may send ahead. As it is fixed, gRPC does not measure the connection:
+// it would by a ping with each request, whose answer wakes the driver once more.
+const localWindow = 1 << 20
+
 // ParseEndpoint returns the path of a unix socket: unix:///csi/csi.sock, unix:/csi/csi.sock
 // or just /csi/csi.sock. ErrInvalid for anything else.
 func ParseEndpoint(endpoint string) (string, error) {
@@ -147,7 +151,9 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 		options = append(options, grpc.StatsHandler(wordless{otelgrpc.NewServerHandler()}))
 	}
 	most, each := connections, connections
-	if s.Remote != nil {
+	if s.Remote == nil {
+		options = append(options, grpc.StaticStreamWindowSize(localWindow), grpc.StaticConnWindowSize(localWindow))
+	} else {
 		options, most, each = append(options, s.Remote.options()...), remoteConnections, remoteOfOne
 	}
 	server := grpc.NewServer(options...)

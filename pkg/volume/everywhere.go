@@ -161,8 +161,8 @@ func (e *Everywhere) AttachToRead(ctx context.Context, v Volume, raw bool) (bloc
 }
 
 // Format: see Local.
-func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type) (made bool, err error) {
-	return e.of(ctx, v.ID).Format(ctx, v, device, want)
+func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type, flags string) (made bool, err error) {
+	return e.of(ctx, v.ID).Format(ctx, v, device, want, flags)
 }
 
 // Marks: see Local; of a leg. Of what is another node's that one is asked.

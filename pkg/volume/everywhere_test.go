@@ -172,7 +172,7 @@ func writeSynced(path string, b []byte) error {
 	return errors.Join(err, f.Sync(), f.Close())
 }
 
-// TestReachedFormat: what is used elsewhere is formatted there, once, and the record says so at home; a start takes away what nothing uses.
+// TestReachedFormat: what is used elsewhere is formatted there, once, and the record says so at home, with the flags of its mount; a start takes away what nothing uses.
 func TestReachedFormat(t *testing.T) {
 	p := newPair(t)
 	id := p.make("v", volume.Encryption{})
@@ -180,7 +180,7 @@ func TestReachedFormat(t *testing.T) {
 		v := p.get(id)
 		device, err := p.user.Attach(t.Context(), v, nil)
 		check.OK(t, err)
-		made, err := p.user.Format(t.Context(), &v, device, "ext4")
+		made, err := p.user.Format(t.Context(), &v, device, "ext4", "flags")
 		if check.OK(t, errors.Join(err, device.Close())); made != want {
 			t.Errorf("formatted: %v, want %v", made, want)
 		}
@@ -192,7 +192,7 @@ func TestReachedFormat(t *testing.T) {
 		}
 	}
 	p.unused(id)
-	if v, err := p.home.Get(t.Context(), id); err != nil || v.Format != (volume.Format{State: volume.Formatted, Type: "ext4"}) {
+	if v, err := p.home.Get(t.Context(), id); err != nil || v.Format != (volume.Format{State: volume.Formatted, Type: "ext4"}) || v.Flags != "flags" {
 		t.Errorf("at home it is %+v, %v", v, err)
 	}
 	if all := p.bytes(id); all[1024+56] != 0x53 || all[1024+57] != 0xef {

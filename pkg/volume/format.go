@@ -67,8 +67,8 @@ func carried(r blockdev.Record) filesystem.Type {
 // v how its record stands then. It makes the filesystem only if the record says that the volume was never
 // formatted and never handed out as a raw device, and the bytes agree. On any doubt it
 // leaves the device alone: ErrPrecondition if it carries something else, ErrDataLoss if what it
-// carried is gone. made: the filesystem was made just now.
-func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type) (made bool, err error) {
+// carried is gone. made: the filesystem was made just now, and the flags, with which it is to be mounted, are on record too (SetFlags).
+func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type, flags string) (made bool, err error) {
 	switch v.Format.State {
 	case Formatted, Raw:
 		return false, v.carries(device, want)
@@ -98,7 +98,7 @@ func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, w
 	default:
 		return false, fmt.Errorf("%w: its record has the unknown format state %q", errdefs.ErrDataLoss, v.Format.State)
 	}
-	return true, l.format(ctx, v, device, want)
+	return true, l.format(ctx, v, device, want, flags)
 }
 
 // blank reports whether nothing was ever written to a volume, which is attached as a device, as far
@@ -128,8 +128,9 @@ func leftByMake(device blockdev.Device, kind filesystem.Type) (used bool, err er
 	return filesystem.Used(device.Path)
 }
 
-// format makes a filesystem. The record says so before, as a crash leaves half of it, and after.
-func (l *Local) format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type) error {
+// format makes a filesystem. The record says so before, as a crash leaves half of it, and after; then it has the flags, too, which
+// saves a change of it.
+func (l *Local) format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type, flags string) error {
 	zeros := v.Format.State == Blank && v.Encryption.Scheme == NotEncrypted
 	if v.Format.State == Blank && !zeros { // noise, which could look like anything to a retry
 		if err := clearSignatures(device.Path); err != nil {
@@ -143,8 +144,12 @@ func (l *Local) format(ctx context.Context, v *Volume, device blockdev.Device, w
 	if err := filesystem.Make(ctx, want, device.Path, zeros); err != nil {
 		return err
 	}
-	v.Format.State = Formatted
-	return l.SetFormat(ctx, v.ID, v.Format)
+	v.Format.State, v.Flags = Formatted, flags
+	return l.setLabels(ctx, v.ID, func(labels map[string]string) error {
+		setLabel(labels, labelFormat, v.Format.label())
+		setLabel(labels, labelFlags, flags)
+		return nil
+	})
 }
 
 // carries makes sure that a volume, which is never formatted again, carries a filesystem, and notes it.

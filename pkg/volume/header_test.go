@@ -117,7 +117,7 @@ func TestHeaderOfOldRecord(t *testing.T) {
 		check.OK(t, err)
 		device, err := l.Attach(t.Context(), v, key)
 		check.OK(t, err)
-		made, err = l.Format(t.Context(), &v, device, filesystem.Ext4)
+		made, err = l.Format(t.Context(), &v, device, filesystem.Ext4, "")
 		check.OK(t, device.Close())
 		return made, err
 	}

@@ -153,7 +153,7 @@ func TestCopyToAnotherPoolFormatted(t *testing.T) {
 	check.OK(t, err)
 	device, err := l.Attach(t.Context(), v, nil)
 	check.OK(t, err)
-	check.OK(t, pooltest.Second(l.Format(t.Context(), &v, device, filesystem.Ext4)))
+	check.OK(t, pooltest.Second(l.Format(t.Context(), &v, device, filesystem.Ext4, "")))
 	check.OK(t, device.Close())
 	spec := volume.Spec{Name: "copy", Pool: "b", Source: v.ID, Size: volume.Range{Required: 64 * mib}}
 	spec.Filesystem = filesystem.XFS

@@ -21,7 +21,7 @@ func TestReachedLimits(t *testing.T) {
 	v := p.get(id)
 	device, err := p.user.Attach(t.Context(), v, nil)
 	check.OK(t, err)
-	check.OK(t, second(p.user.Format(t.Context(), &v, device, "ext4")))
+	check.OK(t, second(p.user.Format(t.Context(), &v, device, "ext4", "")))
 	dir := drivertest.Dir(t)
 	check.OK(t, unix.Mount(device.Path, dir, "ext4", 0, ""))
 	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })

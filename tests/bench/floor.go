@@ -23,6 +23,7 @@ const (
 	stepUnbind  = "umount of the bind, rmdir"
 	stepUnmount = "umount, loop device gone"
 	stepUnlink  = "unlink"
+	stepRecord  = "record" // of a floor that keeps them
 )
 
 // floorOf is which steps a call stands for.
@@ -57,10 +58,25 @@ type floor struct {
 	mkfs []string
 	thin bool
 	size int64
+
+	directory *os.File // nil: no records are kept
 }
 
 func newFloor(dir string, size int64, thin bool) (*floor, error) {
 	return &floor{dir: dir, mkfs: mkfsCommand(), thin: thin, size: size}, os.MkdirAll(dir, 0o700)
+}
+
+// recording is a floor in a directory of its own that also keeps what no driver can do without that keeps the guarantees of this one: a record
+// of two slots, written and synced one after the other wherever the driver has to have it on the disk before it goes on or answers.
+func (f *floor) recording() (*floor, error) {
+	r := *f
+	r.dir += "-records"
+	if err := os.MkdirAll(r.dir, 0o700); err != nil {
+		return nil, err
+	}
+	var err error
+	r.directory, err = os.Open(r.dir)
+	return &r, err
 }
 
 func loopPath(n int) string { return fmt.Sprintf("/dev/loop%d", n) }
@@ -83,12 +99,7 @@ func (f *floor) life(ctx context.Context, name, staged, published string, r *rec
 		l.image.Close()
 		l.device.Close()
 	}()
-	if err := r.all(
-		step{stepImage, l.make},
-		step{stepLoop, l.attach},
-		step{stepMkfs, func() error { return run(ctx, append(slices.Clone(f.mkfs), loopPath(l.number))...) }},
-		step{stepMount, l.mount},
-		step{stepBind, func() error { return bind(staged, published) }}); err != nil {
+	if err := l.up(ctx, r); err != nil {
 		return err
 	}
 	if meanwhile != nil {
@@ -96,10 +107,75 @@ func (f *floor) life(ctx context.Context, name, staged, published string, r *rec
 			return err
 		}
 	}
-	return r.all(
-		step{stepUnbind, func() error { return errors.Join(unix.Unmount(published, 0), os.Remove(published)) }},
+	return l.down(ctx, r)
+}
+
+// up makes a volume and publishes it. Records say that it is being made, is there, is claimed, is being formatted, and is formatted.
+func (l *floorLife) up(ctx context.Context, r *recorder) error {
+	return r.all(l.kept(
+		step{stepRecord, l.begin},
+		step{stepImage, l.make},
+		step{stepRecord, func() error { return errors.Join(l.directory.Sync(), l.record()) }},
+		step{stepRecord, l.record},
+		step{stepLoop, l.attach},
+		step{stepRecord, l.record},
+		step{stepMkfs, func() error { return run(ctx, append(slices.Clone(l.mkfs), loopPath(l.number))...) }},
+		step{stepRecord, l.record},
+		step{stepMount, l.mount},
+		step{stepBind, func() error { return bind(l.staged, l.published) }})...)
+}
+
+// down takes it back to nothing. Records say that it is claimed by nobody, and is being deleted.
+func (l *floorLife) down(ctx context.Context, r *recorder) error {
+	return r.all(l.kept(
+		step{stepUnbind, func() error { return errors.Join(unix.Unmount(l.published, 0), os.Remove(l.published)) }},
 		step{stepUnmount, func() error { return l.unmount(ctx) }},
-		step{stepUnlink, func() error { return os.Remove(l.path) }})
+		step{stepRecord, l.record},
+		step{stepRecord, l.record},
+		step{stepUnlink, func() error { return os.Remove(l.path) }},
+		step{stepRecord, func() error { return os.Remove(l.recordPath()) }})...)
+}
+
+// kept leaves out the steps of records where none are kept.
+func (l *floorLife) kept(steps ...step) []step {
+	if l.directory != nil {
+		return steps
+	}
+	return slices.DeleteFunc(steps, func(s step) bool { return s.name == stepRecord })
+}
+
+func (l *floorLife) recordPath() string { return l.path + ".rec" }
+
+// recordSlot is how many bytes a slot of a record has, as the driver's.
+const recordSlot = 8192
+
+// begin makes the record, both slots at once.
+func (l *floorLife) begin() error {
+	f, err := os.OpenFile(l.recordPath(), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = f.Write(make([]byte, 2*recordSlot))
+	return errors.Join(err, f.Sync())
+}
+
+// record changes the record, one slot after the other.
+func (l *floorLife) record() error {
+	f, err := os.OpenFile(l.recordPath(), os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	for slot := range int64(2) {
+		if _, err := f.WriteAt(make([]byte, recordSlot), slot*recordSlot); err != nil {
+			return err
+		}
+		if err := unix.Fdatasync(int(f.Fd())); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (l *floorLife) make() (err error) {

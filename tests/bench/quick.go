@@ -52,20 +52,25 @@ func (b *bench) quick(ctx context.Context) (err error) {
 	if err := b.sameFilesystem(ctx, this.driver, bare); err != nil {
 		return err
 	}
-	head := []string{"", "this tree", commit, "this / that", "bare system calls", "this / bare"}
+	recording, err := bare.recording()
+	if err != nil {
+		return err
+	}
+	defer recording.directory.Close()
+	head := []string{"", "this tree", commit, "this / that", "bare system calls", "this / bare", "those with records", "this / those with records"}
 	var rows [][]string
 	for _, atOnce := range []int{1, 4} {
 		progress("quick: %d at once", atOnce)
-		rates, err := b.inTurn(atOnce, b.lived(ctx, this.driver, atOnce, &recorder{}), b.lived(ctx, that.driver, atOnce, &recorder{}), bare.lived(ctx, b, atOnce, &recorder{}))
+		rates, err := b.inTurn(atOnce, b.lived(ctx, this.driver, atOnce, &recorder{}), b.lived(ctx, that.driver, atOnce, &recorder{}), bare.lived(ctx, b, atOnce, &recorder{}), recording.lived(ctx, b, atOnce, &recorder{}))
 		if err != nil {
 			return err
 		}
 		rows = append(rows, []string{fmt.Sprintf("lives/s, %d at once", atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios(rates[0], rates[1])),
-			spreadOf("%.1f", rates[2]), spreadOf("%.2f", ratios(rates[0], rates[2]))})
+			spreadOf("%.1f", rates[2]), spreadOf("%.2f", ratios(rates[0], rates[2])), spreadOf("%.1f", rates[3]), spreadOf("%.2f", ratios(rates[0], rates[3]))})
 	}
 	rows = append(rows,
-		[]string{"a start, until it is ready, ms", spread(this.took), spread(that.took), fmt.Sprintf("%.2f", ratio(figures.Median(this.took), figures.Median(that.took))), "", ""},
-		[]string{"RSS with nothing to do, MiB", spreadOf("%.1f", this.rss), spreadOf("%.1f", that.rss), fmt.Sprintf("%.2f", figures.Median(this.rss)/figures.Median(that.rss)), "", ""})
+		[]string{"a start, until it is ready, ms", spread(this.took), spread(that.took), fmt.Sprintf("%.2f", ratio(figures.Median(this.took), figures.Median(that.took))), "", "", "", ""},
+		[]string{"RSS with nothing to do, MiB", spreadOf("%.1f", this.rss), spreadOf("%.1f", that.rss), fmt.Sprintf("%.2f", figures.Median(this.rss)/figures.Median(that.rss)), "", "", "", ""})
 	fmt.Printf("\nMedian (p10..p90) of %d rounds, in turn. A ratio whose spread has 1 in it says nothing.\n", b.rounds)
 	figures.Table(head, rows)
 	return nil
