@@ -11,11 +11,22 @@ import (
 // A volume of one leg can get others while this node uses it (docs/replication.md). From then on it is one with several legs for everybody but the kernel of this node, where its devices are those of its first leg, until Adopt has laid them over a
 // mirror. Until then all calls go to them.
 
-// alone reports whether a volume with several legs is used here by the devices of its first leg: no leg is ever mounted or handed out otherwise.
+// alone reports whether a volume with several legs is used here by the devices of its first leg: no leg is ever mounted or handed out otherwise. One that this node gives to another one is kept too, and not used here.
 func (e *Everywhere) alone(ctx context.Context, id ID) bool {
 	at := e.plain(ctx, id)
 	devices, err := at.Attached(ctx, id)
-	return err == nil && (at.mounted(devices) || slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }))
+	switch {
+	case err != nil:
+		return false
+	case at.mounted(devices):
+		return true
+	case !slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }):
+		return false
+	case at != e.Local: // another node's is not given away here
+		return true
+	}
+	_, given, err := at.ExportOf(ctx, id)
+	return err != nil || !given
 }
 
 // isReplicated reports whether calls for a volume go to the mirror that it has here, or is to have.
