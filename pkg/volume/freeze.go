@@ -57,7 +57,8 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	} else if is {
 		return l.holdConsumer(ctx, o, e.Grant)
 	}
-	if o.record.Labels[labelReplicaOf] != "" && l.consumers() != nil { // if it is used here, it is below the mirror of its volume
+	paths := l.filesystems(ctx, o.pool, o.record.Ref)
+	if len(paths) == 0 && o.record.Labels[labelReplicaOf] != "" && l.consumers() != nil { // if it is used here, it is below the mirror of its volume, unless it was mounted before there was one
 		if devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx); err != nil || len(devices) > 0 {
 			if err != nil {
 				return ctx, false, nothing, err
@@ -66,7 +67,6 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 		}
 	}
 	defer l.lift(ctx, o)()
-	paths := l.filesystems(ctx, o.pool, o.record.Ref)
 	if len(paths) == 0 {
 		return l.suspend(ctx, o)
 	}
