@@ -2,10 +2,12 @@ package volume
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // A volume of one leg can get others while this node uses it (docs/replication.md). From then on it is one with several legs for everybody but the kernel of this node, where its devices are those of its first leg, until Adopt has laid them over a
@@ -25,13 +27,43 @@ func (e *Everywhere) alone(ctx context.Context, id ID) bool {
 	case at != e.Local: // another node's is not given away here
 		return true
 	}
-	_, given, err := at.ExportOf(ctx, id)
-	return err != nil || !given
+	return !e.gives(ctx, id)
 }
 
-// isReplicated reports whether calls for a volume go to the mirror that it has here, or is to have.
+// gives reports whether this node gives one of its volumes to another one.
+func (e *Everywhere) gives(ctx context.Context, id ID) bool {
+	_, given, err := e.ExportOf(ctx, id)
+	return err == nil && given
+}
+
+// isReplicated reports whether calls for a volume go to the mirror that it has here, or is to have. What Adopt left unfinished is found by its devices, also if the claim is not known, or has ended.
 func (e *Everywhere) isReplicated(ctx context.Context, id ID) bool {
-	return e.replicated != nil && e.legs.Has(id) && !e.alone(ctx, id)
+	if e.replicated == nil {
+		return false
+	}
+	if !e.legs.Has(id) {
+		if devices, err := e.replicated.Attached(ctx, id); err != nil || len(devices) == 0 {
+			return false
+		}
+	}
+	return !e.alone(ctx, id)
+}
+
+// lingers is ErrInUse while somebody has the device open still by which a volume was used before it got others: then taking it down has found it in use, and it goes with him.
+func (e *Everywhere) lingers(ctx context.Context, id ID) error {
+	at := e.plain(ctx, id)
+	stack, err := at.stack(id)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	if at == e.Local && e.gives(ctx, id) { // the node that it is given to has it
+		return nil
+	}
+	open, err := stack.Open()
+	if err == nil && open {
+		err = fmt.Errorf("%w: volume %s has got replicas since, and the device that it had before is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, id)
+	}
+	return err
 }
 
 // Adopt has a volume that has become one with several legs while it was used here be used through a mirror from now on. What is mounted or handed out stays, and so does the number of its device. It does nothing for any other one, and may be called again
@@ -77,9 +109,19 @@ func (e *Everywhere) Replicated() Replicated { return Replicated{e} }
 // Replicated is what a node does to the volumes with several legs that it uses.
 type Replicated struct{ everywhere *Everywhere }
 
-// Hold: see Local.
+// Hold: see Local. ErrUnavailable while Adopt is cut short: what is written then does not come to the mirror, below which the home holds it back.
 func (r Replicated) Hold(ctx context.Context, id ID) (release func() error, err error) {
-	return r.everywhere.of(ctx, id).Hold(ctx, id)
+	at := r.everywhere.of(ctx, id)
+	if at == r.everywhere.replicated {
+		_, astray, err := r.everywhere.Adopted(ctx, id)
+		if err == nil && astray {
+			err = fmt.Errorf("%w: volume %s has got replicas, and what uses it is not over its mirror yet; ask again", errdefs.ErrUnavailable, id)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	return at.Hold(ctx, id)
 }
 
 // LongestHold: see Local.

@@ -1,46 +1,221 @@
 package volume_test
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"os"
+	"path/filepath"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/replicapool"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// claimed is whether a node knows that it has the claim of each volume.
-type claimed bool
+// becoming is a node that uses a volume of its own, which gets replicas meanwhile.
+type becoming struct {
+	*testing.T
+	pool    blockdev.Pool
+	mounts  *mount.Table
+	local   *volume.Local
+	e       *volume.Everywhere
+	id      volume.ID
+	claimed bool // by the volume with replicas
+	asked   int  // how often its user was to hold back what it writes
+}
 
-func (c claimed) Has(volume.ID) bool                           { return bool(c) }
-func (c claimed) Find(context.Context, volume.ID) (bool, error) { return bool(c), nil }
+func newBecoming(t *testing.T) *becoming {
+	drivertest.NeedRoot(t)
+	b := &becoming{T: t, pool: pooltest.OpenedFiles(t, drivertest.Dir(t))}
+	var err error
+	b.mounts, err = mount.LoadTable()
+	check.OK(t, err)
+	b.start()
+	v, err := b.local.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 32 << 20}, Access: volume.AccessAny})
+	check.OK(t, err)
+	b.id = v.ID
+	return b
+}
+
+// start starts the driver of the node, the first time or again. Until its pool of volumes with replicas is one that can mirror, none is there.
+func (b *becoming) start() {
+	b.Helper()
+	open := func(pool blockdev.Pool) *volume.Local {
+		l, err := volume.NewLocal(b.Context(), "home", []blockdev.Pool{pool}, b.mounts, 0)
+		check.OK(b, err)
+		return l
+	}
+	b.local = open(b.pool)
+	b.local.ServeExports(b.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return (&remotetest.Network{}).Target(), nil },
+		Key: bytes.Repeat([]byte{7}, 32), Consumers: b, Locks: &keylock.Table{}})
+	b.e = volume.NewEverywhere(b.local, open(memory.NewDisk(1<<30).Open("others", nil)), nowhere{})
+	var mirrors blockdev.Pool = memory.NewDisk(1<<30).Open(b.pool.Name(), nil)
+	if pool, err := replicapool.New("home", unreached{}); err == nil {
+		mirrors = pool
+	}
+	b.e.Replicate(open(mirrors), b)
+}
+
+type nowhere struct{}
+
+func (nowhere) Has(volume.ID) bool                            { return false }
+func (nowhere) Find(context.Context, volume.ID) (bool, error) { return false, nil }
+
+func (b *becoming) Has(volume.ID) bool                            { return b.claimed }
+func (b *becoming) Find(context.Context, volume.ID) (bool, error) { return b.claimed, nil }
+
+func (b *becoming) Hold(ctx context.Context, id volume.ID, _ volume.Grant) (release func() error, err error) {
+	b.asked++
+	return b.e.Replicated().Hold(ctx, id)
+}
+
+func (b *becoming) Modified(context.Context, volume.ID, volume.Grant, map[string]string) error {
+	return nil
+}
+
+// becomes is what the controller and the agent say when it has got replicas.
+func (b *becoming) becomes() {
+	b.Helper()
+	check.OK(b, b.local.SetReplicaOf(b.Context(), b.id, b.id.Key))
+	b.claimed = true
+}
+
+func (b *becoming) get() volume.Volume {
+	b.Helper()
+	v, err := b.local.Get(b.Context(), b.id)
+	check.OK(b, err)
+	return v
+}
+
+// raw hands the volume out.
+func (b *becoming) raw() blockdev.Device {
+	b.Helper()
+	d, err := b.e.AttachRaw(b.Context(), b.get(), nil, true)
+	check.OK(b, errors.Join(err, d.Close()))
+	return d
+}
+
+// gone waits until nothing of the volume is left.
+func (b *becoming) gone() {
+	b.Helper()
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		names, err := dm.Names("ashlar-")
+		if dm.HasTarget("linear") != nil {
+			names, err = nil, nil
+		}
+		devices, failure := b.local.Attached(b.Context(), b.id)
+		if check.OK(b, errors.Join(err, failure)); len(names)+len(devices) == 0 {
+			return
+		} else if time.Now().After(end) {
+			b.Fatalf("left are %v and %v", names, devices)
+		}
+	}
+}
+
+// unreached are legs of which none answers.
+type unreached struct{ replicapool.Legs }
+
+func (unreached) Generation(blockdev.Ref) (int64, bool)               { return 1, true }
+func (unreached) Close(context.Context, blockdev.Ref, []uint64) error { return nil }
+func (unreached) Open(context.Context, string, blockdev.Ref) (replicapool.Opened, error) {
+	return replicapool.Opened{}, errdefs.ErrUnavailable
+}
+func (unreached) Record(context.Context, string, blockdev.Ref) (blockdev.Record, error) {
+	return blockdev.Record{}, errdefs.ErrUnavailable
+}
+
+// TestAdoptCutShort: while what was handed over cannot come over its mirror, it is found by its devices, whoever has the claim, and after a start: nobody is told that its writes are held back, and it is taken down with nothing left.
+func TestAdoptCutShort(t *testing.T) {
+	drivertest.NeedMapper(t)
+	b := newBecoming(t)
+	d := b.raw()
+	b.becomes()
+	pooltest.Fails(t, b.e.Adopt(t.Context(), b.id), errdefs.ErrUnavailable, "adopted while no leg answers")
+	if adopted, astray, err := b.e.Adopted(t.Context(), b.id); !adopted || !astray || err != nil {
+		t.Fatalf("it is adopted %v, astray %v, %v", adopted, astray, err)
+	}
+	pooltest.Fails(t, pooltest.Second(b.e.Replicated().Hold(t.Context(), b.id)), errdefs.ErrUnavailable, "held back while it is over no mirror")
+	pooltest.Fails(t, pooltest.Second(b.local.CreateSnapshot(t.Context(), "s", b.id)), errdefs.ErrUnavailable, "cut while it is over no mirror")
+	for _, b.claimed = range []bool{true, false} {
+		devices, err := b.e.Attached(t.Context(), b.id)
+		if check.OK(t, err); len(devices) != 1 || devices[0].Number != d.Number || !devices[0].Kept {
+			t.Errorf("claimed %v, it is attached as %+v, not as %s", b.claimed, devices, d.Path)
+		}
+	}
+	check.OK(t, b.e.Detach(t.Context(), b.id))
+	b.gone()
+	check.OK(t, b.local.Delete(t.Context(), b.id))
+}
+
+// TestHeldOpenWhileItBecomes: a device that somebody has open still when it is taken down is in use until he ends, though the volume has got replicas.
+func TestHeldOpenWhileItBecomes(t *testing.T) {
+	drivertest.NeedMapper(t)
+	b := newBecoming(t)
+	d := b.raw()
+	f, err := os.OpenFile(d.Path, os.O_RDWR, 0)
+	check.OK(t, err)
+	b.becomes()
+	for range 3 {
+		pooltest.Fails(t, b.e.Detach(t.Context(), b.id), errdefs.ErrInUse, "taken down while it is open")
+	}
+	check.OK(t, errors.Join(f.Close(), b.e.Detach(t.Context(), b.id)))
+	b.gone()
+	check.OK(t, b.local.Delete(t.Context(), b.id))
+}
+
+// TestFrozenWhileItBecomes: a filesystem that was mounted before there were replicas is frozen as that of any volume, which the next start ends; what is not is for who has the mirror.
+func TestFrozenWhileItBecomes(t *testing.T) {
+	b := newBecoming(t)
+	v := b.get()
+	d, err := b.e.Attach(t.Context(), v, nil)
+	check.OK(t, err)
+	dir := t.TempDir()
+	drivertest.Run(t, "mkfs.ext4", "-q", d.Path)
+	check.OK(t, errors.Join(unix.Mount(d.Path, dir, "ext4", 0, ""), d.Close()))
+	b.mounts.Add(d.Number, dir, true)
+	check.OK(t, os.WriteFile(filepath.Join(dir, "file"), []byte("content"), 0o600))
+	b.becomes()
+	s, err := b.local.CreateSnapshot(t.Context(), "s", b.id)
+	check.OK(t, err)
+	if b.asked > 0 {
+		t.Error("who has its mirror was to freeze it: of that no start knows")
+	}
+	check.OK(t, b.local.DeleteSnapshot(t.Context(), s.ID))
+	check.OK(t, unix.Unmount(dir, 0))
+	b.mounts.Remove(d.Number, dir)
+	check.OK(t, b.e.Detach(t.Context(), b.id))
+	b.gone()
+	check.OK(t, b.local.Delete(t.Context(), b.id))
+}
 
 // TestExportedLegIsNotUsed: a leg that its node gives to another one is not in use here, though it has a device that is kept: whoever is to use its volume here now gets it by its mirror, or not at all, and never the leg itself.
 func TestExportedLegIsNotUsed(t *testing.T) {
-	p := newPair(t)
-	v, err := p.home.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 32 << 20}, Access: volume.AccessAny, ReplicaOf: volume.KeyOf("v")})
-	check.OK(t, err)
-	check.OK(t, pooltest.Second(p.home.Export(t.Context(), v.ID, volume.Grant{Generation: 1, Node: "user"})))
-	mounts, err := mount.LoadTable()
-	check.OK(t, err)
-	mirrors, err := volume.NewLocal(t.Context(), "home", []blockdev.Pool{memory.NewDisk(1 << 30).Open(p.pool.Name(), nil)}, mounts, 0) // which has none of it
-	check.OK(t, err)
-	for is, want := range map[claimed]error{true: errdefs.ErrNotFound, false: errdefs.ErrPrecondition} {
-		e := volume.NewEverywhere(p.home, p.user, claimed(false))
-		e.Replicate(mirrors, is)
-		_, err := e.Get(t.Context(), v.ID)
-		pooltest.Fails(t, err, want, "a leg that is exported, used by itself")
-		if is {
-			pooltest.Fails(t, pooltest.Second(e.AttachRaw(t.Context(), v, nil, true)), want, "a leg that is exported, attached by itself")
+	b := newBecoming(t)
+	b.becomes()
+	check.OK(t, pooltest.Second(b.local.Export(t.Context(), b.id, volume.Grant{Generation: 1, Node: "user"})))
+	for _, b.claimed = range []bool{true, false} {
+		if v, err := b.e.Get(t.Context(), b.id); err == nil {
+			t.Errorf("claimed %v, a leg that is exported is used by itself: %+v", b.claimed, v)
 		}
 	}
-	if to, is, err := p.home.ExportOf(t.Context(), v.ID); !is || to.Node != "user" || err != nil {
+	b.claimed = true
+	check.OK(t, b.e.Detach(t.Context(), b.id)) // of what it had here
+	if to, is, err := b.local.ExportOf(t.Context(), b.id); !is || to.Node != "user" || err != nil {
 		t.Errorf("it is exported to %v: %v, %v", to, is, err)
 	}
-	check.OK(t, p.home.Unexport(t.Context(), v.ID, 1))
-	check.OK(t, p.home.Delete(t.Context(), v.ID))
+	check.OK(t, b.local.Unexport(t.Context(), b.id, 1))
+	check.OK(t, b.local.Delete(t.Context(), b.id))
 }

@@ -184,8 +184,12 @@ func (e *Everywhere) Attached(ctx context.Context, id ID) ([]blockdev.Device, er
 func (e *Everywhere) Detach(ctx context.Context, id ID) error {
 	at := e.of(ctx, id)
 	err := at.Detach(ctx, id)
-	if err == nil && at == e.Local { // of one that was moving from here, a leg
+	switch {
+	case err != nil:
+	case at == e.Local: // of one that was moving from here, a leg
 		err = e.others.Detach(ctx, id)
+	case at == e.replicated:
+		err = e.lingers(ctx, id)
 	}
 	return err
 }
