@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"sync"
 
 	"k8s.io/klog/v2"
 
@@ -15,13 +16,20 @@ import (
 
 // A volume that this node uses can become one with several legs meanwhile (package replicator). Its object is claimed for this node then, and its devices are still those of its one leg: they are to be laid over a mirror.
 
-// adopter has such volumes be used through a mirror.
+// adopter has such volumes be used through a mirror. Each waits for itself: one whose home has ceased to answer for that, perhaps for ever, as what is under way to it has to end.
 type adopter struct {
 	*ReplicaLegs
-	told map[string]string // why it could not be done, last, by the names of the objects
+	mu     sync.Mutex
+	begun  map[string]bool   // those that are being adopted, by the names of the objects
+	told   map[string]string // why it could not be done, last
+	adopts sync.WaitGroup
 }
 
-// look adopts those that are to be. mirrored are the volumes that have a mirror here.
+func (l *ReplicaLegs) adopter() *adopter {
+	return &adopter{ReplicaLegs: l, begun: map[string]bool{}, told: map[string]string{}}
+}
+
+// look begins to adopt those that are to be. mirrored are the volumes that have a mirror here.
 func (a *adopter) look(ctx context.Context, mirrored map[blockdev.Ref]int64) {
 	if !a.replicas.read.Load() {
 		return
@@ -30,7 +38,6 @@ func (a *adopter) look(ctx context.Context, mirrored map[blockdev.Ref]int64) {
 	if err := a.replicas.kube.Cache.List(ctx, &list); err != nil {
 		return // it is memory
 	}
-	there := map[string]string{}
 	for i := range list.Items {
 		v := &list.Items[i]
 		id := cluster.ReplicatedID(v)
@@ -42,21 +49,61 @@ func (a *adopter) look(ctx context.Context, mirrored map[blockdev.Ref]int64) {
 				continue
 			}
 		}
-		err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.volumes.Adopt(ctx, id) })
-		if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
-			there[v.Name] = errdefs.Words(err)
-			a.waits(ctx, v.DeepCopy(), err)
+		if !a.begins(v.Name) {
+			continue
 		}
+		a.adopts.Go(func() {
+			done := make(chan error, 1)
+			go func() {
+				defer a.ends(v.Name)
+				a.adopt(ctx, v)
+				done <- nil
+			}()
+			_, _ = untilEnd(ctx, done)
+		})
 	}
-	a.told = there
 }
 
-// waits says once why a volume is used without a mirror: in the log, and in the object, of each leg that waits for that.
+// begins is false if a volume is being adopted.
+func (a *adopter) begins(name string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	was := a.begun[name]
+	a.begun[name] = true
+	return !was
+}
+
+func (a *adopter) ends(name string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	delete(a.begun, name)
+}
+
+func (a *adopter) adopt(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
+	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.volumes.Adopt(ctx, cluster.ReplicatedID(v)) })
+	why := ""
+	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
+		why = errdefs.Words(err)
+	}
+	if a.isNews(v.Name, why) {
+		a.waits(ctx, v, err)
+	}
+}
+
+// isNews keeps why a volume could not be adopted, if it could not, and reports whether it was said already.
+func (a *adopter) isNews(name, why string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	was := a.told[name]
+	if a.told[name] = why; why == "" {
+		delete(a.told, name)
+	}
+	return why != "" && why != was
+}
+
+// waits says why a volume is used without a mirror: in the log, and in the object, of each leg that waits for that.
 func (a *adopter) waits(ctx context.Context, v *v1alpha1.ReplicatedVolume, err error) {
 	why := errdefs.Words(err)
-	if a.told[v.Name] == why {
-		return
-	}
 	klog.FromContext(ctx).Error(err, "Could not lay a volume that got replicas while it is used over a mirror; trying again", "volume", v.Name)
 	if failure := a.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for _, name := range v.Spec.Legs {

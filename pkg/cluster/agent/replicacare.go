@@ -50,7 +50,8 @@ func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {
 	defer tended.Wait()
 	var mu sync.Mutex
 	tending := map[blockdev.Ref]bool{}
-	adopter := &adopter{ReplicaLegs: l}
+	adopter := l.adopter()
+	defer adopter.adopts.Wait()
 	for {
 		found, err := mirrors.Mirrors()
 		if err != nil {

@@ -49,6 +49,7 @@ type tended struct {
 	patches       func() error                               // is called before the object is written
 	answers       func() error                               // and after it; nil: nothing
 	changes       func(name string, s volume.LegState) error // is called before the record of a leg is written, with what it is to say
+	adopts        func() error                               // is called when it is to be adopted; nil: nothing
 	legs          map[string]*tendedLeg
 }
 
@@ -245,6 +246,13 @@ func (c tendedCache) Get(_ context.Context, key client.ObjectKey, o client.Objec
 	return c.get(key, o)
 }
 
+func (c tendedCache) List(_ context.Context, l client.ObjectList, _ ...client.ListOption) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	l.(*v1alpha1.ReplicatedVolumeList).Items = []v1alpha1.ReplicatedVolume{*c.v.DeepCopy()}
+	return nil
+}
+
 func (f *tended) get(key client.ObjectKey, o client.Object) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -326,7 +334,12 @@ func (f tendedVolumes) CloseLeg(_ context.Context, id volume.ID) error {
 }
 func (f tendedVolumes) GrowLeg(context.Context, volume.ID) error { return nil }
 
-func (f tendedVolumes) Adopt(context.Context, volume.ID) error { return nil }
+func (f tendedVolumes) Adopt(context.Context, volume.ID) error {
+	if f.adopts == nil {
+		return nil
+	}
+	return f.adopts()
+}
 
 func (f tendedVolumes) Adopted(context.Context, volume.ID) (adopted, astray bool, err error) {
 	return false, false, nil

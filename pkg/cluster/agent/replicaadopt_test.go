@@ -1,0 +1,59 @@
+package agent
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// noMirrors has none, and tells that it was asked.
+type noMirrors chan struct{}
+
+func (m noMirrors) Mirrors() (map[blockdev.Ref]int64, error) {
+	m <- struct{}{}
+	return nil, nil
+}
+
+func (noMirrors) Mirror(blockdev.Ref) string { return "" }
+
+// TestAdoptWaits: while a volume cannot be adopted, as what is under way to its home does not end, mirrors are looked for all the same; it is not begun a second time meanwhile, and the driver ends without it.
+func TestAdoptWaits(t *testing.T) {
+	f := newObject(t, 1, "a")
+	begun, forever := make(chan struct{}, 10), make(chan struct{})
+	f.adopts = func() error {
+		begun <- struct{}{}
+		<-forever
+		return nil
+	}
+	t.Cleanup(func() { close(forever) })
+	ctx, cancel := context.WithCancel(t.Context())
+	looks, ended := make(noMirrors), make(chan struct{})
+	go func() {
+		defer close(ended)
+		f.tender.Replicate(ctx, looks)
+	}()
+	late := time.After(20 * time.Second)
+	for range 5 {
+		select {
+		case <-looks:
+		case <-late:
+			t.Fatal("nobody looks for mirrors")
+		}
+	}
+	cancel()
+	for {
+		select {
+		case <-looks:
+			continue
+		case <-ended:
+		case <-late:
+			t.Error("the driver does not end")
+		}
+		break
+	}
+	if len(begun) != 1 {
+		t.Errorf("it was begun %d times", len(begun))
+	}
+}
