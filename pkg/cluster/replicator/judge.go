@@ -78,10 +78,10 @@ func insteadOf(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) *
 	return nil
 }
 
-// replaceAt is when a leg was not current for so long that it is to be replaced; ok is false if it is not. That takes somebody who uses the volume: nobody else can make it current.
+// replaceAt is when a leg was not current for so long that it is to be replaced; ok is false if it is not. That takes somebody who uses the volume by a mirror: nobody else can make it, or another one, current.
 func replaceAt(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) (_ time.Time, ok bool) {
 	c := r.Spec.Claim
-	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || l != nil && (l.Current || l.State == v1alpha1.LegJoining) {
+	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || r.Status.Opened != c.Generation || l != nil && (l.Current || l.State == v1alpha1.LegJoining) {
 		return time.Time{}, false
 	}
 	since := v.CreationTimestamp.Time

@@ -2,6 +2,9 @@ package replicator
 
 import (
 	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
@@ -54,5 +57,30 @@ func TestExcess(t *testing.T) {
 				t.Errorf("%q goes (%v), want %q (%v)", name, kind, want, c.kind)
 			}
 		})
+	}
+}
+
+// TestReplaced: a leg that was not current for too long is replaced only while somebody has the mirror, by which another one could become current. Who uses a volume as he did before it had replicas has none yet, perhaps until it is staged again.
+func TestReplaced(t *testing.T) {
+	before := metav1.NewTime(time.Now().Add(-time.Hour))
+	for what, c := range map[string]struct {
+		claim  *v1alpha1.Claim
+		opened int64
+		leg    *v1alpha1.Leg
+		want   bool
+	}{
+		"opened":                 {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, nil, true},
+		"opened, and it waits":   {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, &v1alpha1.Leg{Since: &before}, true},
+		"it joins":               {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, &v1alpha1.Leg{State: v1alpha1.LegJoining, Since: &before}, false},
+		"it is current":          {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, &v1alpha1.Leg{Current: true}, false},
+		"claimed":                {&v1alpha1.Claim{Generation: 2, Since: &before}, 1, &v1alpha1.Leg{Since: &before}, false},
+		"used, and never opened": {&v1alpha1.Claim{Generation: 2, Since: &before}, 0, nil, false},
+		"not claimed":            {nil, 2, &v1alpha1.Leg{Since: &before}, false},
+	} {
+		r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{ReplaceAfter: 600, Claim: c.claim}, Status: v1alpha1.ReplicatedVolumeStatus{Opened: c.opened}}
+		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: before}}
+		if due, replaced := replaceAt(r, c.leg, v); replaced != c.want || replaced && time.Now().Before(due) {
+			t.Errorf("%s: it is replaced: %v, at %v", what, replaced, due)
+		}
 	}
 }
