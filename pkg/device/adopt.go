@@ -16,7 +16,7 @@ import (
 // (Reseat). Who uses them notices nothing: at any moment they are over the same bytes.
 
 // HandOver gives the devices of an attached volume to another stack: they have its names from then on. The highest is the last, so as long as that has its name they are this stack's to take down. It may be called again after a crash at any point of it.
-// errdefs.ErrUnsupported if the volume is attached without a seat; errdefs.ErrPrecondition if it moves.
+// errdefs.ErrUnsupported if the volume is attached without a seat, or what uses it does not flush it; errdefs.ErrPrecondition if it moves.
 func (s Stack) HandOver(ctx context.Context, to Stack) error {
 	return s.moving("hand its devices over", func() error { return s.handOver(ctx, to) })
 }
@@ -38,6 +38,9 @@ func (s Stack) handOver(ctx context.Context, to Stack) error {
 	default:
 		if _, moves, err := mirrorOf(d.Name); err != nil || moves {
 			return errors.Join(err, fmt.Errorf("%w: it moves", errdefs.ErrPrecondition))
+		}
+		if writeCache(d.Number) == noCache { // what is over it was told so when it was made: see flushes
+			return fmt.Errorf("%w: its disk has no cache that could be lost, so what uses it does not flush it, and other disks may have one; it is to be staged again", errdefs.ErrUnsupported)
 		}
 	}
 	after, _, _, err := target.names.Top(to.ref)

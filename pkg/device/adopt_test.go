@@ -161,13 +161,24 @@ func TestAdopt(t *testing.T) {
 	}
 }
 
-// TestHandOverRefused: what has no seat, or moves, keeps its names; what is held back by its driver is handed over when that has ended.
+// TestHandOverRefused: what has no seat, or moves, or is on a disk without a cache, so that no flush would come to the disks of others, keeps its names; what is held back by its driver is handed over when that has ended.
 func TestHandOverRefused(t *testing.T) {
 	overAdoption(t, func(a *adoption) {
 		d := a.attach(device.Options{Keep: true, Encryption: a.options.Encryption})
 		pooltest.Fails(a, a.adopt(), errdefs.ErrUnsupported, "handed over without a seat")
 		a.is(d, d.Size, "without a seat")
 		check.OK(a, errors.Join(d.Close(), a.stack().Detach(a.Context())))
+
+		setCache := func(to string) {
+			old := a.from.device()
+			check.OK(a, pooltest.Second(old.SetQueue(map[string]string{"write_cache": to})))
+		}
+		setCache("write through")
+		d = a.attach(a.options)
+		pooltest.Fails(a, a.adopt(), errdefs.ErrUnsupported, "handed over though nobody flushes it")
+		a.is(d, d.Size, "on a disk without a cache")
+		check.OK(a, errors.Join(d.Close(), a.stack().Detach(a.Context())))
+		setCache("write back")
 
 		d = a.attach(a.options)
 		w := a.writer(d.Path)
