@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -168,6 +169,28 @@ func TestBecomesReplicatedUsed(t *testing.T) {
 	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 	if c := w.whole("v").Spec.Claim; c == nil || c.Node != "node-2" {
 		t.Errorf("its claim is %+v", c)
+	}
+	w.start(all[0])
+	w.eventually("it has replicas when its node is back", func() bool { return w.became("v", 2) })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for _, m := range all {
+		w.tally(m)
+	}
+}
+
+// TestTakenBackTooLate: once a volume has said that it is a leg, nobody takes back that it is to have replicas. It would be neither one with replicas nor one without, and who has it could not give it up.
+func TestTakenBackTooLate(t *testing.T) {
+	w := newEnvironment(t)
+	all, s := w.mirroring(2)
+	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	all[0].stop() // so its record does not say that it is a leg
+	check.OK(t, w.ask("v", 2))
+	w.eventually("it is about to have replicas", func() bool { return w.whole("v") != nil })
+	if err := w.ask("v", 0); !apierrors.IsInvalid(err) {
+		t.Errorf("taken back: %v", err)
 	}
 	w.start(all[0])
 	w.eventually("it has replicas when its node is back", func() bool { return w.became("v", 2) })

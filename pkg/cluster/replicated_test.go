@@ -675,6 +675,9 @@ func (w *environment) becomes(name string, current ...string) {
 	w.Helper()
 	w.says(name, func(r *v1alpha1.ReplicatedVolume) {
 		r.Status.Legs = nil
+		if c := r.Spec.Claim; c != nil {
+			r.Status.Opened = c.Generation
+		}
 		for _, leg := range r.Spec.Legs {
 			one := v1alpha1.Leg{Name: leg, Current: true, State: v1alpha1.LegCurrent}
 			if !slices.Contains(current, leg) {
