@@ -214,12 +214,10 @@ func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 			return nil, err
 		}
 	}
-	from := make([]uint64, len(m.parts))
+	from, unread := make([]uint64, len(m.parts)), make([]error, len(m.parts))
 	for i, p := range m.parts {
 		if from[i] = p.from(m); m.Forgot && len(p.Legs) > 0 && p.synced() && !p.failed() { // one that is not, is read from its first leg alone
-			if from[i], err = dm.ReadFrom(d, p.Start, p.Legs); err != nil {
-				return nil, err
-			}
+			from[i], unread[i] = dm.ReadFrom(d, p.Start, p.Legs)
 		}
 	}
 	now, is, err := mirrorOf(d.Name)
@@ -228,13 +226,13 @@ func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 	}
 	parts = make([]bool, len(m.parts))
 	for i, p := range now.parts {
-		if p.failed() { // it held what it could not write to both
-			from[i] = p.from(m)
+		if p.failed() { // it held what it could not write to both; or what it was read from is gone, and all that only that had
+			from[i], unread[i] = p.from(m), nil
 		}
 		parts[i] = from[i] != m.Old && !(!m.Forgot && p.synced() && !p.failed())
 	}
-	if !slices.Contains(parts, true) {
-		return nil, nil
+	if err := errors.Join(unread...); err != nil || !slices.Contains(parts, true) {
+		return nil, err
 	}
 	return parts, nil
 }

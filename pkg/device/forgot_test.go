@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
@@ -131,6 +133,47 @@ func TestFlushFails(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestForgotAndFails: a mirror that has forgotten, and of which a leg, or each, fails all that comes since, ends all the same: nobody has what only that leg had, and who uses the volume would wait for ever.
+func TestForgotAndFails(t *testing.T) {
+	for what, fails := range map[string]func(p *pair){
+		"the new leg": func(p *pair) { p.to.fail(p.T) },
+		"both legs":   func(p *pair) { p.to.fail(p.T); p.from.fail(p.T) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			overPair(t, 64*pooltest.MiB, func(p *pair) {
+				d := p.attach(p.options)
+				p.mirror(blockdev.Extent{Length: 24 * pooltest.MiB})
+				p.copied()
+				flushed := p.flushFails(d.Path, p.to)
+				p.forgets(d.Path, []int64{2 * pooltest.MiB})
+				fails(p)
+				p.undone()
+				<-flushed // with an error, if there is no leg that takes it
+				check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+			})
+		})
+	}
+}
+
+// TestReadFromGone: the leg that is read from is found also when the kernel does not have the other one any more.
+func TestReadFromGone(t *testing.T) {
+	overPair(t, 32*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		p.mirror(blockdev.Extent{Length: 16 * pooltest.MiB})
+		p.copied()
+		seat, err := dm.Find(p.seat())
+		check.OK(t, err)
+		m := p.mirrored()
+		gone := unix.Mkdev(259, 1<<19)
+		from, err := dm.ReadFrom(seat, 0, []dm.Leg{{Device: m.Old}, {Device: gone}})
+		if err != nil || from != m.Old {
+			t.Errorf("it is read from %s: %v", dm.Number(from), err)
+		}
+		p.undone()
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+	})
 }
 
 // TestForgetsWhileItCopies: a flush that fails before all is copied, and is forgotten when that is. A mirror of which nothing is known, as of an older driver, is told of as one that has forgotten.

@@ -1,6 +1,7 @@
 package dm
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -99,10 +100,13 @@ func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
 	return 0, fmt.Errorf("%w: which leg of device %s is read from cannot be told, as others read all of them", errdefs.ErrUnavailable, d.Name)
 }
 
-// reads are the counts of reads of legs.
+// reads are the counts of reads of legs. One that the kernel does not have any more, as its connection has ended, is read no more.
 func reads(legs []Leg) (counts []int64, err error) {
 	for _, l := range legs {
 		count, err := counted(l.Device, 0)
+		if errors.Is(err, os.ErrNotExist) {
+			count, err = 0, nil
+		}
 		if err != nil {
 			return nil, err
 		}

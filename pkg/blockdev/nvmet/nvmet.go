@@ -286,16 +286,13 @@ func sameDevice(a, b string) bool {
 }
 
 // Remove ends an export: when it has returned without an error, nothing of its host is in flight, and nothing comes any more. The
-// host sees errors; its connections end. Again, or if there is none, it does nothing. A host that is cut off is waited for only for
-// a moment; a disk that does not answer is waited for, as what it was told may still come.
+// host sees errors; its connections end. Again, or if there is none, it does nothing; what is left of an Add or a Remove that failed goes.
+// A host that is cut off is waited for only for a moment; a disk that does not answer is waited for, as what it was told may still come.
 func (t *Target) Remove(ctx context.Context, nqn string) error {
 	if err := checkName("the subsystem", nqn); err != nil {
 		return err
 	}
 	err := t.underWay.Do(ctx, nqn, func() error {
-		if _, err := os.Stat(subsystemFolder(nqn)); errors.Is(err, fs.ErrNotExist) {
-			return psk.End(nqn)
-		}
 		on, _ := get(filepath.Join(namespaceFolder(nqn), "enable"))
 		if err := fence(nqn); err != nil {
 			return err
@@ -327,7 +324,8 @@ func fence(nqn string) error {
 	return errors.Join(<-removed, unpublished)
 }
 
-// dismantle takes away all that is left of an export that has no namespace.
+// dismantle takes away all that is left of an export that has no namespace, also if adding or removing it was cut short. Its host is then one that no subsystem
+// allows: nothing else tells which it is.
 func dismantle(nqn string) error {
 	if err := unpublish(nqn); err != nil {
 		return err
@@ -349,11 +347,11 @@ func dismantle(nqn string) error {
 		if err := remove(filepath.Join(subsystem, "allowed_hosts", host)); err != nil {
 			return err
 		}
-		if err := removeHost(host); err != nil {
-			return err
-		}
 	}
-	return remove(subsystem)
+	if err := remove(subsystem); err != nil {
+		return err
+	}
+	return sweepHosts()
 }
 
 // Resized has the kernel look at the size of an export's device again, and tell the host. errdefs.ErrNotFound if there is none.

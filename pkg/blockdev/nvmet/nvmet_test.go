@@ -38,6 +38,7 @@ type order struct {
 	Told   *revealed     // Add, as the child is told of it
 	Remove string
 	Dies   int
+	Late   bool // the first change is the first one after it has opened the target
 }
 
 // revealed is an export with its secret, which is encoded by nothing else.
@@ -72,17 +73,21 @@ func TestMain(m *testing.M) {
 
 func (o order) obey() error {
 	changes := 0
-	nvmet.OnChange(func() {
+	dies := func() {
 		if changes == o.Dies {
 			_ = unix.Kill(os.Getpid(), unix.SIGKILL)
 			select {}
 		}
 		changes++
-	})
+	}
+	if !o.Late {
+		nvmet.OnChange(dies)
+	}
 	target, err := nvmet.Open(netip.MustParseAddrPort(address))
 	if err != nil {
 		return err
 	}
+	nvmet.OnChange(dies)
 	if o.Told != nil {
 		o.Told.Export.Secret, o.Told.Export.PSK = secret.Of(o.Told.Secret), secret.Of(o.Told.PSK)
 		return target.Add(context.Background(), o.Told.Export)
@@ -226,6 +231,26 @@ func TestKilled(t *testing.T) {
 				t.Logf("change %d of removing: killed %t", point, killed)
 			}
 		})
+	}
+}
+
+// TestCutShort ends adding and removing before each change, as an error does: who removes the export then leaves nothing, without a start of the driver in between.
+func TestCutShort(t *testing.T) {
+	target := needTarget(t)
+	other := export(t, 9)
+	check.OK(t, target.Add(t.Context(), *other))
+	defer func() { check.OK(t, target.Remove(t.Context(), other.NQN)) }()
+	without, e := state(t), export(t, 1)
+	for point, cut := 0, true; cut; point++ {
+		cut = order{Add: e, Dies: point, Late: true}.run(t)
+		check.OK(t, target.Remove(t.Context(), e.NQN))
+		same(t, fmt.Sprintf("cut short before change %d of adding, and removed", point), without)
+	}
+	for point, cut := 0, true; cut; point++ {
+		check.OK(t, target.Add(t.Context(), *e))
+		cut = order{Remove: e.NQN, Dies: point, Late: true}.run(t)
+		check.OK(t, target.Remove(t.Context(), e.NQN))
+		same(t, fmt.Sprintf("cut short before change %d of removing, and removed", point), without)
 	}
 }
 
