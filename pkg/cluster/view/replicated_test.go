@@ -109,8 +109,12 @@ func TestReplicas(t *testing.T) {
 func TestAwaitsReplicas(t *testing.T) {
 	v := &v1alpha1.Volume{Spec: v1alpha1.VolumeSpec{Access: "any", Replicas: 2, Claim: &v1alpha1.Claim{Node: "n"}}, Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro())}}}
 	tk := taking{out: &overview.Overview{}}
-	if have := tk.volume(v).Awaits; have != "2 replicas, when this is over: it is used on node n" {
+	if have := tk.volume(v).Awaits; !strings.HasPrefix(have, "2 replicas, when this is over: it is used on node n, which cannot mirror what it uses already") {
 		t.Errorf("%q", have)
+	}
+	tk.pools = []v1alpha1.Pool{{Spec: v1alpha1.PoolSpec{NodeName: "n"}, Status: v1alpha1.PoolStatus{Network: &v1alpha1.Network{Mirrors: true}}}}
+	if have := tk.volume(v).Awaits; have != "2 replicas" {
+		t.Errorf("used by a node that can mirror: %q", have)
 	}
 	v.Spec.Claim = nil
 	if have := tk.volume(v).Awaits; have != "2 replicas" {
