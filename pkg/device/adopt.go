@@ -8,7 +8,6 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -52,18 +51,14 @@ func (s Stack) handOver(ctx context.Context, to Stack) error {
 
 // renameUp gives the devices of a stack the names of another one, from the lowest.
 func (t top) renameUp(after string) error {
-	seat, _, d, err := seat{t}.find()
+	name, _, d, err := seat{t}.find()
 	if err == nil && d != nil {
-		err = dm.Rename(seat, after+seatSuffix)
+		err = dm.Rename(name, after+seatSuffix)
 	}
 	if err != nil {
 		return err
 	}
-	crypt, d, err := crypt{t}.find()
-	if err == nil && d != nil {
-		err = dm.Rename(crypt, after+cryptSuffix)
-	}
-	if err = errors.Join(err, luks.ForgetNode(crypt)); err != nil {
+	if err := t.renameCrypt(after); err != nil {
 		return err
 	}
 	return t.renameTop(after)

@@ -360,14 +360,19 @@ func (t top) rename(before, after string) error {
 	if err := t.renameTop(after); err != nil {
 		return err
 	}
+	if err := t.renameCrypt(after); err != nil {
+		return err
+	}
+	return dm.Rename(before+seatSuffix, after+seatSuffix)
+}
+
+// renameCrypt gives the open device of an encrypted volume, if it is there, the name that it has below a top of another one.
+func (t top) renameCrypt(after string) error {
 	name, d, err := crypt{t}.find()
 	if err == nil && d != nil {
 		err = dm.Rename(name, after+cryptSuffix)
 	}
-	if err = errors.Join(err, luks.ForgetNode(name)); err != nil {
-		return err
-	}
-	return dm.Rename(before+seatSuffix, after+seatSuffix)
+	return errors.Join(err, luks.ForgetNode(name))
 }
 
 // renameTop gives the highest device, if it is there, another name.
