@@ -19,6 +19,7 @@ import (
 // room is what says whether a volume can move, and where to.
 type room struct {
 	pools    map[string]*v1alpha1.Pool // by NODE.POOL
+	mirrors  func(node string) bool    // whether a node can have a volume that it uses become one with replicas
 	cordoned map[string]bool           // what Kubernetes says of each node; nil: it may not be asked
 	legs     *legs
 	silent   map[string]string // nodes whose agent does not answer, and what is known of that
@@ -32,6 +33,7 @@ func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error)
 	if err := c.List(ctx, &pools); err != nil {
 		return nil, fmt.Errorf("list the pools: %w", err)
 	}
+	r.mirrors = v1alpha1.Mirrors(pools.Items)
 	for i := range pools.Items {
 		p := &pools.Items[i]
 		r.pools[overview.PoolName(p.Spec.NodeName, p.Spec.Pool)] = p
@@ -257,14 +259,4 @@ const mostReasons = 3
 // promise takes the room of what is to come to a place.
 func (r *room) promise(o mobile, to place) {
 	r.promised[overview.PoolName(to.node, to.of(o))] += keeps(o)
-}
-
-// mirrors reports whether a node can have a volume that it uses become one with replicas.
-func (r *room) mirrors(node string) bool {
-	for _, p := range r.pools {
-		if p.Spec.NodeName == node && p.Status.Network != nil && p.Status.Network.Mirrors {
-			return true
-		}
-	}
-	return false
 }

@@ -18,17 +18,17 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/wrapperspb"
-)
 
-const topologyKey = "topology.ashlar.dev/node"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+)
 
 func main() {
 	endpoint := flag.String("endpoint", "unix:///csi/csi.sock", "where it listens")
-	name := flag.String("name", "block.csi.ashlar.dev", "of the driver")
 	node := flag.String("node-id", "", "of the node that it is on")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
-	err := serve(ctx, strings.TrimPrefix(*endpoint, "unix://"), &driver{name: *name, node: *node})
+	err := serve(ctx, strings.TrimPrefix(*endpoint, "unix://"), &driver{node: *node})
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "null:", err)
@@ -57,11 +57,11 @@ type driver struct {
 	csi.UnimplementedIdentityServer
 	csi.UnimplementedControllerServer
 	csi.UnimplementedNodeServer
-	name, node string
+	node string
 }
 
 func (d *driver) GetPluginInfo(context.Context, *csi.GetPluginInfoRequest) (*csi.GetPluginInfoResponse, error) {
-	return &csi.GetPluginInfoResponse{Name: d.name, VendorVersion: "0"}, nil
+	return &csi.GetPluginInfoResponse{Name: cluster.DefaultDriver, VendorVersion: "0"}, nil
 }
 
 func (d *driver) GetPluginCapabilities(context.Context, *csi.GetPluginCapabilitiesRequest) (*csi.GetPluginCapabilitiesResponse, error) {
@@ -111,7 +111,7 @@ func (d *driver) GetCapacity(context.Context, *csi.GetCapacityRequest) (*csi.Get
 }
 
 func (d *driver) NodeGetInfo(context.Context, *csi.NodeGetInfoRequest) (*csi.NodeGetInfoResponse, error) {
-	return &csi.NodeGetInfoResponse{NodeId: d.node, AccessibleTopology: &csi.Topology{Segments: map[string]string{topologyKey: d.node}}}, nil
+	return &csi.NodeGetInfoResponse{NodeId: d.node, AccessibleTopology: csimap.Topology(d.node)}, nil
 }
 
 func (d *driver) NodeGetCapabilities(context.Context, *csi.NodeGetCapabilitiesRequest) (*csi.NodeGetCapabilitiesResponse, error) {
