@@ -42,7 +42,7 @@ func (e *Everywhere) isReplicated(ctx context.Context, id ID) bool {
 		return false
 	}
 	if !e.legs.Has(id) {
-		if devices, err := e.replicated.Attached(ctx, id); err != nil || len(devices) == 0 {
+		if adopted, _, err := e.Adopted(ctx, id); err != nil || !adopted {
 			return false
 		}
 	}
