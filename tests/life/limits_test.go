@@ -53,25 +53,31 @@ func fio(pod *drivertest.CGroup, file, job, size string, more ...string) (stop f
 }
 
 // rate is what a pod that was just started does to a device in a second, measured for a while: rbytes, wbytes, rios, wios, as the kernel counts them
-// for it; and all that was written to the device, by whomever.
+// for it; and all that was written to the device, by whomever. It is measured from one change of the counts to another: a MiB that waits for its turn
+// is counted at once, and a while that has two of them or three, as it begins, would be off by half.
 func rate(t *testing.T, pod *drivertest.CGroup, device string) (counted map[string]float64, written float64) {
 	t.Helper()
-	before := pod.IO(device)
-	for end := time.Now().Add(time.Minute); maps.Equal(before, pod.IO(device)); time.Sleep(10 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("nothing is done to %s", device)
+	changed := func() (map[string]float64, float64, time.Time) {
+		t.Helper()
+		before := pod.IO(device)
+		for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(time.Millisecond) {
+			if now := pod.IO(device); !maps.Equal(before, now) {
+				return now, bytesWritten(t, device), time.Now()
+			}
 		}
+		t.Fatalf("nothing is done to %s", device)
+		return nil, 0, time.Time{}
 	}
+	changed()
 	time.Sleep(slack)
-	before, written = pod.IO(device), bytesWritten(t, device)
-	began := time.Now()
+	before, writtenBefore, began := changed()
 	time.Sleep(*limitsFor)
-	counted, all := pod.IO(device), bytesWritten(t, device)
-	took := time.Since(began).Seconds()
+	counted, written, ended := changed()
+	took := ended.Sub(began).Seconds()
 	for key := range counted {
 		counted[key] = (counted[key] - before[key]) / took
 	}
-	return counted, (all - written) / took
+	return counted, (written - writtenBefore) / took
 }
 
 // bytesWritten are all that were ever written to a device (Documentation/block/stat.rst of the kernel).
