@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"os"
 	"strings"
 	"sync/atomic"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -439,6 +441,37 @@ func TestMoveInUseTakenBack(t *testing.T) {
 	s := c.flipped("v", c.b)
 	c.over(want)
 	c.released(s)
+}
+
+// TestMoveInUseTakenBackAtStart: the move is taken back while the new node starts, after that has looked at what it has, and before it watches what moves there: what was prepared goes at once.
+func TestMoveInUseTakenBackAtStart(t *testing.T) {
+	c, _ := carried(t)
+	c.prepare()
+	c.b.stop()
+	looked, watch := make(chan struct{}, 100), make(chan struct{})
+	wrap(t, func(config *rest.Config) {
+		config.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if strings.Contains(q.URL.Query().Get("fieldSelector"), "spec.move.node=") && strings.HasSuffix(q.URL.Path, "/volumes") {
+					held(t, watch)
+				}
+				answer, err := next.RoundTrip(q)
+				if strings.HasSuffix(q.URL.Path, "/volumes/"+c.id.Key) {
+					looked <- struct{}{}
+				}
+				return answer, err
+			})
+		})
+	})
+	c.start(c.b)
+	c.comes(looked, "it looks at what it has")
+	c.movesTo("v", "")
+	close(watch)
+	began := time.Now()
+	c.eventually("nothing is left", func() bool { return len(c.leftovers(c.b)) == 0 })
+	if took := time.Since(began); took > 20*time.Second {
+		t.Errorf("that took %v", took)
+	}
 }
 
 // TestMoveInUseEnds: the claim goes, or the new node starts anew, right after that was named: the volume is there, whatever comes first, and is released when that gives it to nobody.

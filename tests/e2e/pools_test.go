@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"strings"
 	"testing"
@@ -48,11 +49,12 @@ func (p *parts) refused(call func(context.Context) error) {
 // the disk is not deleted by saying so. When the disk comes, all goes on without a restart.
 func TestDiskMissing(t *testing.T) {
 	p := start(t)
-	kept, deleted := p.made(request("kept", miB, "node-a")), p.made(request("deleted", miB, "node-a"))
+	kept := p.made(request("kept", miB, "node-a"))
 	p.eventually("the pool is known by its identity", func() bool { return p.pool("node-a").Spec.UUID != "" })
 	id := p.pool("node-a").Spec.UUID
 	place := p.dir + "/node-a/pool"
 	for _, forgotten := range []bool{false, true} {
+		deleted := p.made(request(fmt.Sprintf("deleted-%t", forgotten), miB, "node-a"))
 		p.restart("node-a", func() {
 			check.OK(t, os.Rename(place, place+".away"))
 			check.OK(t, os.Mkdir(place, 0o700))
@@ -78,8 +80,8 @@ func TestDiskMissing(t *testing.T) {
 		if have := p.pool("node-a").Spec.UUID; have != id {
 			t.Errorf("it has the identity %s, and had %s", have, id)
 		}
+		p.called(codes.OK, remove(p.controller, deleted.GetVolumeId())) // which was asked for meanwhile
 	}
-	p.called(codes.OK, remove(p.controller, deleted.GetVolumeId())) // which was asked for meanwhile
 	p.called(codes.OK, publish(p.controller, kept.GetVolumeId(), "node-a", writer))
 
 	// Another disk, on purpose.

@@ -87,6 +87,7 @@ func runBringers[T cluster.Object](ctx context.Context, a *Agent, name string, f
 	if !from.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
+	a.Changed() // of what was taken back while nobody watched no event tells
 	for _, queue := range queues {
 		done.Go(func() { failures <- queue.Start(ctx) })
 	}
