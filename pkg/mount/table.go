@@ -17,20 +17,21 @@ import (
 // of the machine. Mounts come and go meanwhile, so Paths asks the kernel again for each
 // path that it returns. Paths are as Resolve returns them.
 type Table struct {
-	mu    sync.Mutex
-	paths map[uint64]map[string]entry // device -> path
-	seen  uint64
+	mu     sync.Mutex
+	mounts map[uint64][]entry // by device; few of each, so no index by path
+	seen   uint64
 }
 
 // entry is a mount of a device at a path, that was seen or made.
 type entry struct {
+	path     string
 	writable bool
 	seen     uint64 // counts the entries: what is mounted there again is another one
 }
 
 // LoadTable reads the mounts of this process's namespace, once.
 func LoadTable() (*Table, error) {
-	t := &Table{paths: map[uint64]map[string]entry{}}
+	t := &Table{mounts: map[uint64][]entry{}}
 	mounts, err := mountinfo.GetMounts(nil)
 	if err != nil {
 		return nil, fmt.Errorf("read mounts: %w", err)
@@ -38,8 +39,8 @@ func LoadTable() (*Table, error) {
 	for _, m := range mounts {
 		if device := tableDevice(m, mounts); unix.Major(device) != 0 {
 			// The options of the mount, not of the filesystem: that one turns read-only by
-			// itself after errors.
-			t.Add(device, m.Mountpoint, !slices.Contains(strings.Split(m.Options, ","), "ro"))
+			// itself after errors. The path is a part of its whole line.
+			t.Add(device, strings.Clone(m.Mountpoint), !slices.Contains(strings.Split(m.Options, ","), "ro"))
 		}
 	}
 	return t, nil
@@ -68,12 +69,21 @@ func blockDevice(path string) uint64 {
 // btrfsMounted returns the block device of a mount of a btrfs, which has device numbers of its own: what this or another
 // mount of the same filesystem says. What it was mounted from may be another device by now, or elsewhere.
 func btrfsMounted(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
-	for _, one := range append([]*mountinfo.Info{m}, all...) {
+	said := func(one *mountinfo.Info) uint64 {
 		if one.Major != m.Major || one.Minor != m.Minor {
-			continue
+			return 0
 		}
 		if info, err := At(one.Mountpoint); err == nil && info.mount == one.ID && !info.Node {
 			return info.Device
+		}
+		return 0
+	}
+	if device := said(m); device != 0 {
+		return device
+	}
+	for _, one := range all {
+		if device := said(one); device != 0 {
+			return device
 		}
 	}
 	if device := blockDevice(m.Source); hasBtrfs(device) {
@@ -129,31 +139,44 @@ func (t *Table) Add(device uint64, path string, writable bool) {
 func (t *Table) Found(device uint64, path string, writable bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if _, known := t.paths[device][path]; !known {
+	if t.find(device, path) == nil {
 		t.add(device, path, writable)
 	}
 }
 
 func (t *Table) add(device uint64, path string, writable bool) {
-	if t.paths[device] == nil {
-		t.paths[device] = map[string]entry{}
-	}
 	t.seen++
-	t.paths[device][path] = entry{writable, t.seen}
+	now := entry{path, writable, t.seen}
+	if known := t.find(device, path); known != nil {
+		*known = now
+		return
+	}
+	t.mounts[device] = append(t.mounts[device], now)
+}
+
+// find returns the entry of a device at a path; nil if there is none.
+func (t *Table) find(device uint64, path string) *entry {
+	for i, e := range t.mounts[device] {
+		if e.path == path {
+			return &t.mounts[device][i]
+		}
+	}
+	return nil
 }
 
 // Devices returns the devices in the table, in no order.
 func (t *Table) Devices() []uint64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return slices.Collect(maps.Keys(t.paths))
+	return slices.Collect(maps.Keys(t.mounts))
 }
 
 // Writable reports whether the mount of a device at a path was made for writing.
 func (t *Table) Writable(device uint64, path string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.paths[device][path].writable
+	e := t.find(device, path)
+	return e != nil && e.writable
 }
 
 // Remove removes a mount.
@@ -164,18 +187,18 @@ func (t *Table) Remove(device uint64, path string) {
 }
 
 func (t *Table) remove(device uint64, path string) {
-	delete(t.paths[device], path)
-	if len(t.paths[device]) == 0 {
-		delete(t.paths, device)
+	t.mounts[device] = slices.DeleteFunc(t.mounts[device], func(e entry) bool { return e.path == path })
+	if len(t.mounts[device]) == 0 {
+		delete(t.mounts, device)
 	}
 }
 
 // forget is Remove, but for what was mounted there again since the caller read it.
-func (t *Table) forget(device uint64, path string, was entry) {
+func (t *Table) forget(device uint64, was entry) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.paths[device][path] == was {
-		t.remove(device, path)
+	if e := t.find(device, was.path); e != nil && *e == was {
+		t.remove(device, was.path)
 	}
 }
 
@@ -200,11 +223,12 @@ func (t *Table) Paths(device uint64) []string {
 // Mounts returns what is at each of the Paths of a device.
 func (t *Table) Mounts(device uint64) []Mounted {
 	t.mu.Lock()
-	all := maps.Clone(t.paths[device])
+	all := slices.Clone(t.mounts[device])
 	t.mu.Unlock()
+	slices.SortFunc(all, func(a, b entry) int { return strings.Compare(a.path, b.path) })
 	var mounted []Mounted
-	for _, path := range slices.Sorted(maps.Keys(all)) {
-		if m, found := t.look(device, path, all[path]); found {
+	for _, e := range all {
+		if m, found := t.look(device, e); found {
 			mounted = append(mounted, m)
 		}
 	}
@@ -213,11 +237,11 @@ func (t *Table) Mounts(device uint64) []Mounted {
 
 // look returns what is at a path where the device was mounted. What is taken away meanwhile, and mounted there anew, is
 // looked at anew: what it returns is of one mount.
-func (t *Table) look(device uint64, path string, was entry) (Mounted, bool) {
+func (t *Table) look(device uint64, was entry) (Mounted, bool) {
 	for {
-		m := Mounted{Path: path, Writable: was.writable}
-		m.Info, m.Err = At(path)
-		now, known := t.entry(device, path)
+		m := Mounted{Path: was.path, Writable: was.writable}
+		m.Info, m.Err = At(was.path)
+		now, known := t.entry(device, was.path)
 		switch {
 		case !known:
 			return Mounted{}, false
@@ -226,7 +250,7 @@ func (t *Table) look(device uint64, path string, was entry) (Mounted, bool) {
 		case m.is(device):
 			return m, true
 		default:
-			t.forget(device, path, was)
+			t.forget(device, was)
 			return Mounted{}, false
 		}
 	}
@@ -248,6 +272,8 @@ func (m Mounted) is(device uint64) bool {
 func (t *Table) entry(device uint64, path string) (entry, bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	e, known := t.paths[device][path]
-	return e, known
+	if e := t.find(device, path); e != nil {
+		return *e, true
+	}
+	return entry{}, false
 }

@@ -174,7 +174,7 @@ func ImageAt(name string) blockdev.Ref {
 	key, isImage := strings.CutSuffix(path.Base(name), ".img")
 	for kind, dir := range layout.Directories {
 		if isImage && path.Base(path.Dir(name)) == dir {
-			return blockdev.Ref{Kind: kind, Key: key}
+			return blockdev.Ref{Kind: kind, Key: strings.Clone(key)} // who keeps it does not keep the path
 		}
 	}
 	return blockdev.Ref{}
