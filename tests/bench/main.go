@@ -37,10 +37,11 @@ type bench struct {
 	dir    string // everything is in here
 	binary string // the driver
 
-	rounds  int // of life and observed
-	lives   int // in one block of a round
-	volumes int // of scale
-	samples int // of each call
+	rounds       int // of life and observed
+	lives        int // in one block of a round
+	volumes      int // of scale
+	knownVolumes int // of known
+	samples      int // of each call
 
 	lvmRounds int
 	lvmLives  int
@@ -80,7 +81,8 @@ func (b *bench) parse() (wanted []string, dir string, err error) {
 	flag.IntVar(&b.rounds, "rounds", 30, "life, observed: rounds; each is a block of lives by either side")
 	flag.IntVar(&b.lives, "lives", 8, "life, observed: lives in a block")
 	flag.IntVar(&b.volumes, "volumes", 1000, "scale, memory, idle: how many volumes")
-	flag.IntVar(&b.samples, "samples", 40, "scale: samples of each call")
+	flag.IntVar(&b.knownVolumes, "known-volumes", 100_000, "known: how many volumes")
+	flag.IntVar(&b.samples, "samples", 40, "scale, known: samples of each call")
 	flag.IntVar(&b.lvmRounds, "lvm-rounds", 6, "lvm, encrypted: rounds")
 	flag.IntVar(&b.lvmLives, "lvm-lives", 1, "lvm: lives in a block")
 	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio, encrypted: rounds")
@@ -91,11 +93,11 @@ func (b *bench) parse() (wanted []string, dir string, err error) {
 	flag.Parse()
 	wanted = strings.Split(*chosen, ",")
 	for _, part := range wanted {
-		if part != quick && !slices.Contains(parts, part) {
-			return nil, "", fmt.Errorf("--parts=%s: known are %s,%s", *chosen, strings.Join(parts, ","), quick)
+		if part != quick && part != known && !slices.Contains(parts, part) {
+			return nil, "", fmt.Errorf("--parts=%s: there are %s,%s,%s", *chosen, strings.Join(parts, ","), quick, known)
 		}
 	}
-	if flag.NArg() > 0 || b.rounds < 1 || b.lives < 1 || b.volumes <= few || b.samples < 1 || b.lvmRounds < 1 || b.lvmLives < 1 || b.fioRounds < 1 || b.fioSize < 64<<20 || b.fioSize%(16<<20) != 0 {
+	if flag.NArg() > 0 || b.rounds < 1 || b.lives < 1 || b.volumes <= few || b.knownVolumes <= few || b.samples < 1 || b.lvmRounds < 1 || b.lvmLives < 1 || b.fioRounds < 1 || b.fioSize < 64<<20 || b.fioSize%(16<<20) != 0 {
 		return nil, "", errors.New("the flags make no sense together; see --help")
 	}
 	return wanted, dir, nil
@@ -152,6 +154,7 @@ func measure(ctx context.Context) (err error) {
 		{"lvm", has("lvm"), func() error { return b.lvm(ctx) }},
 		{"encrypted", has("encrypted"), func() error { return b.encrypted(ctx) }},
 		{quick, has(quick), func() error { return b.quick(ctx) }},
+		{known, has(known), func() error { return b.known(ctx) }},
 	} {
 		if !part.wanted {
 			continue

@@ -7,7 +7,9 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
@@ -32,6 +34,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 			images[key] = true
 		}
 	}
+	var refs []blockdev.Ref
 	for _, entry := range entries {
 		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before it took the place of the record
 			if err := p.root.Remove(layout.Directories[kind] + "/" + entry.Name()); err != nil {
@@ -39,27 +42,17 @@ func (p *pool) load(kind blockdev.Kind) error {
 			}
 		}
 		key, ok := strings.CutSuffix(entry.Name(), ".rec")
-		ref := blockdev.Ref{Kind: kind, Key: key}
-		if !ok || ref.Validate() != nil {
-			continue
+		if ref := (blockdev.Ref{Kind: kind, Key: key}); ok && ref.Validate() == nil {
+			refs = append(refs, ref)
 		}
-		s, at, err := recordfile.Read(p.root, layout.Record(ref), ref)
-		switch {
-		case err == nil:
-			p.insert(&object{Entry: catalog.Found(s.Decoded, s.State), growing: s.Growing, at: at})
-		case errors.Is(err, recordfile.ErrEmpty) && !images[key]:
-			// A crash before the record was on disk; nothing was ever handed out.
-			if err := p.root.Remove(layout.Record(ref)); err != nil {
-				return errdefs.FromErrno(err)
+	}
+	for some := range slices.Chunk(refs, readAtOnce) {
+		for i, r := range p.readRecords(some) {
+			if err := p.found(some[i], r, images[some[i].Key]); err != nil {
+				return err
 			}
-		case errors.Is(err, errdefs.ErrUnavailable): // it says nothing of the record
-			return err
-		case errors.Is(err, errdefs.ErrDataLoss):
-			p.Damaged[ref] = err
-		default:
-			p.Damaged[ref] = fmt.Errorf("%w: %w", catalog.ErrRecord, err)
+			delete(images, some[i].Key)
 		}
-		delete(images, key)
 	}
 	for key := range images {
 		ref := blockdev.Ref{Kind: kind, Key: key}
@@ -67,6 +60,48 @@ func (p *pool) load(kind blockdev.Kind) error {
 		if ref.Validate() == nil {
 			p.Damaged[ref] = recordfile.ErrNoRecord
 		}
+	}
+	return nil
+}
+
+// readAtOnce is how many records are read at once at the most: a disk that was not read from yet has the most to do with many.
+const readAtOnce = 32
+
+// stored is what a record file says, or why it says nothing.
+type stored struct {
+	record *recordfile.Record
+	at     recordfile.Position
+	err    error
+}
+
+// readRecords reads the records of objects, all at once.
+func (p *pool) readRecords(refs []blockdev.Ref) []stored {
+	read := make([]stored, len(refs))
+	var readers sync.WaitGroup
+	for i, ref := range refs {
+		readers.Go(func() {
+			r := &read[i]
+			r.record, r.at, r.err = recordfile.Read(p.root, layout.Record(ref), ref)
+		})
+	}
+	readers.Wait()
+	return read
+}
+
+// found notes what the record of an object says, and whether it has an image.
+func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
+	switch {
+	case r.err == nil:
+		p.insert(&object{Entry: catalog.Found(r.record.Decoded, r.record.State), growing: r.record.Growing, at: r.at})
+	case errors.Is(r.err, recordfile.ErrEmpty) && !image:
+		// A crash before the record was on disk; nothing was ever handed out.
+		return errdefs.FromErrno(p.root.Remove(layout.Record(ref)))
+	case errors.Is(r.err, errdefs.ErrUnavailable): // it says nothing of the record
+		return r.err
+	case errors.Is(r.err, errdefs.ErrDataLoss):
+		p.Damaged[ref] = r.err
+	default:
+		p.Damaged[ref] = fmt.Errorf("%w: %w", catalog.ErrRecord, r.err)
 	}
 	return nil
 }

@@ -128,7 +128,7 @@ func (a *Pool) get(ctx context.Context) (*opened, error) {
 		select {
 		case <-attempt.ended:
 		case <-patience.C:
-			return nil, fmt.Errorf("%w: pool %s is not there: its storage does not answer since %s; look at the kernel's log", errdefs.ErrUnavailable, a.name, attempt.begun.Format(time.RFC3339))
+			return nil, fmt.Errorf("%w: pool %s is not there yet: it is being opened since %s; if that does not end, its storage does not answer: look at the kernel's log", errdefs.ErrUnavailable, a.name, attempt.begun.Format(time.RFC3339))
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}

@@ -81,7 +81,7 @@ const cipherName = "aes-xts-plain64"
 //
 // The key is stretched by Argon2id as RFC 9106 recommends where memory is bounded (its second choice: 64 MiB, four lanes; four passes,
 // as cryptsetup takes no fewer than that). The numbers are fixed, and so neither a benchmark runs at each format, nor does a fast machine make a header that a slow one
-// opens in minutes: an open takes about 0.15 s of one processor of 2026 (0.16 s of user time on the machine of docs/benchmarks.md; 2.2 s in
+// opens in minutes: an open takes about 0.15 s of one processor of 2026 (0.16 s of user time on the machine of docs/benchmarks/logical.md; 2.2 s in
 // User Mode Linux).
 //
 // Sectors of 4096 bytes: every size is a multiple of that, and no disk has larger ones. So the volume has such sectors over
@@ -134,7 +134,7 @@ func Opens(ctx context.Context, device string, key Key) (bool, error) {
 // can be read there. So the kernel is asked what was opened: errdefs.ErrPrecondition if that is not what Format makes.
 //
 // The kernel's queues for reads and writes stay (no --perf-no_read_workqueue, no --perf-no_write_workqueue): without them whoever submits the I/O encrypts it,
-// which is said to be faster for one reader of a fast disk and slower for one writer on many processors. On one processor it makes no difference (docs/benchmarks.md).
+// which is said to be faster for one reader of a fast disk and slower for one writer on many processors. On one processor it makes no difference (docs/benchmarks/logical.md).
 func Open(ctx context.Context, device, name string, key Key, discards bool) error {
 	argv := []string{"open", "--type", "luks2"}
 	if discards {

@@ -269,6 +269,7 @@ func Read(root *os.Root, path string, ref blockdev.Ref) (*Record, Position, erro
 		return fail(fmt.Errorf("%w: it is no file of at most %d bytes", catalog.ErrRecord, 2*slotSize))
 	}
 	var slots [2]slot
+	var before []byte // what the slot before has
 	var unread error
 	for i := range slots {
 		data, err := frame.ReadPart(f, int64(i)*slotSize, slotSize)
@@ -279,6 +280,11 @@ func Read(root *os.Root, path string, ref blockdev.Ref) (*Record, Position, erro
 		if err != nil {
 			return fail(errdefs.FromErrno(err))
 		}
+		if before != nil && bytes.Equal(data, before) { // the usual case
+			slots[i] = slots[0]
+			continue
+		}
+		before = data
 		if slots[i], err = decodeSlot(data); err != nil {
 			return fail(err)
 		}
@@ -329,6 +335,9 @@ func firstWhole(best slot, newest int, other slot) bool {
 }
 
 func (s *Record) equal(other *Record) bool {
+	if s == other {
+		return true
+	}
 	a, errA := json.Marshal(s)
 	b, errB := json.Marshal(other)
 	return errA == nil && errB == nil && bytes.Equal(a, b)
