@@ -214,6 +214,36 @@ func TestDamagedRecord(t *testing.T) {
 	}
 }
 
+// TestManyRecords: of more records than are read at once, each is that of its own volume, and a damaged one among them hides no other.
+func TestManyRecords(t *testing.T) {
+	drivertest.NeedRoot(t)
+	const many = 100
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenFiles(t, dir)
+	ref := func(i int) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)} }
+	for i := range many {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: ref(i), Size: int64(i+1) * pooltest.MiB, Provisioning: blockdev.Thin})
+	}
+	check.OK(t, pool.Close())
+	const damaged = 50
+	check.OK(t, os.WriteFile(path(dir, ref(damaged), ".rec"), []byte("noise"), 0o600))
+
+	pool = pooltest.OpenFiles(t, dir)
+	defer func() { check.OK(t, pool.Close()) }()
+	for i := range many {
+		record, err := pool.Get(t.Context(), ref(i))
+		if i == damaged {
+			if !errors.Is(err, errdefs.ErrDataLoss) {
+				t.Errorf("the damaged record: %v, %v", record, err)
+			}
+			continue
+		}
+		if err != nil || record.Name != ref(i).String() || record.Size != int64(i+1)*pooltest.MiB {
+			t.Errorf("%s is %s of %d bytes, %v", ref(i), record.Name, record.Size, err)
+		}
+	}
+}
+
 func attachedOnce(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) error {
 	device, err := pool.Attach(t.Context(), ref, blockdev.Attachment{})
 	if err != nil {
