@@ -434,7 +434,7 @@ func closeAll(pools []blockdev.Pool) error {
 func answer(ctx context.Context, o options, listener net.Listener, services rpc.Services) error {
 	log := klog.FromContext(ctx)
 	log.Info("Serving", "driver", o.driverName, "version", version, "node", o.nodeID, "mode", o.mode, "endpoint", o.endpoint, "pools", o.pools.String())
-	debug.FreeOSMemory() // of all mounts and records that were read, as much again as is kept
+	debug.FreeOSMemory()                   // of all mounts and records that were read, as much again as is kept
 	if err := unmapProgram(); err != nil { // it works with it as well
 		log.Error(err, "Could not give back the memory that only the start needed")
 	}
