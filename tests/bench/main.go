@@ -1,5 +1,5 @@
 // Command bench measures the driver on this machine, beside the same work done by bare
-// system calls, and prints the tables of docs/benchmarks.md. It needs root, and leaves
+// system calls, and prints the tables of docs/benchmarks/. It needs root, and leaves
 // nothing behind.
 //
 //	go run ./tests/bench                     everything, in about five minutes

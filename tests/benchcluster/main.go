@@ -1,5 +1,5 @@
 // Command benchcluster measures the driver in a cluster, and prints the tables of
-// docs/benchmarks.md. tests/benchcluster/run.sh (make bench-cluster) starts what it needs.
+// docs/benchmarks/cluster.md. tests/benchcluster/run.sh (make bench-cluster) starts what it needs.
 //
 //	benchcluster cluster --kubeconfig=... --audit=...   in a cluster with the driver in it
 //	benchcluster parts                                  its parts against an API server alone

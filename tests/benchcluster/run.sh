@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures the driver in a cluster, installed as tests/e2e/run.sh does it, and its parts against an API server alone, and
-# prints the tables of docs/benchmarks.md. Nothing is left afterwards.
+# prints the tables of docs/benchmarks/cluster.md. Nothing is left afterwards.
 #
 #   CLAIMS=1000 PODS=50           of the cluster
 #   AGENTS=500 VOLUMES=10000 IDLE=5m   of the API server; how long to watch that nothing happens
