@@ -38,7 +38,7 @@ func (s Stack) handOver(ctx context.Context, to Stack) error {
 		if _, moves, err := mirrorOf(d.Name); err != nil || moves {
 			return errors.Join(err, fmt.Errorf("%w: it moves", errdefs.ErrPrecondition))
 		}
-		if writeCache(d.Number) == noCache { // what is over it was told so when it was made: see flushes
+		if !dm.Flushed(d.Number) { // what is over it was told so when it was made: see flushes
 			return fmt.Errorf("%w: its disk has no cache that could be lost, so what uses it does not flush it, and other disks may have one; it is to be staged again", errdefs.ErrUnsupported)
 		}
 	}

@@ -135,20 +135,11 @@ func fits(from, to blockdev.Device, size int64) error {
 // flushes is ErrUnsupported for a device that has to be flushed below a seat that was made over one that need not. What is over the seat was told so when it was made,
 // and the kernel takes the flushes off what it is sent.
 func flushes(seat *dm.Device, to blockdev.Device) error {
-	if writeCache(seat.Number) == noCache && writeCache(to.Number) != noCache {
+	if !dm.Flushed(seat.Number) && dm.Flushed(to.Number) {
 		return fmt.Errorf("%w: the disk of the volume's node has no cache that could be lost, so what uses the volume does not flush it, and the disk of the new node has one; it moves when it is not used",
 			errdefs.ErrUnsupported)
 	}
 	return nil
-}
-
-// noCache is what the kernel says of a device that need not be flushed.
-const noCache = "write through"
-
-// writeCache is what the kernel says of the cache of a device; empty if it does not say: then it is to be flushed.
-func writeCache(number uint64) string {
-	text, _ := os.ReadFile("/sys/dev/block/" + dm.Number(number) + "/queue/write_cache")
-	return strings.TrimSpace(string(text))
 }
 
 // sectorOf returns the logical sector of a device, in bytes.

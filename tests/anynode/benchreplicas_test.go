@@ -148,8 +148,8 @@ func BenchmarkReplicasLayers(b *testing.B) {
 		{"disk", disk}, {"nvme", remote},
 		{"linear", made("layer-linear", dm.Make("layer-linear", "", dm.Linear(device(b, disk), large)))},
 		{"era", marked},
-		{"mirror", made("layer-mirror", mirror.Make("layer-mirror", "", large, device(b, disk), device(b, remote)))},
-		{"era-mirror", made("layer-both", mirror.Make("layer-both", "", large, device(b, marked), device(b, remote)))},
+		{"mirror", made("layer-mirror", mirror.Make(b.Context(), "layer-mirror", "", large, device(b, disk), device(b, remote)))},
+		{"era-mirror", made("layer-both", mirror.Make(b.Context(), "layer-both", "", large, device(b, marked), device(b, remote)))},
 		{"drbd", c.drbd(0, true).path()},
 	}, [2]string{"linear", "disk"}, [2]string{"era", "disk"}, [2]string{"mirror", "nvme"}, [2]string{"era-mirror", "mirror"}, [2]string{"mirror", "drbd"})
 }

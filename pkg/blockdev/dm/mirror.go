@@ -134,3 +134,9 @@ func counted(number uint64, field int) (count int64, err error) {
 	count, err = strconv.ParseInt(fields[field], 10, 64)
 	return count, err
 }
+
+// Flushed reports whether the kernel passes flushes on to a device, by its number: not to one that says that it has no cache that could be lost. If it says nothing, they are passed on.
+func Flushed(device uint64) bool {
+	text, _ := os.ReadFile("/sys/dev/block/" + Number(device) + "/queue/write_cache")
+	return strings.TrimSpace(string(text)) != "write through"
+}

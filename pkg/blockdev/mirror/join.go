@@ -68,7 +68,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		if uuid != "" {
 			uuid += baseSuffix
 		}
-		if err := dm.Make(name+baseSuffix, uuid, flat(s.Size, s.devices())); err != nil {
+		if err := flat(ctx, s.Size, s.devices(), func(table []dm.Line) error { return dm.Make(name+baseSuffix, uuid, table) }); err != nil {
 			return err
 		}
 		base, err := dm.Find(name + baseSuffix)
@@ -82,11 +82,12 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		if err != nil {
 			return err
 		}
-		log, number, err := newLog(ctx, s.Size, ranges)
+		log, number, err := inMemory(ctx, logOf(s.Size, ranges))
 		if err != nil {
 			return err
 		}
-		err = dm.Load(name, []dm.Line{{Length: s.Size, Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(unix.Mkdev(loop.Major, uint32(number))), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}})
+		line := dm.Line{Length: s.Size, Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(number), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}
+		err = flushed(ctx, line, []uint64{first, leg}, func(table []dm.Line) error { return dm.Load(name, table) })
 		return errors.Join(err, log.Close()) // the log goes with the table
 	})
 }
@@ -118,18 +119,19 @@ func still(name string, do func() error) error {
 	return errors.Join(err, dm.Resume(name, dm.NoScan))
 }
 
-// newLog makes a log in memory of what is in sync: all but the ranges. It goes with its last user.
-func newLog(ctx context.Context, size int64, differs []dm.Range) (held *os.File, number int, err error) {
+// inMemory makes a device of what is in memory alone. It goes with its last user.
+func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, err error) {
 	fd, err := unix.MemfdCreate("ashlar-mirror", unix.MFD_CLOEXEC)
 	if err != nil {
-		return nil, 0, fmt.Errorf("memory for the log: %w", errdefs.FromErrno(err))
+		return nil, 0, fmt.Errorf("memory for a device: %w", errdefs.FromErrno(err))
 	}
-	memory := os.NewFile(uintptr(fd), "memory for the log")
+	memory := os.NewFile(uintptr(fd), "memory for a device")
 	defer memory.Close()
-	if _, err := memory.Write(logOf(size, differs)); err != nil {
+	if _, err := memory.Write(bytes); err != nil {
 		return nil, 0, errdefs.FromErrno(err)
 	}
-	return loop.Attach(ctx, memory, loop.Config{Label: "ashlar-mirror", Autoclear: true})
+	held, n, err := loop.Attach(ctx, memory, loop.Config{Label: "ashlar-mirror", Autoclear: true})
+	return held, unix.Mkdev(loop.Major, uint32(n)), err
 }
 
 // logOf is a log as drivers/md/dm-log.c has it: a header, and from 1 KiB on a bit for each unit that is in sync.

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"sync"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -76,7 +78,7 @@ func Available() error {
 
 // Make makes a mirror over legs that are equal and current, and of this size at least. They are read from in this order, so the near one comes first. One alone is a mirror too. Nothing is written to the
 // legs. A mirror of that name over the same legs stays as it is, with whatever has failed; over others it is errdefs.ErrExists. A crash leaves a device of the name, of which Make makes the mirror when it is called again.
-func Make(name, uuid string, size int64, legs ...uint64) error {
+func Make(ctx context.Context, name, uuid string, size int64, legs ...uint64) error {
 	return change(name, "make it", func() error {
 		d, err := dm.Find(name)
 		if err != nil {
@@ -92,16 +94,17 @@ func Make(name, uuid string, size int64, legs ...uint64) error {
 		if err := steady(legs); err != nil {
 			return err
 		}
-		return dm.Make(name, uuid, flat(size, legs))
+		return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Make(name, uuid, table) })
 	})
 }
 
-// flat is the table of a mirror whose legs are equal.
-func flat(size int64, legs []uint64) []dm.Line {
+// flat has the table of a mirror whose legs are equal be brought to a device.
+func flat(ctx context.Context, size int64, legs []uint64, bring func(table []dm.Line) error) error {
+	line := dm.Line{Length: size, Kind: target, Text: fmt.Sprintf("core 2 %d nosync%s%s", fit(region, size)/512, over(legs), features)}
 	if len(legs) == 1 {
-		return dm.Linear(legs[0], size)
+		line = dm.Linear(legs[0], size)[0]
 	}
-	return []dm.Line{{Length: size, Kind: target, Text: fmt.Sprintf("core 2 %d nosync%s%s", fit(region, size)/512, over(legs), features)}}
+	return flushed(ctx, line, legs, bring)
 }
 
 // fit is a unit that is a power of two, and not larger than the device.
@@ -146,13 +149,11 @@ func state(name string) (s State, err error) {
 		return s, fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
 	}
 	s.Event, s.inner = d.Event, name
-	if s.Size, err = d.Size(); err != nil {
-		return s, err
-	}
-	top, err := read(name)
+	top, size, err := read(name)
 	if err != nil {
 		return s, err
 	}
+	s.Size = size
 	s.Legs, s.Synced, s.Total = top.Legs, s.Size, s.Size
 	if top.Logged {
 		return s, s.joins(name, top)
@@ -174,7 +175,7 @@ func (s *State) joins(name string, top dm.Mirror) error {
 	if err != nil || base == nil || base.Number != s.Legs[0].Device {
 		return err
 	}
-	below, err := read(base.Name)
+	below, _, err := read(base.Name)
 	if err != nil {
 		return err
 	}
@@ -199,26 +200,44 @@ func (s *State) left(d *dm.Device) error {
 	return nil
 }
 
-// read returns what a device says of its table in effect: one leg, which is in sync, or those of a target mirror.
-func read(name string) (dm.Mirror, error) {
-	kind, text, err := dm.Target(name)
+// Size is that of the volume of a mirror, in bytes. What the kernel has it as large as may be more.
+func Size(name string) (size int64, err error) {
+	err = of(name, "size", func() error {
+		_, size, err = read(name)
+		return err
+	})
+	return size, err
+}
+
+// read returns what a device says of its table in effect: one leg, which is in sync, or those of a target mirror; and how many bytes of it are the volume's: there may be a tail.
+func read(name string) (m dm.Mirror, size int64, err error) {
+	table, err := dm.Status(name)
+	if err != nil || len(table) == 0 {
+		return m, 0, errors.Join(err, unix.ENXIO)
+	}
+	switch size = table[0].Length; table[0].Kind {
+	case ended:
+	case target:
+		m, err = dm.ParseMirror(table[0].Text)
+	case "linear":
+		m, err = single(name)
+	default:
+		err = fmt.Errorf("%w: device %s is none of ours: its target is %s", errdefs.ErrPrecondition, name, table[0].Kind)
+	}
+	return m, size, err
+}
+
+// single is a mirror of one leg.
+func single(name string) (m dm.Mirror, err error) {
+	_, text, err := dm.Table(name)
 	if err != nil {
-		return dm.Mirror{}, err
+		return m, err
 	}
-	if kind == ended {
-		return dm.Mirror{}, nil
+	var major, minor uint32
+	if _, err := fmt.Sscanf(text, "%d:%d 0", &major, &minor); err != nil {
+		return m, fmt.Errorf("%w: device %s is none of ours: it is over %q", errdefs.ErrPrecondition, name, text)
 	}
-	if kind == target {
-		return dm.ParseMirror(text)
-	}
-	below, err := dm.Below(name)
-	if err == nil && (kind != "linear" || len(below) != 1) {
-		err = fmt.Errorf("%w: device %s is none of ours: its target is %s", errdefs.ErrPrecondition, name, kind)
-	}
-	if err != nil {
-		return dm.Mirror{}, err
-	}
-	return dm.Mirror{Legs: []Leg{{Device: below[0]}}}, nil
+	return dm.Mirror{Legs: []Leg{{Device: unix.Mkdev(major, minor)}}}, nil
 }
 
 // Leave takes legs out of a mirror, be they whole or not, current or joining. Those that are current have to be off the volume's list before: what the mirror held is written to the others, and
@@ -245,7 +264,7 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 		case len(rest) == 0:
 			return fmt.Errorf("%w: the last leg that is current cannot leave", errdefs.ErrPrecondition)
 		case s.Joining != nil: // there are two or more, so there is a device over them
-			return dm.Replace(s.inner, flat(s.Size, rest))
+			return replace(ctx, s.inner, s.Size, rest)
 		}
 		return settle(ctx, name, s.Size, rest)
 	})
@@ -253,11 +272,15 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 
 // settle has a mirror be one of legs that are equal, and nothing beside it.
 func settle(ctx context.Context, name string, size int64, legs []uint64) error {
-	if err := dm.Replace(name, flat(size, legs)); err != nil {
+	if err := replace(ctx, name, size, legs); err != nil {
 		return err
 	}
 	_, err := dm.RemoveNow(ctx, name+baseSuffix)
 	return err
+}
+
+func replace(ctx context.Context, name string, size int64, legs []uint64) error {
+	return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Replace(name, table) })
 }
 
 // End has all that is read from a mirror and written to it end with errors, what it holds as well, and lets go of its legs: nobody may use it any more. It stays, for those who have it open, until Remove. State has no legs then.
@@ -276,7 +299,7 @@ func End(ctx context.Context, name string) error {
 }
 
 // Resize gives a mirror another size, after all its legs have it. What is new counts as equal. errdefs.ErrUnavailable while a leg joins, and if one has failed.
-func Resize(name string, size int64) error {
+func Resize(ctx context.Context, name string, size int64) error {
 	return change(name, "resize it", func() error {
 		s, err := state(name)
 		if err != nil || s.Size == size {
@@ -285,7 +308,7 @@ func Resize(name string, size int64) error {
 		if err := s.whole(); err != nil {
 			return err
 		}
-		return dm.Replace(name, flat(size, s.devices()))
+		return replace(ctx, name, size, s.devices())
 	})
 }
 

@@ -116,7 +116,14 @@ func newMirror(t *testing.T, in, beside int) *fixture {
 	for i := range in + beside {
 		f.legs = append(f.legs, newLeg(t, fmt.Sprint("leg", i)))
 	}
-	check.OK(t, mirror.Make(f.name, "LVM-NOT-OF-LVM-TEST-MIRROR", size, f.numbers(in)...))
+	f.over(in)
+	return f
+}
+
+// over makes the mirror, over the first legs.
+func (f *fixture) over(in int) {
+	t := f.t
+	check.OK(t, mirror.Make(context.Background(), f.name, "LVM-NOT-OF-LVM-TEST-MIRROR", size, f.numbers(in)...))
 	t.Cleanup(func() {
 		_ = dm.Replace(f.name, []dm.Line{{Length: size, Kind: "zero"}}) // whatever it holds goes on
 		inUse, err := mirror.Remove(context.Background(), f.name)
@@ -124,7 +131,6 @@ func newMirror(t *testing.T, in, beside int) *fixture {
 			t.Error("it does not go:", inUse, err, failure, left)
 		}
 	})
-	return f
 }
 
 func (f *fixture) numbers(n int) (numbers []uint64) {
@@ -569,9 +575,9 @@ func TestAllFail(t *testing.T) {
 // TestMakeAgain: what is there is found, by whoever comes; what differs is refused.
 func TestMakeAgain(t *testing.T) {
 	f := newMirror(t, 2, 1)
-	check.OK(t, mirror.Make(f.name, "", size, f.numbers(2)...))
-	is(t, mirror.Make(f.name, "", size, f.numbers(3)...), errdefs.ErrExists)
-	is(t, mirror.Make(f.name, "", size/2, f.numbers(2)...), errdefs.ErrExists)
+	check.OK(t, mirror.Make(context.Background(), f.name, "", size, f.numbers(2)...))
+	is(t, mirror.Make(context.Background(), f.name, "", size, f.numbers(3)...), errdefs.ErrExists)
+	is(t, mirror.Make(context.Background(), f.name, "", size/2, f.numbers(2)...), errdefs.ErrExists)
 	_, err := mirror.Look("ashlar-test-none")
 	is(t, err, errdefs.ErrNotFound)
 	check.OK(t, mirror.Recover(context.Background(), "ashlar-test-none"))
@@ -656,7 +662,7 @@ func TestRefuses(t *testing.T) {
 	f.legs[2].failLater(time.Second)
 	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: size})))
 	is(t, mirror.Finish(ctx, f.name, 0), errdefs.ErrUnavailable)
-	is(t, mirror.Resize(f.name, 2*size), errdefs.ErrUnavailable)
+	is(t, mirror.Resize(context.Background(), f.name, 2*size), errdefs.ErrUnavailable)
 	_, err := mirror.Compare(ctx, f.name, 0, free)
 	is(t, err, errdefs.ErrUnavailable)
 	f.leave(2)
@@ -751,7 +757,7 @@ func TestResize(t *testing.T) {
 		check.OK(t, dm.Replace(l.name, dm.Linear(l.loop, 2*size)))
 	}
 	for range 2 {
-		check.OK(t, mirror.Resize(f.name, 2*size))
+		check.OK(t, mirror.Resize(context.Background(), f.name, 2*size))
 	}
 	if s := f.look(); s.Size != 2*size || len(s.Legs) != 2 {
 		t.Errorf("it is %+v", s)
@@ -761,7 +767,86 @@ func TestResize(t *testing.T) {
 		f.has(i, 1, size-4096)
 		f.has(i, 2, 2*size-4096)
 	}
-	check.OK(t, mirror.Resize(f.name, size))
+	check.OK(t, mirror.Resize(context.Background(), f.name, size))
+}
+
+// flushes is how often what a leg is over was flushed.
+func (l *leg) flushes() (n int64) {
+	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(l.loop) + "/stat")
+	check.OK(l.t, err)
+	_, err = fmt.Sscan(strings.Fields(string(text))[15], &n)
+	check.OK(l.t, err)
+	return n
+}
+
+// noCache has it say that it has no cache that could be lost, as a disk does that keeps what it has taken.
+func (l *leg) noCache() {
+	check.OK(l.t, os.WriteFile("/sys/dev/block/"+dm.Number(l.loop)+"/queue/write_cache", []byte("write through"), 0))
+	l.mend()
+	if dm.Flushed(l.number) {
+		l.t.Fatal("the kernel flushes it all the same")
+	}
+}
+
+// TestFlushesWhoJoins: what is over a mirror of a leg without a cache, when only that is current, flushes one with a cache that joins later, and is told so again when it grows.
+func TestFlushesWhoJoins(t *testing.T) {
+	ctx := context.Background()
+	need(t)
+	f := &fixture{t: t, name: "ashlar-test-mirror", legs: []*leg{newLeg(t, "leg0"), newLeg(t, "leg1"), newLeg(t, "leg2")}}
+	f.legs[0].noCache()
+	f.over(1)
+	if s := f.look(); s.Size != size || len(s.Legs) != 1 || s.Legs[0].Device != f.legs[0].number {
+		t.Errorf("it is %+v", s)
+	}
+	if of, err := mirror.Size(f.name); err != nil || of != size {
+		t.Errorf("its size is %d, %v", of, err)
+	}
+	above := f.name + "-above"
+	d, err := dm.Find(f.name)
+	check.OK(t, err)
+	check.OK(t, dm.Make(above, "", dm.Linear(d.Number, size)))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", above) })
+	d, err = dm.Find(above)
+	check.OK(t, err)
+	file, err := dm.Open(d, os.O_RDWR)
+	check.OK(t, err)
+	defer file.Close()
+	flushed := func(when string, legs ...int) {
+		t.Helper()
+		var before []int64
+		for _, i := range legs {
+			before = append(before, f.legs[i].flushes())
+		}
+		check.OK(t, file.Sync())
+		for n, i := range legs {
+			if f.legs[i].flushes() == before[n] {
+				t.Errorf("%s: leg %d is not flushed", when, i)
+			}
+		}
+	}
+	flushed("alone")
+	for i := 1; i <= 2; i++ {
+		check.OK(t, mirror.Join(ctx, f.name, f.legs[i].number, differs(dm.Range{Length: mib})))
+		f.watch(0, "a leg that is equal", mirror.State.Equal)
+		check.OK(t, mirror.Finish(ctx, f.name, 0))
+		flushed("joined", []int{1, 2}[:i]...)
+	}
+	f.leave(1, 2)
+	flushed("alone again")
+	for _, l := range f.legs {
+		check.OK(t, dm.Replace(l.name, dm.Linear(l.loop, 2*size)))
+	}
+	check.OK(t, mirror.Resize(ctx, f.name, 2*size))
+	if s := f.look(); s.Size != 2*size || len(s.Legs) != 1 {
+		t.Errorf("it is %+v", s)
+	}
+	d, err = dm.Find(f.name)
+	check.OK(t, err)
+	check.OK(t, dm.Replace(above, dm.Linear(d.Number, 2*size)))
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[1].number, differs(dm.Range{Length: mib})))
+	f.watch(0, "a leg that is equal", mirror.State.Equal)
+	check.OK(t, mirror.Finish(ctx, f.name, 0))
+	flushed("grown", 1)
 }
 
 // TestReadsOnward: the first leg is read from, and another one where that fails.

@@ -34,13 +34,13 @@ func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
 		if s.Held || s.remembers || len(s.Legs) <= 1 {
 			return nil
 		}
-		return s.keep(name, seen)
+		return s.keep(context.WithoutCancel(ctx), name, seen)
 	})
 	return s, err
 }
 
 // keep has a mirror held if the kernel would forget, or has forgotten, that a leg has failed. When all regions of a table are found to be equal, which is soon after it was loaded, there is one event; a failure that is forgotten makes two.
-func (s *State) keep(name string, seen uint32) (err error) {
+func (s *State) keep(ctx context.Context, name string, seen uint32) (err error) {
 	var has uint64
 	switch failed := len(s.Failed()); {
 	case failed == 0 && s.Joining == nil && s.Event-seen > 1:
@@ -51,7 +51,7 @@ func (s *State) keep(name string, seen uint32) (err error) {
 	if err != nil || has == 0 {
 		return err
 	}
-	if err := dm.Load(s.inner, flat(s.Size, []uint64{has})); err != nil {
+	if err := flat(ctx, s.Size, []uint64{has}, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
 		return err
 	}
 	if err := dm.Hold(s.inner); err != nil {

@@ -112,7 +112,7 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 		err = fmt.Errorf("%w: a leg of %s has %d bytes, and is to have %d", errdefs.ErrUnavailable, ref, have, size)
 	}
 	if err == nil {
-		err = mirror.Resize(p.Mirror(ref), record.Size)
+		err = mirror.Resize(ctx, p.Mirror(ref), record.Size)
 	}
 	return record, err
 }
@@ -142,7 +142,7 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	for i, leg := range opened.Legs {
 		numbers[i] = leg.Number
 	}
-	err = mirror.Make(name, p.uuid(ref, opened.Generation), opened.Size, numbers...)
+	err = mirror.Make(ctx, name, p.uuid(ref, opened.Generation), opened.Size, numbers...)
 	for i := range opened.Legs {
 		err = errors.Join(err, opened.Legs[i].Close())
 	}
@@ -178,7 +178,7 @@ func (p *Pool) earlier(ctx context.Context, ref blockdev.Ref) (*dm.Device, error
 }
 
 func (p *Pool) device(d *dm.Device, how blockdev.Attachment) (blockdev.Device, error) {
-	size, err := d.Size()
+	size, err := mirror.Size(d.Name)
 	return blockdev.Device{Path: d.Path(), Number: d.Number, Size: size, Kept: how.Keep}, err
 }
 

@@ -79,7 +79,7 @@ func newTended(t *testing.T, current int, names ...string) *tended {
 			numbers = append(numbers, f.legs[name].number)
 		}
 	}
-	check.OK(t, mirror.Make(f.tender.name, "LVM-NOT-OF-LVM-TEST-TENDED", tendedSize, numbers...))
+	check.OK(t, mirror.Make(context.Background(), f.tender.name, "LVM-NOT-OF-LVM-TEST-TENDED", tendedSize, numbers...))
 	t.Cleanup(func() {
 		for _, l := range f.legs {
 			f.fails(l)
