@@ -176,6 +176,27 @@ func TestHeldOpenWhileItBecomes(t *testing.T) {
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
 
+// TestHeldOpenIsNoLeg: a device that somebody has open still, who had the volume before it got replicas, is below no mirror: he would write past it. That is so after a start, too.
+func TestHeldOpenIsNoLeg(t *testing.T) {
+	drivertest.NeedMapper(t)
+	b := newBecoming(t)
+	d := b.raw()
+	f, err := os.OpenFile(d.Path, os.O_RDWR, 0)
+	check.OK(t, err)
+	pooltest.Fails(t, b.e.Detach(t.Context(), b.id), errdefs.ErrInUse, "taken down while it is open")
+	b.becomes()
+	for range 2 {
+		leg, err := b.e.OpenLeg(t.Context(), b.id)
+		pooltest.Fails(t, errors.Join(err, leg.Close()), errdefs.ErrInUse, "a leg while it is open")
+		b.start()
+	}
+	check.OK(t, f.Close())
+	leg, err := b.e.OpenLeg(t.Context(), b.id)
+	check.OK(t, errors.Join(err, leg.Close(), b.e.CloseLeg(t.Context(), b.id)))
+	b.gone()
+	check.OK(t, b.local.Delete(t.Context(), b.id))
+}
+
 // TestFrozenWhileItBecomes: a filesystem that was mounted before there were replicas is frozen as that of any volume, which the next start ends; what is not is for who has the mirror.
 func TestFrozenWhileItBecomes(t *testing.T) {
 	b := newBecoming(t)

@@ -121,7 +121,7 @@ func (l *Local) leg(ctx context.Context, id ID) (leg Leg, err error) {
 	return leg, err
 }
 
-// attachLeg makes a leg a device of this node, with nothing of its volume over it.
+// attachLeg makes a leg a device of this node, with nothing of its volume over it. ErrInUse while somebody has it open, as who had the volume before there were others may: he would write past them.
 func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	if err := l.makeOurs(ctx, id); err != nil {
 		return blockdev.Device{}, err
@@ -129,6 +129,9 @@ func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	stack, err := l.stack(id)
 	if err != nil {
 		return blockdev.Device{}, err
+	}
+	if open, err := stack.Open(); err != nil || open {
+		return blockdev.Device{}, cmp.Or(err, fmt.Errorf("%w: the device of leg %s is held open on node %s by a process, or by a device over it; end the pod that used its volume", errdefs.ErrInUse, id, l.node))
 	}
 	return l.layLeg(ctx, id, true, stack, device.Options{Seat: true})
 }
@@ -139,7 +142,7 @@ func (e *Everywhere) Leg(ctx context.Context, id ID) (Leg, error) {
 }
 
 // OpenLeg makes a leg a device of this node, as Attach does, with nothing of its volume over it: on the node that has it, or over the network. Whoever had it before has it no more. It goes with its last user; on another node it stays until CloseLeg.
-// ErrUnavailable if it is another node's, and not claimed for this one yet.
+// ErrInUse while somebody has it open; ErrUnavailable if it is another node's, and not claimed for this one yet.
 func (e *Everywhere) OpenLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	at := e.plain(ctx, id)
 	if _, err := at.Record(ctx, id); at == e.Local && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable)) { // its claim may be news
