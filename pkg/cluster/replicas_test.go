@@ -283,6 +283,43 @@ func TestBecomesReplicatedCutShort(t *testing.T) {
 	}
 }
 
+// TestTakenBackWhileItBecomes: wherever the controller dies while a volume gets replicas, and whoever takes the wish back meanwhile, it is one that can be used in the end.
+func TestTakenBackWhileItBecomes(t *testing.T) {
+	w, cut := newEnvironment(t), &cutter{}
+	var machines []*machine
+	for i := range 2 {
+		m, _ := w.networked(fmt.Sprint("node-", i+1), "storage")
+		machines = append(machines, m)
+	}
+	wrap(t, func(c *rest.Config) { c.Wrap(cut.wrap) })
+	for n := 1; n <= 4; n++ {
+		s, stop := w.store()
+		for _, m := range machines {
+			w.pooled(s, m)
+		}
+		v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+		check.OK(t, err)
+		cut.arm(n, true)
+		check.OK(t, w.ask("v", 2))
+		w.eventually("it is about to have replicas", func() bool { return w.object("v").Spec.ReplicaOf != "" })
+		for end := time.Now().Add(time.Second); w.object("v").Status.ReplicaOf == "" && time.Now().Before(end); {
+			time.Sleep(10 * time.Millisecond)
+		}
+		taken := w.ask("v", 0)
+		stop()
+		cut.mend()
+		s, stop = w.store()
+		w.eventually(fmt.Sprintf("write %d, taken back: %v; it has replicas", n, taken), func() bool { return w.became("v", 2) })
+		check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+		check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+		w.eventually("it is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil })
+		stop()
+	}
+	for _, m := range machines {
+		w.tally(m)
+	}
+}
+
 // TestLacksReplica: a volume that is to have more replicas than there are nodes with room says why it has not, until it has.
 func TestLacksReplica(t *testing.T) {
 	w, _, s := legCluster(t, 2)

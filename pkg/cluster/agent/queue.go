@@ -53,6 +53,9 @@ const (
 	makers  = 64
 )
 
+// errAwaited is of what waits for an object that is not there yet.
+var errAwaited = errors.New("an object is not there yet")
+
 // requestOf is the request of an object: that of its group, if it has one.
 func requestOf(o client.Object) request {
 	s, ok := o.(*v1alpha1.Snapshot)
@@ -138,7 +141,7 @@ func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Resu
 		return reconcile.Result{RequeueAfter: yieldRetry}, nil
 	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{RequeueAfter: busyRetry}, nil
-	case apierrors.IsConflict(err):
+	case apierrors.IsConflict(err), errors.Is(err, errAwaited):
 		return reconcile.Result{RequeueAfter: conflictRetry}, nil
 	case apierrors.IsNotFound(err), ctx.Err() != nil:
 		return reconcile.Result{}, nil
@@ -148,7 +151,7 @@ func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Resu
 
 // countsAsFailure reports whether an error is more than that it was not the time for it.
 func countsAsFailure(ctx context.Context, err error) bool {
-	return err != nil && ctx.Err() == nil && !errors.Is(err, errGaveWay) && !errors.Is(err, errdefs.ErrBusy) && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err)
+	return err != nil && ctx.Err() == nil && !errors.Is(err, errGaveWay) && !errors.Is(err, errAwaited) && !errors.Is(err, errdefs.ErrBusy) && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err)
 }
 
 // objectChanged ends the making of what nobody wants any more.

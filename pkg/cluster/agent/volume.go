@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -16,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -324,11 +326,9 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	refused := v.Common().Refused(v.Generation) != nil
-	if v.Spec.ReplicaOf != "" && have.ReplicaOf != v.Spec.ReplicaOf { // it has become a leg, which is for good
-		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.SetReplicaOf(ctx, id, v.Spec.ReplicaOf) }); err != nil {
-			return err
-		}
-		have.ReplicaOf = v.Spec.ReplicaOf
+	awaited := a.becomeLeg(ctx, v, &have)
+	if awaited != nil && !errors.Is(awaited, errAwaited) {
+		return awaited
 	}
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
@@ -341,7 +341,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	used := a.used(ctx, have)
-	return report(ctx, a, v, func(v *v1alpha1.Volume) {
+	return errors.Join(awaited, report(ctx, a, v, func(v *v1alpha1.Volume) {
 		v.Status.Progress, v.Status.ReplicaOf = nil, have.ReplicaOf
 		if v.Spec.Move == nil {
 			v.Status.Move = nil
@@ -355,7 +355,28 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		}
 		setHealth(&v.Status.Conditions, &v.Status.Health, v, problems)
 		setReady(&v.Status.Conditions, v, problems)
-	})
+	}))
+}
+
+// becomeLeg has a volume that is to be a leg be one for good. One that was asked to have replicas waits for its ReplicatedVolume (errAwaited): from then on the wish cannot be taken back, and before, there would be nothing that it is a leg of.
+func (a *Agent) becomeLeg(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) error {
+	if v.Spec.ReplicaOf == "" || have.ReplicaOf == v.Spec.ReplicaOf {
+		return nil
+	}
+	if v.Spec.Replicas > 0 {
+		err := a.kube.Live.Get(ctx, client.ObjectKey{Name: v.Spec.ReplicaOf}, &v1alpha1.ReplicatedVolume{})
+		if apierrors.IsNotFound(err) {
+			return errAwaited
+		}
+		if err != nil {
+			return kube.APIError("read replicated volume "+v.Spec.ReplicaOf, err)
+		}
+	}
+	if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.SetReplicaOf(ctx, cluster.VolumeID(v), v.Spec.ReplicaOf) }); err != nil {
+		return err
+	}
+	have.ReplicaOf = v.Spec.ReplicaOf
+	return nil
 }
 
 // changeVolume makes the volume what the spec says.

@@ -41,7 +41,7 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 	case whole && r.Status.Made == nil && (err != nil || v1alpha1.Going(v)): // it was deleted meanwhile
 		err := p.kube.Client.Delete(ctx, r, client.Preconditions{UID: &r.UID, ResourceVersion: &r.ResourceVersion})
 		return kube.APIError("take back replicated volume "+key, client.IgnoreNotFound(kube.IgnoreConflict(err)))
-	case err != nil || v.Spec.Replicas == 0:
+	case err != nil || v.Spec.Replicas == 0 && (!whole || r.Status.Made != nil || r.Spec.Numbered != 1 || v.Spec.ReplicaOf != key): // a wish that was taken back between 2 and 3 comes true: it is a leg
 		return nil
 	case v.Spec.ReplicaOf == "":
 		if whole {
