@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -14,11 +15,13 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
 // ask asks for a volume on one node to have replicas, as kubectl ashlar does.
@@ -316,6 +319,27 @@ func TestTakenBackWhileItBecomes(t *testing.T) {
 		stop()
 	}
 	for _, m := range machines {
+		w.tally(m)
+	}
+}
+
+// TestExpandRefusedWhileItBecomes: what is used without a mirror still grows last: what another leg refuses finds it as large as the mirror will be.
+func TestExpandRefusedWhileItBecomes(t *testing.T) {
+	w := newEnvironment(t)
+	all, s := w.mirroring(2)
+	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, w.ask("v", 2))
+	w.eventually("it has replicas", func() bool { return w.became("v", 2) })
+	check.OK(t, second(s.Create(w.ctx, volume.Spec{Name: "filler", Size: volume.Range{Required: storetest.Size - v.Size}, Nodes: []string{"node-2"}})))
+	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * v.Size})), errdefs.ErrNoSpace)
+	if have := w.legsOf("v")[0].Status.Size; have != v.Size || w.whole("v").Spec.Size != v.Size {
+		t.Errorf("its first leg has %d bytes, and it had %d", have, v.Size)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, errors.Join(s.Delete(w.ctx, v.ID), s.Delete(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("filler")})))
+	for _, m := range all {
 		w.tally(m)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -45,7 +46,7 @@ func (s *Store) expandReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	if size.Required == 0 || want <= have {
 		return s.getReplicated(ctx, r)
 	}
-	for _, v := range legs {
+	for _, v := range slices.Backward(legs) { // the first one is the last: it may be used without a mirror still, and what is over it then grows with it
 		if s.mustFollow(ctx, r, v) {
 			w := s.hub.Open(v)
 			_, err := s.grow(ctx, w, v, max(want, v.Spec.Size))
