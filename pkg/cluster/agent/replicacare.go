@@ -662,6 +662,9 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 		t.endSilent(ctx, name)
 		return t.notJoined(ctx, now, name, "it failed while it was made equal")
 	case now.s.Equal():
+		if err := t.learns(ctx, now.v, now.in(), name); err != nil {
+			return err
+		}
 		if err := t.change(ctx, func() error { return mirror.Finish(ctx, t.name, now.near) }); err != nil {
 			return err
 		}

@@ -72,6 +72,29 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return nil
 }
 
+// learns has the record of a leg that is about to be in a mirror, and of those that are, know of the same last list. An object that was put back meanwhile may name it already, so that no list is written of which it would hear; and should the others fail, it alone
+// says which number the next one has.
+func (t *tender) learns(ctx context.Context, v *v1alpha1.ReplicatedVolume, in []string, name string) error {
+	var knows int64
+	for _, other := range in {
+		id, err := t.legID(ctx, v, other)
+		if err != nil {
+			return err
+		}
+		leg, err := t.volumes.Leg(ctx, id)
+		if err != nil {
+			return fmt.Errorf("find which list of current legs of the replicated volume %s leg %s knows of: %w", v.Name, other, err)
+		}
+		knows = max(knows, leg.Knows())
+	}
+	return t.noteList(ctx, v, name, func(s *volume.LegState) error {
+		if s.Knows() < knows {
+			s.Due, s.More = knows+1, true
+		}
+		return nil
+	})
+}
+
 // tellAll is tellList of a list that not all were told of.
 func (t *tender) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
 	if t.lists == v.Status.Lists {

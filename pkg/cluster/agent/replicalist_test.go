@@ -432,3 +432,39 @@ func (f *tended) state(name string) volume.LegState {
 	defer f.mu.Unlock()
 	return f.legs[name].state
 }
+
+// TestKnowsOfListsBeforeItIsIn: the record of a leg that joins knows of the last list before it is in the mirror: an object that is put back in that moment may name it already, and the others may fail.
+func TestKnowsOfListsBeforeItIsIn(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	f.v.Status.Lists = 5
+	f.legs["a"].state.List, f.legs["a"].state.Listed = 5, 1
+	knew, in := false, false
+	f.changes = func(name string, s volume.LegState) error {
+		if name == "b" && s.Knows() == 5 && !knew {
+			now, err := mirror.Look(f.tender.name)
+			knew, in = true, err != nil || len(now.Legs) > 1
+		}
+		return nil
+	}
+	f.starts()
+	f.current("a", "b")
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !knew || in {
+		t.Errorf("it was told: %v; when it was in: %v", knew, in)
+	}
+}
+
+// TestJoinedObjectOfBefore: a leg has joined, and was put on no list, as an object of before names it; the other one, that alone was on the last list, fails. Its number is not that of another list.
+func TestJoinedObjectOfBefore(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	before := f.v.DeepCopy()
+	f.leaves("b")
+	last := f.v.Status.Lists
+	f.v = before
+	check.OK(t, f.learns(t.Context(), f.v, []string{"a"}, "b"))
+	f.leaves("a")
+	if now := f.v.Status.Lists; now <= last {
+		t.Errorf("list %d, of leg b, was that of leg a: %d", now, last)
+	}
+}

@@ -118,11 +118,15 @@ func (w *walk) joins(name string) {
 	if w.v.Status.Opened != w.generation || w.v.Spec.Claim.Generation != w.generation {
 		return
 	}
-	w.says("%s joins", name)
+	w.legs[name].state.Opened = w.generation
+	err := w.learns(w.ctx, w.v, w.in, name)
+	w.says("%s joins: %v", name, err)
+	if err != nil {
+		return
+	}
 	w.has[name] = w.last
 	w.in = append(w.in, name)
-	s := &w.legs[name].state
-	s.Sound, s.Opened = w.generation, w.generation
+	w.legs[name].state.Sound = w.generation
 }
 
 // restarts has the volume be opened by another claim, or another time by the same, until that is not cut short. It reports what was lost.
@@ -195,9 +199,6 @@ func (w *walk) step() (wrong string, ends bool) {
 		v.ResourceVersion = w.v.ResourceVersion + "0"
 		w.v = v
 	case 4:
-		if w.before {
-			break
-		}
 		w.says("the driver starts anew")
 		w.lists, w.listed = 0, nil
 	case 5, 6:
