@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -648,6 +649,42 @@ func TestRecover(t *testing.T) {
 	if d, err := dm.Find(f.name); err != nil || d.Loaded || d.Suspended {
 		t.Errorf("it is %+v, %v", d, err)
 	}
+}
+
+// held names the mirror that a process of this test is to hold.
+const held = "ASHLAR_TEST_HELD_MIRROR"
+
+// TestKilledWhileItWaits: the driver is killed while it waits for what is under way to a leg, to hold the mirror. The next one can change it, and what a leg fails is held as ever.
+func TestKilledWhileItWaits(t *testing.T) {
+	if name := os.Getenv(held); name != "" {
+		t.Fatal("it was held, and its driver not killed: ", mirror.Still(name))
+	}
+	f := newMirror(t, 2, 0)
+	slow := f.legs[0].name + "-slow" // what it holds back itself the kernel does not count
+	check.OK(t, dm.Make(slow, "", []dm.Line{{Length: size, Kind: "delay", Text: dm.Number(f.legs[0].loop) + " 0 3000"}}))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", slow) })
+	d, err := dm.Find(slow)
+	check.OK(t, err)
+	f.legs[0].table("linear", dm.Number(d.Number)+" 0")
+	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
+	time.Sleep(300 * time.Millisecond)
+	driver := exec.Command(os.Args[0], "-test.run=^TestKilledWhileItWaits$")
+	driver.Env = append(os.Environ(), held+"="+f.name)
+	check.OK(t, driver.Start())
+	time.Sleep(time.Second)
+	check.OK(t, driver.Process.Kill())
+	if err := driver.Wait(); !strings.Contains(fmt.Sprint(err), "killed") {
+		t.Errorf("it did not wait: %v", err)
+	}
+	ends(t, write, "a write")
+	f.legs[0].mend()
+	check.OK(t, mirror.Recover(context.Background(), f.name))
+	f.legs[1].fail()
+	write = later(func() error { _, err := f.open().WriteAt(page(2), 0); return err })
+	waits(t, write, "a write that leg 1 failed")
+	f.leave(1)
+	ends(t, write, "a write without leg 1")
+	f.has(0, 2, 0)
 }
 
 // TestRefuses: what does not go now.
