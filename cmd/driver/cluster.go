@@ -195,7 +195,7 @@ func startNode(ctx context.Context, o options) (err error) {
 			remotely := rpc.Services{SnapshotMetadata: controller.New(local), Locks: locks, Observe: observe, Others: reached.registering(o.transfers(a.OpenCopy))}
 			return o.withPort(ctx, remote, config, namespace, remotely, func(ctx context.Context) error {
 				return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,
-					Node: node.New(ctx, &watched{reached.volumes, a, o.labels, with.Network}, mounts, o.node()), Overview: o.overview(local)})
+					Node: node.New(ctx, &watched{reached.volumes, a, o.labels, with.Network}, mounts, o.node()), Overview: o.overview(local, reached.uses)})
 			})
 		})
 	})

@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
@@ -35,7 +36,11 @@ type reached struct {
 	keeping  func(run func(context.Context) error) func(context.Context) error
 	services func(grpc.ServiceRegistrar)
 	samples  metrics.Source
+	uses     func(context.Context) []overview.Use
 }
+
+// usesNothing is of a node that uses no volumes but its own.
+func usesNothing(context.Context) []overview.Use { return nil }
 
 // reach has the volumes of this node given to others, and lets it use those of others. Without a network it ends what the node gave before its machine started.
 func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local, mounts *mount.Table, locks *keylock.Table, network *v1alpha1.Network) (*reached, error) {
@@ -46,7 +51,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	how := volume.Exporting{Boot: strings.TrimSpace(string(boot)), Locks: locks}
 	if network == nil {
 		local.ServeExports(ctx, how)
-		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}, func() []metrics.Sample { return nil }}, nil
+		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}, func() []metrics.Sample { return nil }, usesNothing}, nil
 	}
 	at, err := netip.ParseAddrPort(network.Address)
 	if err != nil {
@@ -98,7 +103,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 			export.Register(r, a.Exports(), a.Uses(others))
 			move.Register(r, a.Moving(), a.Moving(), a.Moving())
 		},
-		samples: remote.Samples,
+		samples: remote.Samples, uses: everywhere.Uses,
 	}, nil
 }
 

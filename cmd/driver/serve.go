@@ -349,16 +349,16 @@ func startAlone(ctx context.Context, o options) (err error) {
 	defer watching.Close()
 	c := controller.New(store)
 	return o.monitored(ctx, []metrics.Source{measuring.Samples, watching.Samples(o.nodeID)}, func(ctx context.Context, observe observer) error {
-		shown := &polled{overview: o.overview(store), busy: func() bool { return len(store.Progress().Running()) > 0 }}
+		shown := &polled{overview: o.overview(store, usesNothing), busy: func() bool { return len(store.Progress().Running()) > 0 }}
 		return o.withPage(ctx, shown, func(ctx context.Context) error {
 			return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil), Observe: shown.observing(observe),
-				Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store)})
+				Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store, usesNothing)})
 		})
 	})
 }
 
 // overview is what the commands show of this machine.
-func (o *options) overview(local *volume.Local) socket.Source {
+func (o *options) overview(local *volume.Local, uses func(context.Context) []overview.Use) socket.Source {
 	kinds := map[string]string{}
 	for _, pool := range o.pools {
 		kinds[pool.name] = pools.KindOf(pool.location)
@@ -366,7 +366,7 @@ func (o *options) overview(local *volume.Local) socket.Source {
 	return func(ctx context.Context) (*overview.Overview, error) {
 		out, err := local.Overview(ctx, kinds)
 		if err == nil {
-			out.Driver, out.Version = o.driverName, version
+			out.Driver, out.Version, out.Uses = o.driverName, version, uses(ctx)
 		}
 		return out, err
 	}

@@ -267,29 +267,34 @@ func latest(e *corev1.Event) time.Time {
 // nodeTime is how long describe waits for the driver on a node, which waits itself for a disk that hangs.
 const nodeTime = 30 * time.Second
 
-// fromNode adds to a volume what its node alone knows: the driver there is asked. That of a volume with replicas, which are volumes of their own there, knows of none.
+// fromNode adds to a volume what its node alone knows: the driver there is asked. Of a volume with replicas it is the node that may use it.
 func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
+	node := v.Node
 	if v.Replicas != nil {
-		return nil
+		if node = v.Published; node == "" {
+			return nil
+		}
 	}
 	ctx, cancel := context.WithTimeout(ctx, nodeTime)
 	defer cancel()
-	agent, err := c.agent(ctx, v.Node)
+	agent, err := c.agent(ctx, node)
 	if err != nil {
 		return err
 	}
 	var said, complaint bounded
 	if err := c.run(ctx, agent, &said, &complaint, "/driver", "describe", v.ID, "-o", "json"); ctx.Err() != nil {
-		return fmt.Errorf("ask the driver on node %s: %w", v.Node, ctx.Err())
+		return fmt.Errorf("ask the driver on node %s: %w", node, ctx.Err())
+	} else if v.Replicas != nil && strings.Contains(complaint.String(), cli.NoVolume) { // it is not used there yet
+		return nil
 	} else if err != nil {
-		return fmt.Errorf("ask the driver on node %s: %w", v.Node, cmp.Or(complained(&complaint.Buffer), err))
+		return fmt.Errorf("ask the driver on node %s: %w", node, cmp.Or(complained(&complaint.Buffer), err))
 	}
 	var there struct{ Volume overview.Volume }
 	if err := json.Unmarshal(said.Bytes(), &there); err != nil {
-		return fmt.Errorf("what the driver on node %s says cannot be read: %w", v.Node, err)
+		return fmt.Errorf("what the driver on node %s says cannot be read: %w", node, err)
 	}
 	v.Devices, v.Mounts = there.Volume.Devices, there.Volume.Mounts
-	if v.Used == nil {
+	if v.Used == nil && v.Replicas == nil {
 		v.Used = there.Volume.Used
 	}
 	return nil

@@ -138,6 +138,23 @@ func TestOnNode(t *testing.T) {
 
 	r := run(t, apitest.Admin, "describe", "pvc-1")
 	r.says(t, "Devices            /dev/", "Mounted at         "+dir, " used\n")
+	// One with replicas, of which n1 has none: the driver of who uses it is asked.
+	two, err := driver.Create(t.Context(), co.Request("pvc-2", "", 32<<20))
+	check.OK(t, err)
+	key := volume.KeyOf("pvc-2")
+	leg := movable("pvc-2", "n2", 32*mib, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = key })
+	e.add(leg)
+	whole := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: key}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: "pvc-2", Pool: "default", Replicas: 1, Size: 32 * mib, Numbered: 1, Legs: []string{key},
+		Claims: 1, Claim: &v1alpha1.Claim{Node: "n1", Mode: "mount", Generation: 1}}}
+	e.add(whole)
+	check.OK(t, errors.Join(two.Claim(t.Context()), two.Stage(t.Context())))
+	r = run(t, apitest.Admin, "describe", leg.ID())
+	r.says(t, "Devices            /dev/", "Mounted at         "+dir, "May be used on     n1")
+	check.OK(t, two.Unstage(t.Context()))
+	check.OK(t, errors.Join(two.Release(t.Context()), two.Delete(t.Context())))
+	if r = run(t, apitest.Admin, "describe", leg.ID()); r.err != nil || strings.Contains(r.stdout, "Left out: its devices") {
+		t.Errorf("it is not used yet: %v\n%s", r.err, r.stdout)
+	}
 	if r.err != nil || strings.Contains(r.stdout, "Left out") {
 		t.Errorf("%v\n%s", r.err, r.stdout)
 	}

@@ -104,6 +104,34 @@ func withReplicas() *overview.Overview {
 	return o
 }
 
+// machine knows nothing beside its overview.
+type machine struct{ fixed }
+
+func (machine) Details(context.Context, *overview.Volume) ([]Event, []string, error) {
+	return nil, nil, nil
+}
+
+// TestUses: the driver of one machine describes what that uses and others have, as far as it is known there, and with replicas by what it is used as.
+func TestUses(t *testing.T) {
+	o := &overview.Overview{Taken: now, Driver: "block.csi.ashlar.dev", Version: "v1", Nodes: []overview.Node{{Name: "node-1", Ready: true}},
+		Volumes: []overview.Volume{{ID: "vol.default." + key(1), Name: "leg", Node: "node-1", Pool: "default", Size: gib, Created: now, State: overview.Ready, Devices: []string{"/dev/dm-1"}}},
+		Uses:    []overview.Use{{Key: key(1), Devices: []string{"/dev/dm-7"}, Mounts: []string{"/staging/a"}}, {Key: key(2), Devices: []string{"/dev/dm-8"}, Mounts: []string{"/staging/b"}}}}
+	for n, words := range map[int][]string{1: {"/dev/dm-7", "/staging/a", "Size"}, 2: {"/dev/dm-8", "/staging/b"}} {
+		out, err := run(machine{fixed{o}}, "describe", "vol.default."+key(n))
+		if err != nil || strings.Contains(out, "dm-1\n") || n == 2 && strings.Contains(out, "Made") {
+			t.Errorf("volume %d: %v\n%s", n, err, out)
+		}
+		for _, word := range words {
+			if !strings.Contains(out, word) {
+				t.Errorf("volume %d: it does not say %q:\n%s", n, word, out)
+			}
+		}
+	}
+	if _, err := run(machine{fixed{o}}, "describe", "vol.default."+key(3)); err == nil || !strings.Contains(err.Error(), "there is no volume") {
+		t.Errorf("what is not there is described: %v", err)
+	}
+}
+
 // TestReplicas: a volume with replicas is one volume, of all nodes that have some; what is around one of them is none of its problems as long as another one is well; each is in its description, and is no volume by itself.
 func TestReplicas(t *testing.T) {
 	source := fixed{withReplicas()}

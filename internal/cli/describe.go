@@ -79,6 +79,9 @@ func NamesOf(v *overview.Volume) []string {
 // keyOf is the last part of an ID: in a cluster the name of the object.
 func keyOf(id string) string { return id[strings.LastIndexByte(id, '.')+1:] }
 
+// NoVolume is what begins to be said of a name that no volume has.
+const NoVolume = "there is no volume"
+
 // notThere says that no volume has a name, and which one is meant if a snapshot has it.
 func notThere(o *overview.Overview, name string) error {
 	for _, s := range o.Snapshots {
@@ -99,7 +102,7 @@ func notThere(o *overview.Overview, name string) error {
 			}
 		}
 	}
-	return fmt.Errorf("there is no volume %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", name)
+	return fmt.Errorf(NoVolume+" %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", name)
 }
 
 // Find returns the volume of an overview that a name is for.
@@ -130,8 +133,15 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 		return nil, time.Time{}, err
 	}
 	found, err := Find(o, name)
-	if err != nil {
+	use := slices.IndexFunc(o.Uses, func(u overview.Use) bool { return u.Key == keyOf(name) || err == nil && u.Key == keyOf(found.ID) })
+	if err != nil && use < 0 {
 		return nil, o.Taken, err
+	}
+	if err != nil { // who has it knows the rest
+		found = &overview.Volume{ID: name, Name: name}
+	}
+	if use >= 0 {
+		found.Devices, found.Mounts = o.Uses[use].Devices, o.Uses[use].Mounts
 	}
 	d := &description{Volume: *found, Missing: o.Missing, Snapshots: []overview.Snapshot{}, Node: []overview.Problem{}, Pool: []overview.Problem{}}
 	for _, s := range o.Snapshots {
@@ -254,6 +264,18 @@ func (d *description) facts(to *screen, now time.Time) {
 	fact("Moves", v.Moving)
 	fact("Refused", v.Failure)
 	fact("Is to have", v.Awaits)
+	if v.Size > 0 { // else it is one that is used here, and what it is only others know
+		d.what(fact, now)
+	}
+	fact("Devices", strings.Join(v.Devices, ", "))
+	for _, m := range v.Mounts {
+		fact("Mounted at", m)
+	}
+}
+
+// what prints what a volume is, and where its bytes are.
+func (d *description) what(fact func(what, is string), now time.Time) {
+	v := &d.Volume
 	fact("Node", strings.Join(v.On(), ", "))
 	fact("Pool", strings.Join(v.In(), ", "))
 	fact("May be used on", v.Published)
@@ -278,8 +300,4 @@ func (d *description) facts(to *screen, now time.Time) {
 	fact("Settings", strings.Join(settings, ", "))
 	fact("Copied from", v.Source)
 	fact("Made", fmt.Sprintf("%s (%s ago)", v.Created.Format(time.RFC3339), age(now, v.Created)))
-	fact("Devices", strings.Join(v.Devices, ", "))
-	for _, m := range v.Mounts {
-		fact("Mounted at", m)
-	}
 }

@@ -24,6 +24,14 @@ type Overview struct {
 	Volumes   []Volume   `json:"volumes"`
 	Snapshots []Snapshot `json:"snapshots"`
 	Classes   []Class    `json:"classes,omitempty"` // StorageClasses of the driver; of a cluster only
+	Uses      []Use      `json:"uses,omitempty"`    // of one machine only; each volume once
+}
+
+// Use is a volume that a machine uses, and whose bytes are not in a pool of that alone: another node has it, or several have.
+type Use struct {
+	Key     string   `json:"key"` // the last part of its ID
+	Devices []string `json:"devices,omitempty"`
+	Mounts  []string `json:"mounts,omitempty"`
 }
 
 // Class is a StorageClass.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -146,6 +147,9 @@ func TestAdoptCutShort(t *testing.T) {
 	pooltest.Fails(t, b.e.Adopt(t.Context(), b.id), errdefs.ErrUnavailable, "adopted while no leg answers")
 	if adopted, astray, err := b.e.Adopted(t.Context(), b.id); !adopted || !astray || err != nil {
 		t.Fatalf("it is adopted %v, astray %v, %v", adopted, astray, err)
+	}
+	if uses := b.e.Uses(t.Context()); len(uses) != 1 || uses[0].Key != b.id.Key || !slices.Equal(uses[0].Devices, []string{d.Path}) {
+		t.Errorf("it is shown as used by %+v, not by %s", uses, d.Path)
 	}
 	pooltest.Fails(t, pooltest.Second(b.e.Replicated().Hold(t.Context(), b.id)), errdefs.ErrUnavailable, "held back while it is over no mirror")
 	pooltest.Fails(t, pooltest.Second(b.local.CreateSnapshot(t.Context(), "s", b.id)), errdefs.ErrUnavailable, "cut while it is over no mirror")

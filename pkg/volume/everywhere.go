@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -163,6 +165,29 @@ func (e *Everywhere) AttachToRead(ctx context.Context, v Volume, raw bool) (bloc
 // Format: see Local.
 func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type, flags string) (made bool, err error) {
 	return e.of(ctx, v.ID).Format(ctx, v, device, want, flags)
+}
+
+// Uses are the volumes that this node uses through devices of its own, and does not have, or not alone, as the kernel says. What it does not tell is left out.
+func (e *Everywhere) Uses(ctx context.Context) (uses []overview.Use) {
+	for _, l := range []*Local{e.replicated, e.others} { // of a volume with replicas the other node's leg has the same key
+		if l == nil {
+			continue
+		}
+		refs, err := l.stacks.Volumes(ctx, l.pools[0])
+		if err != nil {
+			continue
+		}
+		for _, ref := range refs {
+			if slices.ContainsFunc(uses, func(u overview.Use) bool { return u.Key == ref.Key }) {
+				continue
+			}
+			u := overview.Use{Key: ref.Key}
+			if u.Devices, u.Mounts = l.where(ctx, l.stacks.Of(l.pools[0], ref)); len(u.Devices) > 0 {
+				uses = append(uses, u)
+			}
+		}
+	}
+	return uses
 }
 
 // Marks: see Local; of a leg. Of what is another node's that one is asked.
