@@ -31,6 +31,8 @@ import (
 var (
 	pointsFull = flag.Bool("points.full", false, "all crashes and faults of all calls, and not a sample of them")
 	pointsTime = flag.Duration("points.time", 0, "how long a sample of crashes and faults is tried, in the order of -anynode.seed; 0: none")
+	// pointsAfter: a call may have a system call more in one run than in another, so what follows is nearly what comes next.
+	pointsAfter = flag.Int("points.after", 0, "how many cases of each call are left out: those that runs of the same -anynode.seed have tried, as the last line says")
 )
 
 // TestPoints: for each call that changes something of a volume that is used away from its home, and for each system call of the home's or of the consumer's
@@ -42,14 +44,15 @@ func TestPoints(t *testing.T) {
 	}
 	c := newNodes(t)
 	t.Logf("-anynode.seed=%d", *seed)
-	end, order := time.Now().Add(*pointsTime), draw(t)
+	end, order := time.Now().Add(*pointsTime), draw(t.Name())
 	some := slices.Clone(acts)
 	if *pointsFull {
 		end = time.Now().AddDate(1, 0, 0)
 	} else {
 		order.Shuffle(len(some), func(i, j int) { some[i], some[j] = some[j], some[i] })
 	}
-	cases, tried := map[string][]harm{}, 0 // that were not tried yet
+	cases, tried, of := map[string][]harm{}, 0, 0 // that were not tried yet
+	next := *pointsAfter                          // of each call so many were tried
 	for round, left := 0, 1; left > 0 && time.Now().Before(end); round++ {
 		left = 0
 		for _, a := range some {
@@ -59,8 +62,10 @@ func TestPoints(t *testing.T) {
 			t.Run(a.name, func(t *testing.T) {
 				if round == 0 {
 					calls := a.try(t, c, harm{}).Calls
-					cases[a.name] = a.cases(draw(t), calls)
-					t.Logf("%d points, %d cases:", len(calls), len(cases[a.name]))
+					all := a.cases(t.Name(), calls)
+					of += len(all)
+					cases[a.name] = all[min(*pointsAfter, len(all)):]
+					t.Logf("%d points, %d cases:", len(calls), len(all))
 					for i, call := range calls {
 						t.Logf("%4d %s", i+1, call)
 					}
@@ -74,20 +79,20 @@ func TestPoints(t *testing.T) {
 			})
 			left += len(cases[a.name])
 		}
+		if time.Now().Before(end) {
+			next += inRow
+		}
 	}
-	of := tried
-	for _, more := range cases {
-		of += len(more)
-	}
-	t.Logf("%d cases of %d, of %d calls of %d", tried, of, len(cases), len(acts))
+	t.Logf("%d cases of %d, of %d calls of %d; what comes next: -anynode.seed=%d -points.after=%d", tried, of, len(cases), len(acts), *seed, next)
 }
 
 // inRow is how many cases of a call are tried one after the other.
 const inRow = 3
 
-func draw(t *testing.T) *rand.Rand {
+// draw is what the seed says for a name.
+func draw(of string) *rand.Rand {
 	name := fnv.New64a()
-	_, _ = name.Write([]byte(t.Name()))
+	_, _ = name.Write([]byte(of))
 	return rand.New(rand.NewPCG(*seed, name.Sum64()))
 }
 
@@ -310,14 +315,21 @@ func (h harm) String() string {
 	return text
 }
 
-// cases are all that can happen in a call, in a random order. Those come first that are most unlike others: of each point a crash and an error.
-func (a act) cases(random *rand.Rand, calls []trace.Call) []harm {
-	var some, more []harm
-	back := func() bool { return a.back != nil && random.IntN(2) == 0 }
+// cases are all that can happen in a call, in a random order, which for each point is drawn by itself: so it is much the same in another run that has a point more.
+// Those come first that are most unlike others: of each point a crash and an error.
+func (a act) cases(of string, calls []trace.Call) []harm {
+	type drawn struct {
+		harm
+		more bool
+		turn uint64
+	}
+	var every []drawn
 	for i, c := range calls {
 		if strings.HasSuffix(c.Path, "/log") { // what the driver says
 			continue
 		}
+		random := draw(fmt.Sprintf("%s/%d", of, i+1))
+		back := func() bool { return a.back != nil && random.IntN(2) == 0 }
 		dies := harm{at: i + 1, all: random.IntN(2) == 0, back: back()}
 		if random.IntN(4) == 0 {
 			dies.atStart = 1 + random.IntN(startPoints)
@@ -334,12 +346,21 @@ func (a act) cases(random *rand.Rand, calls []trace.Call) []harm {
 			all = all[random.IntN(first):][:1]
 			first = 0
 		}
-		some, more = append(some, all[:first]...), append(more, all[first:]...)
+		for n, h := range all {
+			every = append(every, drawn{h, n >= first, random.Uint64()})
+		}
 	}
-	for _, all := range [][]harm{some, more} {
-		random.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	slices.SortFunc(every, func(x, y drawn) int {
+		if x.more != y.more {
+			return map[bool]int{false: -1, true: 1}[x.more]
+		}
+		return cmp.Compare(x.turn, y.turn)
+	})
+	all := make([]harm, len(every))
+	for i, one := range every {
+		all[i] = one.harm
 	}
-	return append(some, more...)
+	return all
 }
 
 // startPoints is about how many points a start has.

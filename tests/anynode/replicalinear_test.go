@@ -86,7 +86,7 @@ func TestReplicaLinear(t *testing.T) {
 		t.Run(fmt.Sprintf("%d legs", len(on)), func(t *testing.T) {
 			in := *c
 			in.TB = t
-			s := &shared{mirrored: in.mirror(fmt.Sprintf("linear, %d legs", len(on)), co.Block, on...), random: draw(t), began: time.Now(), user: consumers[0]}
+			s := &shared{mirrored: in.mirror(fmt.Sprintf("linear, %d legs", len(on)), co.Block, on...), random: draw(t.Name()), began: time.Now(), user: consumers[0]}
 			for i := range s.states {
 				s.states[i] = map[uint64]bool{0: true}
 			}
