@@ -24,6 +24,11 @@ import (
 // Describe returns a volume as the origin of a move that begins while it is used. Created is now, later than all descriptions and seals of before; there is no
 // Read. A seal for its user is broken. Claims is how many claims there were.
 func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, error) {
+	_, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return Origin{}, err
+	}
+	now := l.sealTime(record)
 	if err := l.unsealUsed(ctx, id); err != nil {
 		return Origin{}, err
 	}
@@ -32,7 +37,7 @@ func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, erro
 		return Origin{}, err
 	}
 	from, err := l.describe(ctx, pool, record)
-	from.Created, from.Claims = sealTime(), claims
+	from.Created, from.Claims = now, claims
 	return from, err
 }
 
@@ -105,7 +110,7 @@ func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Ori
 	}
 	s, err := sealOf(record)
 	if err != nil || s.used != to.Generation {
-		s = seal{sealTime(), claims, to.Generation}
+		s = seal{l.sealTime(record), claims, to.Generation}
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 			labels[labelSealed] = s.label()
 			return nil
@@ -250,8 +255,8 @@ func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record 
 		return l.dropLeft(ctx, pool, record, claims)
 	}
 	if since := preparedSince(record); since.After(want.described) {
-		return fmt.Errorf("%w: node %s has made room for volume %s as it was at %v, and is asked to for %v, which was before", errdefs.ErrPrecondition, l.node, record.Key,
-			since, want.described)
+		return fmt.Errorf("%w: node %s has made room for volume %s as it was at %v, and is asked to for %v, which was before; if the clock of its home was set back, take the move back, and ask for it again",
+			errdefs.ErrPrecondition, l.node, record.Key, since, want.described)
 	}
 	return l.dropUnfinished(ctx, pool, record.Ref)
 }

@@ -70,7 +70,7 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 		return Origin{}, fmt.Errorf("%w: volume %s was used while it moved from node %s, which has nothing of what was written since", errdefs.ErrPrecondition, id, l.node)
 	}
 	if err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
-		s = seal{since: sealTime(), claims: claims}
+		s = seal{since: l.sealTime(record), claims: claims}
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 			labels[labelSealed] = s.label()
 			return nil
@@ -97,8 +97,20 @@ func (s seal) label() string {
 	return label
 }
 
-// sealTime is that of a seal of now, as it is kept and told.
-func sealTime() time.Time { return time.Now().UTC().Truncate(time.Microsecond) }
+// sealTime is that of a seal of now, as it is kept and told: later than all that were told before, and than that of a record, also if the clock was set back meanwhile.
+func (l *Local) sealTime(record blockdev.Record) time.Time {
+	before, _ := sealOf(record)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now().UTC().Truncate(time.Microsecond)
+	for _, told := range []time.Time{before.since, l.sealTold} {
+		if !now.After(told) {
+			now = told.Add(time.Microsecond)
+		}
+	}
+	l.sealTold = now
+	return now
+}
 
 // sealOf is the seal of a record; ErrPrecondition if it has none.
 func sealOf(r blockdev.Record) (s seal, err error) {
