@@ -1,7 +1,9 @@
 package cluster_test
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -110,6 +112,38 @@ func TestMove(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.tally(a)
 	w.tally(b)
+}
+
+// thinly is a pool whose volumes are thin, unless they are asked to be thick.
+type thinly struct{ *memory.Pool }
+
+func (p thinly) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
+	if spec.Provisioning == blockdev.AnyProvisioning {
+		spec.Provisioning = blockdev.Thin
+	}
+	return p.Pool.Create(ctx, spec)
+}
+
+// TestMoveThin: a volume that moves to a pool of the other kind is thin there, and thick where it moves back, and says so.
+func TestMoveThin(t *testing.T) {
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a := w.begin(&machine{name: "node-1", ported: true, network: network})
+	b := w.begin(&machine{name: "node-2", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { return thinly{p} }})
+	s, _ := w.store()
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+	check.OK(t, err)
+	for _, way := range []struct {
+		from, to *machine
+		thin     bool
+	}{{a, b, true}, {b, a, false}} {
+		w.movesTo("v", way.to.name)
+		w.moved("v", way.from, way.to)
+		w.eventually(fmt.Sprintf("it is thin: %v", way.thin), func() bool {
+			have, err := s.Get(w.ctx, v.ID)
+			return err == nil && have.Thin == way.thin && w.object("v").Status.Thin == way.thin
+		})
+	}
 }
 
 // slowly is a cluster of two nodes in a network, of which the first lists what a volume has as far as it is let, and a volume of it with data at some MiB.

@@ -342,7 +342,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	}
 	used := a.used(ctx, have)
 	return errors.Join(awaited, report(ctx, a, v, func(v *v1alpha1.Volume) {
-		v.Status.Progress, v.Status.ReplicaOf = nil, have.ReplicaOf
+		v.Status.Progress, v.Status.ReplicaOf, v.Status.Thin = nil, have.ReplicaOf, have.Thin // it may have moved to a pool of another kind
 		if v.Spec.Move == nil {
 			v.Status.Move = nil
 		}
