@@ -528,6 +528,45 @@ func TestMoveInUseCopyLost(t *testing.T) {
 	check.OK(t, second(c.a.local.Get(c.ctx, c.id)))
 }
 
+// TestMoveInUseObjectDeleted: somebody deletes the object of a volume that has moved while it was used, before the new node has taken it over. That has what was written since: it keeps
+// all of it, and its user goes on. Adopted there, it is the volume.
+func TestMoveInUseObjectDeleted(t *testing.T) {
+	c, _ := carried(t)
+	c.pinned()
+	c.b.stop()
+	s := c.flipped("v", c.b)
+	device, err := c.b.disks[0].Open("default", nil).Attached(c.ctx, blockdev.Ref{Kind: c.id.Kind, Key: c.id.Key})
+	check.OK(t, err)
+	f, err := os.OpenFile(device[0].Path, os.O_WRONLY|os.O_SYNC, 0)
+	check.OK(t, err)
+	_, err = f.WriteAt([]byte("since"), 128<<10)
+	check.OK(t, errors.Join(err, f.Close()))
+	check.OK(t, c.Delete(c.ctx, c.object("v")))
+	c.start(c.b)
+	for _, m := range []*machine{c.a, c.b} {
+		c.eventually("it is a stray of "+m.name, func() bool {
+			m.agent.Changed()
+			return c.pool(m.name, "default").Status.StrayCount == 1
+		})
+	}
+	want := c.content(c.b, c.id)
+	if string(want[128<<10:][:5]) != "since" || len(c.b.network.Exported()) != 2 {
+		t.Errorf("it has not what was written since, or its user is cut off: %v", c.b.network.Exported())
+	}
+	c.adoptOn(c.b.name, "default", c.id.String())
+	c.eventually("it has an object again", func() bool {
+		have, err := s.Get(c.ctx, c.id)
+		return err == nil && have.Node == c.b.name
+	})
+	if have := c.content(c.b, c.id); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	c.call()
+	c.claimFor(c.id, c.name)
+	c.eventually("it is opened", func() bool { return second(c.newHome.Open(c.ctx, c.id, c.of().Claim)) == nil })
+	check.OK(t, second(c.a.local.Get(c.ctx, c.id))) // for a person to decide
+}
+
 // TestMoveInUseRestored: the API server goes back to when all was said to be on the new node, which was taken back since, and the volume used at its old node. That is asked before the new one
 // takes over, and has the newer bytes.
 func TestMoveInUseRestored(t *testing.T) {

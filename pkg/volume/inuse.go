@@ -308,7 +308,7 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 		clear(labels)
 		maps.Copy(labels, from.Labels)
 		setLabel(labels, labelPool, named)
-		labels[labelImport] = broughtLabel(record.Key, from.Created)
+		labels[labelImport], labels[labelCarried] = broughtLabel(record.Key, from.Created), "true"
 		if to.Node != l.node {
 			labels[labelExport] = e.label()
 		}

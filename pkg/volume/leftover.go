@@ -3,11 +3,14 @@ package volume
 import (
 	"context"
 	"errors"
+	"fmt"
+	"math"
 	"time"
 
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Leftover is what a copy of something in another pool has made and not finished, or not removed yet: the copy itself, or the snapshot that
@@ -18,11 +21,13 @@ type Leftover struct {
 	For  string // key of the copy, or of what moves
 	// Began is when it was made.
 	Began time.Time
+	// Carried: it is all of a volume whose user went on while it was copied (Complete). If the volume has moved, nobody else has what was written since.
+	Carried bool
 }
 
 // LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
-	left = Leftover{IDOf(pool, r), pool, r.Labels[labelCutFor], r.Created}
+	left = Leftover{ID: IDOf(pool, r), Pool: pool, For: r.Labels[labelCutFor], Began: r.Created, Carried: r.Labels[labelCarried] != ""}
 	if unfinished(r) {
 		left.For = r.Key
 	}
@@ -60,6 +65,26 @@ func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
 		return err
 	}
 	return l.dropUnfinished(ctx, pool, left.ID.ref())
+}
+
+// KeepLeftover makes a volume, which is sealed, of one that is carried, as nobody knows any more whether the volume has moved: whoever adopts it decides that. Who uses it goes on, and
+// no move to here removes it.
+func (l *Local) KeepLeftover(ctx context.Context, left Leftover) error {
+	pool, err := l.pool(left.Pool)
+	if err != nil {
+		return err
+	}
+	_, err = pool.SetLabels(ctx, left.ID.ref(), func(labels map[string]string) error {
+		since, is := broughtSince(blockdev.Record{Labels: labels})
+		if !is || labels[labelCarried] == "" {
+			return fmt.Errorf("%w: what pool %s of node %s has of volume %s is not all of it", errdefs.ErrPrecondition, left.Pool, l.node, left.ID)
+		}
+		delete(labels, labelImport)
+		delete(labels, labelCarried)
+		labels[labelSealed] = seal{since: since, claims: math.MaxInt64}.label()
+		return nil
+	})
+	return err
 }
 
 // leftoverTime is how long DropOldLeftovers keeps a leftover that nobody asked for again.

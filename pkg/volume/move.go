@@ -36,7 +36,7 @@ func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are those of a record that are about its use on its node, and do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
-	labelPool}
+	labelPool, labelCarried}
 
 // usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
 var usedLabels = []string{labelTarget, labelFlags}
@@ -459,6 +459,7 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 			setLabel(labels, labelCame, came(labels[labelCame], since))
 		}
 		delete(labels, labelImport)
+		delete(labels, labelCarried)
 		delete(labels, labelCutFor) // of a snapshot
 		return nil
 	})

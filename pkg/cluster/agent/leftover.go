@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -17,6 +18,7 @@ import (
 // dropLeftover removes what a copy from one pool to another left, if its object does not ask for it any more. Nobody ever had the bytes. What
 // cannot be removed now, a later look finds: it keeps nothing else of the pool from being told.
 func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
+	kept := false
 	wanted, err := a.stillMade(ctx, left)
 	if wanted {
 		return
@@ -30,12 +32,20 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 			if wanted, err = a.stillMade(ctx, left); wanted || err != nil { // since then
 				return err
 			}
+			if kept, err = a.mayHaveMoved(ctx, left); err != nil {
+				return err
+			}
+			if kept {
+				return a.local.KeepLeftover(ctx, left)
+			}
 			return a.local.DropLeftover(ctx, left)
 		})
 	}
 	log := klog.FromContext(ctx)
 	switch {
 	case wanted:
+	case err == nil && kept:
+		log.Info("Keeping what is here of a volume that moved here while it was used, and has no object any more", "id", left.ID.String())
 	case err == nil:
 		log.Info("Removed what was left of a copy that nobody asks for", "id", left.ID.String(), "copy", left.For)
 	case !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrInUse):
@@ -60,4 +70,13 @@ func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, erro
 		}
 	}
 	return false, nil
+}
+
+// mayHaveMoved reports whether a leftover may be what a volume is: its user went on, and there is no object any more that would say that the volume has not moved here.
+func (a *Agent) mayHaveMoved(ctx context.Context, left volume.Leftover) (bool, error) {
+	if !left.Carried {
+		return false, nil
+	}
+	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: left.For}, &v1alpha1.Volume{})
+	return apierrors.IsNotFound(err), client.IgnoreNotFound(err)
 }
