@@ -3,6 +3,7 @@ package cluster_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -405,6 +406,43 @@ func TestSnapshotMoveNodeGone(t *testing.T) {
 	}
 	w.knows(s, snapshot.ID, a)
 	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+}
+
+// TestSnapshotMoveNodeGoneStray: what such a node has of a snapshot goes once the new one says that it has it, and stays where that has lost it.
+func TestSnapshotMoveNodeGoneStray(t *testing.T) {
+	for _, lost := range []bool{false, true} {
+		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
+			w, a, b, s, snapshot, want := flippedCut(t)
+			w.start(b)
+			w.cutSays(snapshot.ID, "node-1 is to give its bytes back")
+			check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
+			now := w.cutObject(snapshot.ID)
+			before := now.DeepCopy()
+			metav1.SetMetaDataAnnotation(&now.ObjectMeta, "example.com/touched", "it") // has it looked at
+			check.OK(t, w.Patch(w.ctx, now, client.MergeFrom(before)))
+			w.eventually("the move is over", func() bool { return w.hasMoved(snapshot.ID, b) })
+			if lost {
+				check.OK(t, b.disks[0].Open("default", nil).Delete(w.ctx, blockdev.Ref{Kind: blockdev.Snapshot, Key: snapshot.ID.Key}))
+			}
+			w.node(a.name, true)
+			w.start(a)
+			if lost {
+				w.eventually("node-1 has a stray", func() bool { return w.pool(a.name, "default").Status.StrayCount == 1 })
+				time.Sleep(time.Second) // it does not go
+				if have := w.content(a, snapshot.ID); string(have) != string(want) {
+					t.Error("its bytes are others")
+				}
+				return
+			}
+			w.eventually("its old bytes are gone", func() bool { return errors.Is(second(a.local.GetSnapshot(w.ctx, snapshot.ID)), errdefs.ErrNotFound) })
+			if have := w.content(b, snapshot.ID); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+			check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+			w.tally(a)
+			w.tally(b)
+		})
+	}
 }
 
 // TestSnapshotMoveObjectDeleted: the object of a snapshot is deleted, and not by the driver, before its move has ended: nothing of it is removed that is whole.

@@ -125,7 +125,7 @@ func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin
 	}
 	switch {
 	case r.Move && r.Snapshot:
-		return a.openSnapshotMove(ctx, r.Copy)
+		return a.openSnapshotMove(ctx, r.Copy, r.Head)
 	case r.Move:
 		return a.openMove(ctx, r.Copy)
 	}

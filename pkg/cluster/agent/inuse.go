@@ -240,9 +240,10 @@ func (m *Moving) Has(ctx context.Context, id volume.ID, sealed time.Time) (bool,
 	return m.local.CameBy(ctx, id, sealed)
 }
 
-// settledOn reports whether the object of a volume says for good that it is on a node, and whole.
-func settledOn(v *v1alpha1.Volume, node string) bool {
-	return v.Spec.NodeName == node && v.Spec.Move == nil && v.Status.Created != nil && !v1alpha1.Going(v) && !v1alpha1.IsLost(v)
+// settledOn reports whether an object says for good that it is on a node, and whole.
+func settledOn(o cluster.Object, node string) bool {
+	moves, _ := o.Moves()
+	return o.Node() == node && moves == nil && o.Common().Created != nil && !v1alpha1.Going(o) && !v1alpha1.IsLost(o)
 }
 
 // broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written

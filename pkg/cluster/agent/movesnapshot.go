@@ -142,16 +142,17 @@ func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsh
 }
 
 // openSnapshotMove opens a snapshot of this node that moves, for the agent of its new node, or one that has moved there and not arrived; and one that has moved here, for
-// the agent of the node that it has left, which is to know that all of it is here. ErrNotFound if the snapshot's object says nothing of that.
-func (a *Agent) openSnapshotMove(ctx context.Context, key string) (volume.Origin, error) {
+// the agent of the node that it has left, which is to know that all of it is here. That one may be told so too when the move has ended (head), and is given no bytes. ErrNotFound if the
+// snapshot's object says nothing of that.
+func (a *Agent) openSnapshotMove(ctx context.Context, key string, head bool) (volume.Origin, error) {
 	s, node := &v1alpha1.Snapshot{}, port.CallerNode(ctx)
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, s)
 	if client.IgnoreNotFound(err) != nil {
 		return volume.Origin{}, kube.APIError("read snapshot "+key, err)
 	}
 	m, here := s.Spec.Move, a.local.Node()
-	if err != nil || node == "" || m == nil || v1alpha1.Going(s) ||
-		!(m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !arrived(s)) {
+	moves := m != nil && (m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !arrived(s))
+	if err != nil || node == "" || v1alpha1.Going(s) || !moves && !(head && settledOn(s, here)) {
 		return volume.Origin{}, fmt.Errorf("%w: no snapshot %s of node %s moves to node %q, or has come from there", errdefs.ErrNotFound, key, here, node)
 	}
 	return a.locked(keylock.Snapshot(key), func() (volume.Origin, error) { return a.local.OpenMove(ctx, cluster.SnapshotID(s)) })
@@ -229,7 +230,7 @@ func (a *Agent) isThere(ctx context.Context, s *v1alpha1.Snapshot) error {
 	}
 	there, err := transfer.OpenSnapshotMove(ctx, agent, s.Name)
 	if err != nil {
-		return errdefs.Recast(errdefs.ErrUnavailable, err, "ask node %s whether it has all of snapshot %s", home, id)
+		return err
 	}
 	if there.ID != id || !sameBytes(s, there.Created) {
 		return fmt.Errorf("%w: node %s has %s, cut at %s, and what has moved there was cut at %s", errdefs.ErrPrecondition, home, there.ID, there.Created, s.Status.Created)
@@ -248,7 +249,7 @@ func (a *Agent) giveBackSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (rec
 			return err
 		} else if here {
 			if err := a.isThere(ctx, s); err != nil {
-				return err
+				return errdefs.Recast(errdefs.ErrUnavailable, err, "ask node %s whether it has all of snapshot %s", s.Spec.NodeName, id)
 			}
 		}
 		return a.local.DepartSnapshot(ctx, id, cut)

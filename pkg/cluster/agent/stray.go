@@ -109,7 +109,7 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look loo
 	last, known := a.lookups[pool][id]
 	if cached || !known || time.Since(last.at) >= checkAgain {
 		var left bool
-		if last, left, err = a.lookUp(ctx, pool, id, o, cached); err != nil || !left || one.sealed && a.dropMoved(ctx, pool, id, look) {
+		if last, left, err = a.lookUp(ctx, pool, id, o, cached); err != nil || !left || last.taken != "" && a.dropStray(ctx, pool, id, one.sealed, look) {
 			return nil, err
 		}
 	}
@@ -184,29 +184,67 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 	})
 }
 
-// dropMoved removes what a pool has left of a volume that has moved from this node to another one, which was taken for gone until the move had ended (volume.DropMoved): nobody gave it back. It
-// stays unless the API server says for good that the volume is on another node, and that one says that it has it, whole, and that it came from what is here: this may be all there is.
-func (a *Agent) dropMoved(ctx context.Context, pool string, id volume.ID, look looking) (removed bool) {
+// dropStray removes what a pool has left of what has moved from this node to another one, which was taken for gone until the move had ended: nobody gave it back. It stays unless the API server
+// says for good that it is on another node, and that one says that it has it, whole, and that it is, or came from, what is here: this may be all there is.
+func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed bool, look looking) (removed bool) {
 	var home string
+	var err error
+	switch {
+	case id.Kind == blockdev.Snapshot:
+		home, err = a.dropMovedSnapshot(ctx, id, look)
+	case sealed:
+		home, err = a.dropMoved(ctx, pool, id, look)
+	default:
+		return false
+	}
+	log := klog.FromContext(ctx).WithValues("id", id.String(), "pool", pool, "node", home)
+	if err != nil {
+		look.silent[home] = look.silent[home] || errors.Is(err, errdefs.ErrUnavailable)
+		log.V(2).Info("What is left of what may have moved to another node stays for now", "why", err.Error())
+		return false
+	}
+	log.Info("Removed what was left of what moved to another node while this one was taken for gone")
+	return true
+}
+
+// dropMoved is dropStray of a volume that was sealed (volume.DropMoved). It returns the node that the object names.
+func (a *Agent) dropMoved(ctx context.Context, pool string, id volume.ID, look looking) (home string, _ error) {
 	err := a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 		v := &v1alpha1.Volume{}
 		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
 			return kube.APIError("read volume "+id.Key, err)
 		}
 		home = v.Spec.NodeName
-		if home == a.local.Node() || !settledOn(v, home) || cluster.VolumeID(v) != id || look.silent[home] {
+		if cluster.VolumeID(v) != id || !a.wholeElsewhere(v, look) {
 			return fmt.Errorf("%w: it is not known to be whole on node %s", errdefs.ErrPrecondition, home)
 		}
 		return a.local.DropMoved(ctx, pool, id, func(sealed time.Time) error { return a.hasMovedTo(ctx, id, home, sealed) })
 	})
-	log := klog.FromContext(ctx).WithValues("id", id.String(), "pool", pool, "node", home)
-	if err != nil {
-		look.silent[home] = look.silent[home] || errors.Is(err, errdefs.ErrUnavailable)
-		log.V(2).Info("What is left of a volume that may have moved to another node stays for now", "why", err.Error())
-		return false
-	}
-	log.Info("Removed what was left of a volume that moved to another node while this one was taken for gone")
-	return true
+	return home, err
+}
+
+// dropMovedSnapshot is dropStray of a snapshot, which is the same wherever it is, if it was cut at one moment. It returns the node that the object names.
+func (a *Agent) dropMovedSnapshot(ctx context.Context, id volume.ID, look looking) (home string, _ error) {
+	err := a.withLocks([]string{keylock.Snapshot(id.Key)}, func() error {
+		s := &v1alpha1.Snapshot{}
+		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, s); err != nil {
+			return kube.APIError("read snapshot "+id.Key, err)
+		}
+		home = s.Spec.NodeName
+		if cluster.SnapshotID(s) != id || !a.wholeElsewhere(s, look) {
+			return fmt.Errorf("%w: it is not known to be whole on node %s", errdefs.ErrPrecondition, home)
+		}
+		if err := a.isThere(ctx, s); err != nil {
+			return err
+		}
+		return a.local.DepartSnapshot(ctx, id, s.Status.Created.Time)
+	})
+	return home, err
+}
+
+// wholeElsewhere reports whether an object says for good that it is on another node, and whole, and that node may answer.
+func (a *Agent) wholeElsewhere(o cluster.Object, look looking) bool {
+	return o.Node() != a.local.Node() && settledOn(o, o.Node()) && !look.silent[o.Node()]
 }
 
 // hasMovedTo returns nil if a node says that it has a volume, whole, and that came from what was sealed here.
