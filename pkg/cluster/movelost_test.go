@@ -244,6 +244,33 @@ func TestMoveHomeHangs(t *testing.T) {
 	w.eventually("that of the other disk has moved", func() bool { o := w.object("v"); return o.Spec.NodeName == b.name && o.Spec.Move == nil })
 }
 
+// TestMoveHomeStalls: as TestMoveHomeHangs, with a disk that hangs while it is read.
+func TestMoveHomeStalls(t *testing.T) {
+	w, network, let := newEnvironment(t), &remotetest.Network{}, make(chan struct{})
+	a := w.begin(&machine{name: "node-1", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { return &halting{p, let} }})
+	b := w.begin(&machine{name: "node-2", ported: true, network: network})
+	s, _ := w.store()
+	w.pooled(s, b)
+	t.Cleanup(func() { close(let) })
+	moves := func(name, pool string) {
+		v, err := s.Create(w.ctx, volume.Spec{Name: name, Pool: pool, Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+		check.OK(t, err)
+		if pool == "default" {
+			w.write(a, v.ID, 0)
+		}
+		w.movesTo(name, b.name)
+	}
+	for i := range 6 {
+		moves(fmt.Sprint("slow", i), "default")
+	}
+	w.eventually("as many as can be are copied", func() bool { return len(w.leftovers(b)) == 4 })
+	moves("v", "b")
+	w.eventually("that of the other disk has moved", func() bool { o := w.object("v"); return o.Spec.NodeName == b.name && o.Spec.Move == nil })
+	if copied := len(w.leftovers(b)); copied != 4 {
+		t.Errorf("%d are copied from one pool at once", copied)
+	}
+}
+
 // TestMoveGivesBackBeside: what has left a node is given back there while as many volumes as can be are copied to it.
 func TestMoveGivesBackBeside(t *testing.T) {
 	w, network, let := newEnvironment(t), &remotetest.Network{}, make(chan struct{})

@@ -82,6 +82,7 @@ type Agent struct {
 	read    atomic.Bool                     // the cache has been filled once
 	lookups map[string]map[volume.ID]lookup // for the objects of strays, by pool
 	gauges  gauges                          // for metrics
+	origins origins
 	// fetching has room for who copies from another node.
 	fetching      chan struct{}
 	others        others

@@ -37,9 +37,6 @@ import (
 // A volume moves in steps, each of another part of the driver (docs/decisions/moving.md): the agent of the new node brings the bytes, from that of the home, which
 // seals the volume; the controller names the new node; that takes the volume over; the old one gives its bytes back.
 
-// bringers is how many volumes are brought at once, and how many are given back.
-const bringers = 4
-
 const aMove = "move"
 
 // connectMoves prepares the watch of those volumes. It asks the API server nothing.
@@ -99,7 +96,7 @@ func (a *Agent) bringerQueue(ctx context.Context, name string, is func(key strin
 	log := klog.FromContext(ctx)
 	return controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
 		SkipNameValidation:      new(true), // tests run several agents
-		MaxConcurrentReconciles: bringers,
+		MaxConcurrentReconciles: mostBringers,
 		Reconciler: reconcile.TypedFunc[request](func(ctx context.Context, r request) (reconcile.Result, error) {
 			if mine, err := is(r.key); err != nil || !mine {
 				return reconcile.Result{}, err
@@ -194,7 +191,7 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
-	case errors.Is(err, context.Canceled): // by a claim, which may have ended before
+	case errors.Is(err, context.Canceled), errors.Is(err, errOrigin): // by a claim, which may have ended before
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	case carried(v):
 		return reconcile.Result{RequeueAfter: checkAgain}, nil // its user says how far that is
@@ -262,6 +259,11 @@ func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error 
 	if err := unclaimed(v); err != nil {
 		return err // before the claim's event ends what it finds at work
 	}
+	ended, err := a.origins.begin(v.Spec.NodeName, v.Spec.Pool)
+	if err != nil {
+		return err
+	}
+	defer ended()
 	working, end := a.making(ctx, r)
 	defer end()
 	if err := a.mayCome(working, v); err != nil {

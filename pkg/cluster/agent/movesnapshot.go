@@ -78,7 +78,7 @@ func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
-	case errors.Is(err, context.Canceled): // it does not come any more
+	case errors.Is(err, context.Canceled), errors.Is(err, errOrigin): // it does not come any more, or has to wait
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{}, err
@@ -91,6 +91,11 @@ func (a *Agent) comeSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsho
 	if s.Status.Created == nil {
 		return fmt.Errorf("%w: snapshot %s is not cut yet", errdefs.ErrUnavailable, cluster.SnapshotID(s))
 	}
+	ended, err := a.origins.begin(s.Spec.NodeName, s.In())
+	if err != nil {
+		return err
+	}
+	defer ended()
 	defer a.Changed()
 	from, err := a.bringSnapshot(ctx, r, s, s.Spec.NodeName)
 	if err != nil {
