@@ -19,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
@@ -471,6 +472,24 @@ func TestMoveInUseTakenBackAtStart(t *testing.T) {
 	c.eventually("nothing is left", func() bool { return len(c.leftovers(c.b)) == 0 })
 	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("that took %v", took)
+	}
+}
+
+// TestMoveInUseTakenBackBusy: what was prepared goes soon, also if something else is being done to the volume when the new node looks.
+func TestMoveInUseTakenBackBusy(t *testing.T) {
+	c, _ := carried(t)
+	c.prepare()
+	unlock, busy := c.b.locks.TryLock([]string{keylock.Volume(c.id.Key)}, nil)
+	if unlock == nil {
+		t.Fatal(busy)
+	}
+	c.movesTo("v", "")
+	time.Sleep(3 * time.Second) // it looks, and cannot have the lock
+	unlock()
+	for end := time.Now().Add(20 * time.Second); len(c.leftovers(c.b)) > 0; time.Sleep(50 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("what was prepared is still there")
+		}
 	}
 }
 

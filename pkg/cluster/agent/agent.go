@@ -81,8 +81,10 @@ type Agent struct {
 	changed chan struct{}                   // the pools may have
 	read    atomic.Bool                     // the cache has been filled once
 	lookups map[string]map[volume.ID]lookup // for the objects of strays, by pool
-	gauges  gauges                          // for metrics
-	origins origins
+	// leftBusy: the last look at the pools found something that is to go, and that somebody is at. It is of who reports the pools.
+	leftBusy bool
+	gauges   gauges  // for metrics
+	origins  origins // of what is brought here
 	// fetching has room for who copies from another node.
 	fetching      chan struct{}
 	others        others

@@ -48,7 +48,9 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 		log.Info("Keeping what is here of a volume that moved here while it was used, and has no object any more", "id", left.ID.String())
 	case err == nil:
 		log.Info("Removed what was left of a copy that nobody asks for", "id", left.ID.String(), "copy", left.For)
-	case !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrInUse):
+	case errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse):
+		a.leftBusy = true
+	default:
 		log.Error(err, "Could not remove what is left of a copy; trying again", "id", left.ID.String(), "copy", left.For)
 	}
 }

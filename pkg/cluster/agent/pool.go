@@ -64,7 +64,7 @@ func (a *Agent) reportPools(ctx context.Context) error {
 
 // poolPause is how long the pools are left alone to which nothing happens, after a report with an error or without.
 func (a *Agent) poolPause(err error) time.Duration {
-	if err != nil || slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.Unwrap(p.Pool) == nil }) {
+	if err != nil || a.leftBusy || slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.Unwrap(p.Pool) == nil }) {
 		return poolWait // what it is asked for looks for it
 	}
 	return drift
@@ -87,6 +87,7 @@ func (a *Agent) gatherChanges(ctx context.Context) {
 }
 
 func (a *Agent) writePools(ctx context.Context, exact bool) error {
+	a.leftBusy = false
 	failures := []error{a.retirePools(ctx)} // first: at no moment there are two default pools
 	for i := range a.options.Pools {
 		failures = append(failures, a.writePool(ctx, i, exact))
