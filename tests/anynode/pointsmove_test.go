@@ -36,6 +36,9 @@ var moves = func() (all []act) {
 	return all
 }()
 
+// otherHome is where a volume was, or may be, that is on a node.
+var otherHome = map[string]string{home: newHome, newHome: home}
+
 // moves has the volume move to its new home.
 func (s *scene) moves(ctx context.Context) error {
 	return s.movesUntil(ctx, func(v *v1alpha1.Volume) bool {
@@ -50,9 +53,11 @@ func (s *scene) moves(ctx context.Context) error {
 		})
 }
 
-// movesBack takes that back, if it is not too late: then the volume goes on to its new home.
+// movesBack takes that back, if it is not too late: then the volume goes on to its new home. It ends when nothing is left on the other node: the object says before that it does not move.
 func (s *scene) movesBack(ctx context.Context) error {
-	return s.movesUntil(ctx, func(v *v1alpha1.Volume) bool { return v.Spec.Move == nil && v.Status.Move == nil }, func(v *v1alpha1.Volume) bool {
+	return s.movesUntil(ctx, func(v *v1alpha1.Volume) bool {
+		return v.Spec.Move == nil && v.Status.Move == nil && len(s.files(otherHome[v.Spec.NodeName])) == 0
+	}, func(v *v1alpha1.Volume) bool {
 		if v.Spec.Move == nil || v.Spec.Move.Left {
 			return false
 		}
@@ -95,10 +100,7 @@ func (s *scene) copied() {
 func (s *scene) inOnePlace() {
 	s.Helper()
 	at := s.object().Spec.NodeName
-	s.nothingLeft("on the other node", func() []string {
-		other := map[string]string{home: newHome, newHome: home}[at]
-		return s.files(other)
-	})
+	s.nothingLeft("on the other node", func() []string { return s.files(otherHome[at]) })
 	if files := s.files(at); len(files) != 2 {
 		s.Errorf("node %s has %v, not an image and a record", at, files)
 	}
