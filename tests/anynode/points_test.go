@@ -83,7 +83,7 @@ func TestPoints(t *testing.T) {
 			next += inRow
 		}
 	}
-	t.Logf("%d cases of %d, of %d calls of %d; what comes next: -anynode.seed=%d -points.after=%d", tried, of, len(cases), len(acts), *seed, next)
+	t.Logf("%d cases of %d, of %d calls of %d, in the order of -anynode.seed=%d; what comes next: -points.after=%d", tried, of, len(cases), len(acts), *seed, next)
 }
 
 // inRow is how many cases of a call are tried one after the other.
