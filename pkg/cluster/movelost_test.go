@@ -148,8 +148,8 @@ func TestMoveInUseObjectRestored(t *testing.T) {
 // TestMoveToNodeGone: the new node of a volume, or of a snapshot, is gone for good when all bytes are there. They stay where they are, and are used there when the move is taken back.
 func TestMoveToNodeGone(t *testing.T) {
 	w, a, b, v, _ := aboutToMove(t)
+	w.movesTo("v", "") // before a controller has it move
 	s, stop := w.store()
-	w.movesTo("v", "")
 	cut, err := s.CreateSnapshot(w.ctx, "cut", v.ID)
 	check.OK(t, err)
 	stop()
