@@ -126,7 +126,7 @@ func LoopsOver(image string) (names []string) {
 	return names
 }
 
-// Unmount unmounts a directory, which a pool that was just left may still have open.
+// Unmount unmounts a directory, which a pool that was just left may still have open, or the kernel: it lets go of a file a moment after the loop device over it has gone.
 func Unmount(t testing.TB, dir string) {
 	t.Helper()
 	runUnless(t, []string{"target is busy"}, "umount", dir)

@@ -11,8 +11,6 @@ import (
 	"strings"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
@@ -57,7 +55,7 @@ func filesystem(kind string, size int64, options ...string) environment {
 			at := filepath.Join(dir, "disk")
 			check.OK(t, os.MkdirAll(at, 0o700))
 			drivertest.Run(t, "mount", "-t", kind, device, at)
-			return "file://" + at + "/pool?reservePercent=0", func() error { return unix.Unmount(at, 0) }
+			return "file://" + at + "/pool?reservePercent=0", func() error { drivertest.Unmount(t, at); return nil }
 		},
 		left: func(t testing.TB, dir string) []string {
 			found, err := filepath.Glob(filepath.Join(dir, "disk", "pool", "*", "*"))

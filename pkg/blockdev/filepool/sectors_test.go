@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 
@@ -49,16 +48,10 @@ func newBadDisk(t testing.TB) *badDisk {
 	return d
 }
 
-// unmount takes both filesystems out. The lower one is busy as long as anybody on this machine looks at the loop device that the upper one was on.
+// unmount takes both filesystems out.
 func (d *badDisk) unmount() {
 	for _, dir := range []string{d.dir, d.below} {
-		err := unix.Unmount(dir, 0)
-		for end := time.Now().Add(10 * time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(end); err = unix.Unmount(dir, 0) {
-			time.Sleep(10 * time.Millisecond)
-		}
-		if err != nil {
-			d.t.Errorf("unmount %s: %v", dir, err)
-		}
+		drivertest.Unmount(d.t, dir)
 	}
 }
 
