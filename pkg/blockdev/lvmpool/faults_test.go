@@ -1483,6 +1483,31 @@ func TestLVMWithoutTable(t *testing.T) {
 	})
 }
 
+// TestLVMReaderLeft: the driver was killed when it had just made a device for reading, which goes with nobody yet. The next one lets go of it, and of the one below it.
+func TestLVMReaderLeft(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
+		ids := strings.Fields(strings.ReplaceAll(drivertest.Run(t, "lvs", "--noheadings", "-o", "vg_uuid,lv_uuid", f.path(pooltest.Vol("a"))), "-", ""))
+		name, uuid := strings.ReplaceAll(f.group.Name, "-", "--")+"-"+pooltest.Vol("a").String(), "LVM-"+ids[0]+ids[1]
+		for _, table := range []string{"0 16384 linear /dev/mapper/" + name + " 0", ""} {
+			drivertest.Run(t, "lvchange", "-ay", "-K", f.path(pooltest.Vol("a")))
+			argv := []string{"dmsetup", "create", name + "-readonly", "--uuid", uuid + "-readonly", "--readonly", "--notable"}
+			if table != "" {
+				argv = append(argv[:len(argv)-1], "--table", table)
+			}
+			drivertest.Run(t, argv...)
+			check.OK(f, f.pool.Close())
+			f.pool = pooltest.OpenURL(f, f.url)
+			for deadline := time.Now().Add(10 * time.Second); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
+				time.Sleep(10 * time.Millisecond)
+			}
+			if left := f.group.DeviceNames(); len(left) > 0 {
+				f.Errorf("with the table %q, left: %v", table, left)
+			}
+		}
+	})
+}
+
 // TestLVMPartsOfThinPool: an lvm2 that was cut short while it had a thin pool down left parts of
 // it up. The next start brings it up.
 func TestLVMPartsOfThinPool(t *testing.T) {

@@ -460,12 +460,13 @@ func (p *pool) recoverUnfinished(ctx context.Context, leftovers []string) {
 	}
 }
 
-// releaseDevices has the devices of logical volumes go with their last users, also those that an
+// releaseDevices has the devices of logical volumes, and those for reading them, go with their last users, also those that an
 // activation that was cut short left, and that have none.
 func (p *pool) releaseDevices(ctx context.Context) {
 	names, err := dm.Names(p.device(""))
 	for _, name := range names {
-		if p.Find(blockdev.ParseRef(strings.TrimPrefix(name, p.device("")))) == nil {
+		volume := strings.TrimSuffix(strings.TrimPrefix(name, p.device("")), readOnlySuffix)
+		if p.Find(blockdev.ParseRef(volume)) == nil {
 			continue
 		}
 		d, failure := p.own(name)
