@@ -247,7 +247,6 @@ func (m mirror) copyBack(d *dm.Device, parts []bool) error {
 			table = append(table, dm.Line{Start: p.Start, Length: p.Length, Kind: "linear", Text: fmt.Sprintf("%s %d", dm.Number(m.Old), p.Start/512)})
 		}
 	}
-	dm.Answered(d.Name)
 	if err := dm.Hold(d.Name); err != nil {
 		return err
 	}

@@ -242,7 +242,6 @@ func (s Stack) HoldMirror(context.Context) error {
 		if _, is, err := mirrorOf(d.Name); err != nil || !is {
 			return errors.Join(err, fmt.Errorf("%w: it is not mirrored", errdefs.ErrPrecondition))
 		}
-		dm.Answered(d.Name)
 		return dm.Hold(d.Name)
 	})
 }

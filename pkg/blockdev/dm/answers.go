@@ -15,8 +15,8 @@ const (
 	answerPatience = 30 * time.Second
 )
 
-// Answered waits until the devices below a mirror have answered as much as was under way to them: then a suspension waits for moments. What is no mirror, or cannot be counted, is not waited for. What is held already counts for nothing: it is under way to no device.
-func Answered(name string) {
+// answered waits until the devices below a mirror have answered as much as was under way to them: then a suspension waits for moments. What is no mirror, or cannot be counted, is not waited for. What is held already counts for nothing: it is under way to no device.
+func answered(name string) {
 	kind, _, err := Target(name)
 	if err != nil || kind != "mirror" {
 		return

@@ -229,8 +229,14 @@ func Suspend(name string) error {
 	return nil
 }
 
-// Hold is Suspend, but for what the targets of the device hold back themselves, or could not write: that waits as well, for the table of the resume. Suspend has it fail. Of a mirror that is not to be held this very moment, see Answered.
+// Hold is Suspend, but for what the targets of the device hold back themselves, or could not write: that waits as well, for the table of the resume. Suspend has it fail. It waits before for what is under way in a mirror (answered).
 func Hold(name string) error {
+	answered(name)
+	return HoldNow(name)
+}
+
+// HoldNow is Hold of a mirror that is to be held this very moment, as what it does next may be wrong.
+func HoldNow(name string) error {
 	_, _, err := call(devSuspend, func(h *header) {
 		named(name)(h)
 		h.flags = flagSuspended | flagSkipLockFS | flagNoFlush
@@ -391,7 +397,7 @@ func load(name string, flags uint32, table []Line) error {
 // Replace brings a table into effect. What the targets of the one before it hold back, as a mirror does with what one of its legs did not take, is given
 // to the new one; a suspension of any other kind has them fail it.
 func Replace(name string, table []Line) error {
-	Answered(name)
+	answered(name)
 	if err := Load(name, table); err != nil {
 		return err
 	}

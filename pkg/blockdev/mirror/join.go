@@ -109,7 +109,6 @@ func Still(name string) error {
 
 // still does something while a mirror is held, and resumes it: with the table that was loaded meanwhile, if that is without an error.
 func still(name string, do func() error) error {
-	dm.Answered(name)
 	if err := dm.Hold(name); err != nil {
 		return err
 	}

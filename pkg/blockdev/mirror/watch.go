@@ -54,7 +54,7 @@ func (s *State) keep(ctx context.Context, name string, seen uint32) (err error) 
 	if err := flat(ctx, s.Size, []uint64{has}, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
 		return err
 	}
-	if err := dm.Hold(s.inner); err != nil {
+	if err := dm.HoldNow(s.inner); err != nil {
 		return errors.Join(err, dm.Clear(s.inner))
 	}
 	*s, err = state(name)
