@@ -16,7 +16,7 @@ const (
 )
 
 // errOrigin: as many as can be are brought from that pool.
-var errOrigin = fmt.Errorf("%w", errdefs.ErrUnavailable)
+var errOrigin = fmt.Errorf("%w: as many as can be are brought from that pool at once", errdefs.ErrUnavailable)
 
 // origins counts what is brought from pools of other nodes.
 type origins struct {
