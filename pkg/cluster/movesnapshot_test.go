@@ -385,18 +385,24 @@ func TestSnapshotMoveNewHomeLoses(t *testing.T) {
 	w.cutMoved(snapshot.ID, a, b)
 }
 
+// leftForGood has the node that a snapshot has left be gone for good, and waits until the move is over.
+func (w *environment) leftForGood(id volume.ID, from, to *machine) {
+	w.Helper()
+	check.OK(w, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: from.name}}))
+	now := w.cutObject(id)
+	before := now.DeepCopy()
+	metav1.SetMetaDataAnnotation(&now.ObjectMeta, "example.com/touched", "it") // has it looked at
+	check.OK(w, w.Patch(w.ctx, now, client.MergeFrom(before)))
+	w.eventually("the move is over", func() bool { return w.hasMoved(id, to) })
+}
+
 // TestSnapshotMoveNodeGone: the node that a snapshot has left is gone for good. It comes back all the same with its old bytes, and when the snapshot moves back there, these are it.
 func TestSnapshotMoveNodeGone(t *testing.T) {
 	w, a, b, s, snapshot, want := flippedCut(t)
 	w.start(b)
 	w.cutSays(snapshot.ID, "node-1 is to give its bytes back")
 	fails(t, s.DeleteSnapshot(w.ctx, snapshot.ID), errdefs.ErrUnavailable)
-	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
-	now := w.cutObject(snapshot.ID)
-	before := now.DeepCopy()
-	metav1.SetMetaDataAnnotation(&now.ObjectMeta, "example.com/touched", "it") // has it looked at
-	check.OK(t, w.Patch(w.ctx, now, client.MergeFrom(before)))
-	w.eventually("the move is over", func() bool { return w.hasMoved(snapshot.ID, b) })
+	w.leftForGood(snapshot.ID, a, b)
 	w.node(a.name, true)
 	w.start(a)
 	w.cutMovesTo(snapshot.ID, a.name)
@@ -415,12 +421,7 @@ func TestSnapshotMoveNodeGoneStray(t *testing.T) {
 			w, a, b, s, snapshot, want := flippedCut(t)
 			w.start(b)
 			w.cutSays(snapshot.ID, "node-1 is to give its bytes back")
-			check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
-			now := w.cutObject(snapshot.ID)
-			before := now.DeepCopy()
-			metav1.SetMetaDataAnnotation(&now.ObjectMeta, "example.com/touched", "it") // has it looked at
-			check.OK(t, w.Patch(w.ctx, now, client.MergeFrom(before)))
-			w.eventually("the move is over", func() bool { return w.hasMoved(snapshot.ID, b) })
+			w.leftForGood(snapshot.ID, a, b)
 			if lost {
 				check.OK(t, b.disks[0].Open("default", nil).Delete(w.ctx, blockdev.Ref{Kind: blockdev.Snapshot, Key: snapshot.ID.Key}))
 			}

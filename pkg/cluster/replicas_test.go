@@ -226,15 +226,21 @@ func TestReleasedWhileItBecomes(t *testing.T) {
 	}
 }
 
-// TestBecomesReplicatedCutShort: wherever the controller dies while a volume gets replicas, the next one goes on; and in between it can be deleted, or is not there to be used yet, but never another one's.
-func TestBecomesReplicatedCutShort(t *testing.T) {
-	w, cut := newEnvironment(t), &cutter{}
-	var machines []*machine
+// becomesCutShort is a cluster of two nodes in a network, and what cuts its controller off at a write.
+func becomesCutShort(t *testing.T) (w *environment, cut *cutter, machines []*machine) {
+	t.Helper()
+	w, cut = newEnvironment(t), &cutter{}
 	for i := range 2 {
 		m, _ := w.networked(fmt.Sprint("node-", i+1), "storage")
 		machines = append(machines, m)
 	}
 	wrap(t, func(c *rest.Config) { c.Wrap(cut.wrap) })
+	return w, cut, machines
+}
+
+// TestBecomesReplicatedCutShort: wherever the controller dies while a volume gets replicas, the next one goes on; and in between it can be deleted, or is not there to be used yet, but never another one's.
+func TestBecomesReplicatedCutShort(t *testing.T) {
+	w, cut, machines := becomesCutShort(t)
 	s, stop := w.store()
 	for _, m := range machines {
 		w.pooled(s, m)
@@ -288,13 +294,7 @@ func TestBecomesReplicatedCutShort(t *testing.T) {
 
 // TestTakenBackWhileItBecomes: wherever the controller dies while a volume gets replicas, and whoever takes the wish back meanwhile, it is one that can be used in the end.
 func TestTakenBackWhileItBecomes(t *testing.T) {
-	w, cut := newEnvironment(t), &cutter{}
-	var machines []*machine
-	for i := range 2 {
-		m, _ := w.networked(fmt.Sprint("node-", i+1), "storage")
-		machines = append(machines, m)
-	}
-	wrap(t, func(c *rest.Config) { c.Wrap(cut.wrap) })
+	w, cut, machines := becomesCutShort(t)
 	for n := 1; n <= 4; n++ {
 		s, stop := w.store()
 		for _, m := range machines {

@@ -164,13 +164,19 @@ func TestAdoptCutShort(t *testing.T) {
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
 
+// heldOpen is a raw volume that is used, and that somebody has open.
+func heldOpen(t *testing.T) (b *becoming, f *os.File) {
+	t.Helper()
+	b = newBecoming(t)
+	f, err := os.OpenFile(b.raw().Path, os.O_RDWR, 0)
+	check.OK(t, err)
+	return b, f
+}
+
 // TestHeldOpenWhileItBecomes: a device that somebody has open still when it is taken down is in use until he ends, though the volume has got replicas.
 func TestHeldOpenWhileItBecomes(t *testing.T) {
 	drivertest.NeedMapper(t)
-	b := newBecoming(t)
-	d := b.raw()
-	f, err := os.OpenFile(d.Path, os.O_RDWR, 0)
-	check.OK(t, err)
+	b, f := heldOpen(t)
 	b.becomes()
 	for range 3 {
 		pooltest.Fails(t, b.e.Detach(t.Context(), b.id), errdefs.ErrInUse, "taken down while it is open")
@@ -183,10 +189,7 @@ func TestHeldOpenWhileItBecomes(t *testing.T) {
 // TestHeldOpenIsNoLeg: a device that somebody has open still, who had the volume before it got replicas, is below no mirror: he would write past it. That is so after a start, too.
 func TestHeldOpenIsNoLeg(t *testing.T) {
 	drivertest.NeedMapper(t)
-	b := newBecoming(t)
-	d := b.raw()
-	f, err := os.OpenFile(d.Path, os.O_RDWR, 0)
-	check.OK(t, err)
+	b, f := heldOpen(t)
 	pooltest.Fails(t, b.e.Detach(t.Context(), b.id), errdefs.ErrInUse, "taken down while it is open")
 	b.becomes()
 	for range 2 {
