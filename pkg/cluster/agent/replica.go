@@ -390,7 +390,7 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	return out, err
 }
 
-// openAll opens the legs that are current, the near one first. failed says why some were not; those are waited for a while. away are those of them that may have everything all the same.
+// openAll opens the legs that are current, the near one first. failed says why some were not; those are waited for a while, and once that has passed no longer than until one is open. away are those of them that may have everything all the same.
 func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, away []string, failed error) {
 	left := v.Current()
 	var end time.Time // whoever asks has less time, and asks again
@@ -400,11 +400,18 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 		}
 		end = r.opens.Add(legPatience * l.options.CarryEvery)
 	})
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	hasOne := sync.OnceFunc(func() { time.AfterFunc(time.Until(end), cancel) }) // a node that is gone does not answer at all
 	for {
 		legs, failures := make([]openedLeg, len(left)), make([]error, len(left))
 		var all sync.WaitGroup
 		for i, name := range left {
-			all.Go(func() { legs[i], failures[i] = l.open(ctx, v, name) })
+			all.Go(func() {
+				if legs[i], failures[i] = l.open(ctx, v, name); failures[i] == nil {
+					hasOne()
+				}
+			})
 		}
 		all.Wait()
 		var again []string

@@ -59,6 +59,7 @@ type tendedLeg struct {
 	number uint64
 	live   bool
 	away   bool // its node does not answer
+	silent bool // ... and that takes as long as one waits
 	ended  bool
 	closes func()
 	state  volume.LegState
@@ -315,7 +316,10 @@ func (f tendedVolumes) Leg(_ context.Context, id volume.ID) (volume.Leg, error) 
 	return volume.Leg{LegState: l.state, Of: f.v.Name, Now: l.boot, Data: blockdev.Record{Labels: maps.Clone(l.labels)}}, nil
 }
 
-func (f tendedVolumes) OpenLeg(_ context.Context, id volume.ID) (blockdev.Device, error) {
+func (f tendedVolumes) OpenLeg(ctx context.Context, id volume.ID) (blockdev.Device, error) {
+	if f.legs[id.Key].silent {
+		<-ctx.Done()
+	}
 	if f.legs[id.Key].away {
 		return blockdev.Device{}, fmt.Errorf("%w: %s", errdefs.ErrUnavailable, id.Key)
 	}
@@ -589,6 +593,28 @@ func TestPowerIsLost(t *testing.T) {
 	check.OK(t, f.opens(3))
 	if a := f.legs["a"].state; a.Boot != "2" || !slices.Equal(f.v.Current(), []string{"a"}) {
 		t.Errorf("it is used, and is %+v", a)
+	}
+}
+
+// TestSilentLeg: a leg whose node is gone, and so answers nothing at all, is waited for as long as one that says that it is not ready, where another one is open; and longer where none is.
+func TestSilentLeg(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["b"].away, f.legs["b"].silent = true, true
+	began := time.Now()
+	check.OK(t, f.opens(2))
+	if took, least := time.Since(began), legPatience*f.options.CarryEvery; took < least || took > 20*least {
+		t.Errorf("it took %v, not somewhat more than %v", took, least)
+	}
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current, not the one that answers", now)
+	}
+
+	f.legs["a"].away, f.legs["a"].silent = true, true
+	ctx, cancel := context.WithTimeout(context.Background(), 3*legPatience*f.options.CarryEvery)
+	defer cancel()
+	f.v.Spec.Claim.Generation = 3
+	if _, err := f.Open(ctx, "", f.tender.ref); err == nil || ctx.Err() == nil {
+		t.Errorf("the only one is not waited for: %v", err)
 	}
 }
 
