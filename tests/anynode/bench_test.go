@@ -262,6 +262,29 @@ func BenchmarkAttach(b *testing.B) {
 	c.again("delete it", v.of.Delete)
 }
 
+// stepTimes are how long steps took, one after the other, over all rounds.
+type stepTimes struct {
+	last time.Time
+	took map[string]time.Duration
+}
+
+func (s *stepTimes) begin() { s.last = time.Now() }
+
+// did ends a step, and begins the next one.
+func (s *stepTimes) did(name string) {
+	if s.took == nil {
+		s.took = map[string]time.Duration{}
+	}
+	s.took[name] += time.Since(s.last)
+	s.begin()
+}
+
+func (s *stepTimes) report(b *testing.B) {
+	for name, took := range s.took {
+		each(b, took, name+"-ms")
+	}
+}
+
 func each(b *testing.B, all time.Duration, unit string) {
 	b.ReportMetric(float64(all.Microseconds())/1000/float64(b.N), unit)
 }
@@ -504,6 +527,7 @@ func BenchmarkFailover(b *testing.B) {
 	c := newNodes(b)
 	v := c.create("v", co.Block)
 	first, second := consumers[0], consumers[1]
+	var steps stepTimes
 	for b.Loop() {
 		b.StopTimer()
 		c.again("claim it", func(ctx context.Context) error { return v.claim(ctx, first) })
@@ -514,13 +538,18 @@ func BenchmarkFailover(b *testing.B) {
 		c.links(first, false)
 		start := killed(c, c.agents[first])
 		b.StartTimer()
+		steps.begin()
 		c.again("release it", func(ctx context.Context) error { return v.release(ctx, first) })
+		steps.did("release")
 		c.again("claim it for the next", func(ctx context.Context) error { return v.claim(ctx, second) })
+		steps.did("claim")
 		c.again("stage it on the next", func(ctx context.Context) error { return v.up(ctx, second) })
+		steps.did("stage")
 		f, err := os.OpenFile(v.target(second), os.O_WRONLY|unix.O_DIRECT|unix.O_SYNC, 0)
 		check.OK(b, err)
 		_, err = f.Write(aligned())
 		check.OK(b, errors.Join(err, f.Close()))
+		steps.did("write")
 		b.StopTimer()
 		c.links(first, true)
 		start()
@@ -530,5 +559,6 @@ func BenchmarkFailover(b *testing.B) {
 		b.StartTimer()
 	}
 	each(b, b.Elapsed(), "failover-ms")
+	steps.report(b)
 	c.again("delete it", v.of.Delete)
 }

@@ -156,7 +156,13 @@ func (c *nodes) start(name string, argv ...string) *process.Driver {
 // eventually fails the test if something does not become so.
 func (c *nodes) eventually(what string, is func() bool) {
 	c.Helper()
-	for end := time.Now().Add(patient); !is(); time.Sleep(50 * time.Millisecond) {
+	c.within(patient, what, is)
+}
+
+// within is eventually, of what may take another time.
+func (c *nodes) within(limit time.Duration, what string, is func() bool) {
+	c.Helper()
+	for end := time.Now().Add(limit); !is(); time.Sleep(50 * time.Millisecond) {
 		if time.Now().After(end) {
 			c.Fatalf("never: %s\n%s", what, c.logs())
 		}

@@ -169,13 +169,19 @@ func (m *mirrored) find(node string, w *writer) {
 // ends takes the volume down on a node, and deletes it.
 func (m *mirrored) ends(node string) {
 	m.Helper()
-	m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
-	m.releases(node)
+	m.leave(node)
 	m.delete()
 }
 
-// delete deletes the volume, with all its legs.
+// delete deletes the volume, with all its legs, and nothing of any volume is left then.
 func (m *mirrored) delete() {
+	m.Helper()
+	m.deleteBeside()
+	m.gone()
+}
+
+// deleteBeside is delete where there are other volumes.
+func (m *mirrored) deleteBeside() {
 	m.Helper()
 	m.again("delete it", m.of.Delete)
 	for _, name := range m.legs {
@@ -183,7 +189,6 @@ func (m *mirrored) delete() {
 			m.Errorf("leg %s: %v", name, err)
 		}
 	}
-	m.gone()
 }
 
 // TestReplicaFails: while a node without a leg writes, a leg's node is cut off from it, its driver is killed, the API server is away as well; what is acknowledged is on what is current, and all legs are current again at the end.

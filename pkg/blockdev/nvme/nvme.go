@@ -32,7 +32,7 @@ const fabrics = "/dev/nvme-fabrics"
 
 // How the kernel keeps a connection, in seconds.
 const (
-	keepAlive      = 5 // a target that does not answer for that long is away
+	keepAlive      = 2 // a target that does not answer for that long is away; what is on its way ends after up to three times that (nvme_stop_keep_alive waits for what it has asked)
 	reconnectDelay = 2 // between two attempts to connect again
 )
 

@@ -37,7 +37,7 @@ func attributeOf(folder, attribute string) string {
 // end has the kernel end a controller, and waits for it. One that is ending already has no such attribute any more.
 func (c controller) end(ctx context.Context) error {
 	if c.get("state") == live && c.ask() != nil {
-		for deadline := time.Now().Add(keepAlive * time.Second); c.get("state") == live && time.Now().Before(deadline); {
+		for deadline := time.Now().Add(2 * keepAlive * time.Second); c.get("state") == live && time.Now().Before(deadline); {
 			if err := wait(ctx); err != nil {
 				return err
 			}

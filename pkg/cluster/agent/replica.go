@@ -634,17 +634,44 @@ func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref)
 	return blockdev.Record{}, err
 }
 
-// currentLeg returns a leg that is current, as its node has it: that of this node, or the first one that answers.
+// currentLeg returns a leg that is current, as its node has it: that of this node, or else the first one that answers, of which one is asked beside the other: a node that is gone takes all the time that there is.
 func (l *ReplicaLegs) currentLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume) (leg volume.Leg, err error) {
 	err = fmt.Errorf("%w: no leg of the replicated volume %s is current", errdefs.ErrDataLoss, v.Name)
-	for _, name := range l.nearFirst(ctx, v) {
-		var id volume.ID
-		if id, err = l.legID(ctx, v, name); err != nil {
-			continue
+	ask := func(ctx context.Context, name string) (volume.Leg, error) {
+		id, err := l.legID(ctx, v, name)
+		if err != nil {
+			return volume.Leg{}, err
 		}
-		if leg, err = l.volumes.Leg(ctx, id); err == nil {
+		return l.volumes.Leg(ctx, id)
+	}
+	names := l.nearFirst(ctx, v)
+	if len(names) > 0 && l.isNear(ctx, names[0]) {
+		if leg, err = ask(ctx, names[0]); err == nil {
 			return leg, nil
 		}
+		names = names[1:]
+	}
+	type answer struct {
+		leg volume.Leg
+		err error
+	}
+	answers := make(chan answer, len(names))
+	var all sync.WaitGroup
+	defer all.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	for _, name := range names {
+		all.Go(func() {
+			leg, err := ask(ctx, name)
+			answers <- answer{leg, err}
+		})
+	}
+	for range names {
+		a := <-answers
+		if a.err == nil {
+			return a.leg, nil
+		}
+		err = a.err
 	}
 	return volume.Leg{}, err
 }

@@ -309,7 +309,11 @@ func (f tendedVolumes) of(id volume.ID) blockdev.Device {
 	return blockdev.Device{Number: f.legs[id.Key].number, Size: tendedSize}
 }
 
-func (f tendedVolumes) Leg(_ context.Context, id volume.ID) (volume.Leg, error) {
+func (f tendedVolumes) Leg(ctx context.Context, id volume.ID) (volume.Leg, error) {
+	if f.legs[id.Key].silent {
+		<-ctx.Done()
+		return volume.Leg{}, fmt.Errorf("%w: %s: %w", errdefs.ErrUnavailable, id.Key, ctx.Err())
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	l := f.legs[id.Key]
@@ -615,6 +619,26 @@ func TestSilentLeg(t *testing.T) {
 	f.v.Spec.Claim.Generation = 3
 	if _, err := f.Open(ctx, "", f.tender.ref); err == nil || ctx.Err() == nil {
 		t.Errorf("the only one is not waited for: %v", err)
+	}
+}
+
+// TestRecordWhereOneIsSilent: what a volume is, is known as soon as one leg that is current says so, also if the first one on the list answers nothing at all.
+func TestRecordWhereOneIsSilent(t *testing.T) {
+	f := newObject(t, 3, "a", "b", "c", "near")
+	f.v.Spec.Legs = []string{"near", "a", "b", "c"}
+	f.legs["a"].silent = true
+	f.legs["b"].labels["format"], f.legs["c"].labels["format"] = "formatted:ext4", "formatted:ext4"
+	began := time.Now()
+	record, err := f.Record(context.Background(), "", f.tender.ref)
+	check.OK(t, err)
+	if took := time.Since(began); took > homeTime/4 || record.Labels["format"] != "formatted:ext4" {
+		t.Errorf("after %v it is %+v", took, record)
+	}
+	f.legs["b"].silent, f.legs["c"].silent = true, true
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	if _, err := f.currentLeg(ctx, f.v); !errors.Is(err, errdefs.ErrUnavailable) {
+		t.Errorf("none answers: %v", err)
 	}
 }
 

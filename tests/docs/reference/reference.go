@@ -1,4 +1,4 @@
-// Package reference writes pages of docs/reference from the code, and says when one of them is stale.
+// Package reference writes pages of docs/reference from the code, and pictures from the tables of a page, and says when one of them is stale.
 package reference
 
 import (
@@ -21,21 +21,34 @@ const made = "\n\n<!-- Made from the code by make generate. -->\n"
 // Check fails unless a page, which root/docs/reference has as file, is of the text; with -update it writes it.
 func Check(t *testing.T, root, file, text string) {
 	t.Helper()
-	path := filepath.Join(root, "docs", "reference", file)
 	text = strings.Replace(strings.TrimRight(text, "\n"), "\n", made, 1) + "\n"
+	if !same(t, filepath.Join(root, "docs", "reference", file), text) {
+		t.Errorf("docs/reference/%s is not what the code says (make generate); it should be:\n%s", file, text)
+	}
+}
+
+// CheckPicture fails unless docs has, as file, this picture; with -update it writes it.
+func CheckPicture(t *testing.T, root, file string, picture []byte) {
+	t.Helper()
+	if !same(t, filepath.Join(root, "docs", file), string(picture)) {
+		t.Errorf("docs/%s does not show what the table says (make generate)", file)
+	}
+}
+
+// same reports whether a file has a text; with -update it writes it.
+func same(t *testing.T, path, text string) bool {
+	t.Helper()
 	if *update {
 		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
 			t.Fatal(err)
 		}
-		return
+		return true
 	}
 	have, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if string(have) != text {
-		t.Errorf("docs/reference/%s is not what the code says (make generate); it should be:\n%s", file, text)
-	}
+	return string(have) == text
 }
 
 // Table is a table of Markdown. Cells are one line each.
