@@ -12,6 +12,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 	"unsafe"
 
@@ -120,13 +121,39 @@ func (d Device) Size() (int64, error) {
 	return sectors * sector, nil
 }
 
+// control is what all commands go through, once it could be opened; it stays open.
+var control struct {
+	mu   sync.Mutex
+	file *os.File
+}
+
+func shared() (*os.File, error) {
+	control.mu.Lock()
+	defer control.mu.Unlock()
+	if control.file != nil {
+		return control.file, nil
+	}
+	file, err := openControl()
+	if err == nil {
+		control.file = file
+	}
+	return file, err
+}
+
+func openControl() (*os.File, error) {
+	fd, err := unix.Open(controlPath, unix.O_RDWR|unix.O_CLOEXEC, 0) // os.OpenFile has it not block, and Fd undoes that each time
+	if err != nil {
+		return nil, fmt.Errorf("%w: open %s: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, controlPath, err)
+	}
+	return os.NewFile(uintptr(fd), controlPath), nil
+}
+
 // call runs one command; data goes after the header and comes back as the answer's.
 func call(command uint, prepare func(h *header), data []byte) (header, []byte, error) {
-	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
+	control, err := shared()
 	if err != nil {
-		return header{}, nil, fmt.Errorf("%w: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, err)
+		return header{}, nil, err
 	}
-	defer control.Close()
 	const head = int(unsafe.Sizeof(header{}))
 	for room := 16 << 10; ; room *= 4 {
 		buffer := make([]byte, head+max(room, len(data)))
@@ -514,9 +541,9 @@ const longestPoll = 200 * time.Millisecond
 
 // Await calls look until that says that it is done, or fails: at once, and each time that the Event of any device may have changed.
 func Await(ctx context.Context, look func() (done bool, err error)) error {
-	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
+	control, err := openControl() // what it has told of is counted for each who has it open
 	if err != nil {
-		return fmt.Errorf("%w: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, err)
+		return err
 	}
 	defer control.Close()
 	for {
@@ -527,12 +554,14 @@ func Await(ctx context.Context, look func() (done bool, err error)) error {
 		if done, err := look(); err != nil || done {
 			return err
 		}
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		_, err = unix.Poll([]unix.PollFd{{Fd: int32(control.Fd()), Events: unix.POLLIN}}, int(longestPoll.Milliseconds()))
-		if err != nil && !errors.Is(err, unix.EINTR) {
-			return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
+		for told := 0; told == 0; {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			told, err = unix.Poll([]unix.PollFd{{Fd: int32(control.Fd()), Events: unix.POLLIN}}, int(longestPoll.Milliseconds()))
+			if err != nil && !errors.Is(err, unix.EINTR) {
+				return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
+			}
 		}
 	}
 }

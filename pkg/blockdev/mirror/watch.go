@@ -16,7 +16,14 @@ const forgets = 20 * time.Millisecond
 // it failed; or nothing that matters. errdefs.ErrNotFound once there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel soon forgets which leg it was, and then acknowledges what is on one leg only. Watch does not let
 // it. It has the mirror held, with the legs that may lack something as failed, which is so until Leave, also for a driver that starts later. Where the kernel has forgotten already, those are all but the one that is read from, as that has everything.
 func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
-	err = dm.Await(ctx, func() (bool, error) {
+	var last uint32
+	first := true
+	err = dm.Await(ctx, func() (bool, error) { // events are those of any device
+		now, err := events(name)
+		if err == nil && now == last && !first {
+			return false, nil
+		}
+		first, last = false, now
 		s, err = Look(name)
 		return err != nil || s.Event != seen, err
 	})
@@ -37,6 +44,20 @@ func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
 		return s.keep(context.WithoutCancel(ctx), name, seen)
 	})
 	return s, err
+}
+
+// events are how many there were of what a mirror is made of.
+func events(name string) (sum uint32, err error) {
+	for _, part := range []string{name, name + baseSuffix} {
+		d, err := dm.Find(part)
+		if err != nil {
+			return 0, err
+		}
+		if d != nil {
+			sum += d.Event
+		}
+	}
+	return sum, nil
 }
 
 // keep has a mirror held if the kernel would forget, or has forgotten, that a leg has failed. When all regions of a table are found to be equal, which is soon after it was loaded, there is one event; a failure that is forgotten makes two.

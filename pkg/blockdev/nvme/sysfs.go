@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -61,18 +62,46 @@ func write(path, value string) error {
 	return err
 }
 
+// fixed is what stays as it is for as long as a controller is there. Who looks after volumes asks for it all the time, of all controllers.
+type fixed struct {
+	inode     uint64 // of its entry in sysfs: another controller with its name has another one
+	nqn       string // of its subsystem
+	subsystem string // the folder of that in sysfs; empty: not known yet
+}
+
+var known = struct {
+	mu sync.Mutex
+	of map[controller]fixed
+}{of: map[controller]fixed{}}
+
 // chosen returns the controllers of subsystems that a function chooses by name.
 func chosen(choose func(nqn string) bool) ([]controller, error) {
 	entries, err := os.ReadDir(controllers)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, errdefs.FromErrno(err)
 	}
+	known.mu.Lock()
+	defer known.mu.Unlock()
+	there := make(map[controller]fixed, len(entries))
 	var found []controller
 	for _, entry := range entries {
-		if c := controller(filepath.Join(controllers, entry.Name())); choose(c.get("subsysnqn")) {
+		c := controller(filepath.Join(controllers, entry.Name()))
+		var st unix.Stat_t
+		if unix.Lstat(string(c), &st) != nil {
+			continue // it has just gone
+		}
+		f := known.of[c]
+		if f.inode != st.Ino {
+			f = fixed{inode: st.Ino, nqn: c.get("subsysnqn")}
+		}
+		if strings.HasPrefix(f.nqn, "nqn.") { // of one that is being made the kernel says "(efault)", or nothing
+			there[c] = f
+		}
+		if choose(f.nqn) {
 			found = append(found, c)
 		}
 	}
+	known.of = there
 	return found, nil
 }
 
@@ -186,8 +215,7 @@ var heads = regexp.MustCompile(`^nvme\d+n\d+$`)
 // namespace returns the folder in sysfs of the device of a controller's namespace: with multipath (CONFIG_NVME_MULTIPATH and
 // nvme_core.multipath) it is the subsystem's, else the controller's own.
 func (c controller) namespace() string {
-	subsystems, _ := filepath.Glob("/sys/class/nvme-subsystem/*/" + filepath.Base(string(c)))
-	for _, folder := range append([]string{string(c)}, parents(subsystems)...) {
+	for _, folder := range []string{string(c), c.subsystem()} {
 		entries, _ := os.ReadDir(folder)
 		for _, entry := range entries {
 			if heads.MatchString(entry.Name()) {
@@ -198,10 +226,23 @@ func (c controller) namespace() string {
 	return ""
 }
 
-func parents(paths []string) []string {
-	folders := make([]string, 0, len(paths))
-	for _, path := range paths {
-		folders = append(folders, filepath.Dir(path))
+// subsystem returns the folder in sysfs of a controller's subsystem; empty if there is none.
+func (c controller) subsystem() string {
+	known.mu.Lock()
+	f, is := known.of[c]
+	known.mu.Unlock()
+	if f.subsystem != "" {
+		return f.subsystem
 	}
-	return folders
+	found, _ := filepath.Glob("/sys/class/nvme-subsystem/*/" + filepath.Base(string(c)))
+	if len(found) == 0 {
+		return ""
+	}
+	f.subsystem = filepath.Dir(found[0])
+	known.mu.Lock()
+	defer known.mu.Unlock()
+	if is && known.of[c].inode == f.inode {
+		known.of[c] = f
+	}
+	return f.subsystem
 }
