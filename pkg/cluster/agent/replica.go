@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -634,46 +635,66 @@ func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref)
 	return blockdev.Record{}, err
 }
 
-// currentLeg returns a leg that is current, as its node has it: that of this node, or else the first one that answers, of which one is asked beside the other: a node that is gone takes all the time that there is.
+// askAgain is after which time a leg that answered with an error is asked again.
+const askAgain = 100 * time.Millisecond
+
+// currentLeg returns a leg that is current, as its node has it: that of this node, or else the first one that answers, of which one is asked beside the other: a node that is gone takes all the time that there is. Meanwhile the others are
+// asked again: of a claim that was just made one hears in a moment.
 func (l *ReplicaLegs) currentLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume) (leg volume.Leg, err error) {
 	err = fmt.Errorf("%w: no leg of the replicated volume %s is current", errdefs.ErrDataLoss, v.Name)
-	ask := func(ctx context.Context, name string) (volume.Leg, error) {
-		id, err := l.legID(ctx, v, name)
-		if err != nil {
-			return volume.Leg{}, err
-		}
-		return l.volumes.Leg(ctx, id)
-	}
 	names := l.nearFirst(ctx, v)
 	if len(names) > 0 && l.isNear(ctx, names[0]) {
-		if leg, err = ask(ctx, names[0]); err == nil {
+		if leg, err = l.leg(ctx, v, names[0]); err == nil {
 			return leg, nil
 		}
 		names = names[1:]
 	}
 	type answer struct {
-		leg volume.Leg
-		err error
+		name string
+		leg  volume.Leg
+		err  error
 	}
-	answers := make(chan answer, len(names))
+	answers := make(chan answer)
 	var all sync.WaitGroup
 	defer all.Wait()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	for _, name := range names {
 		all.Go(func() {
-			leg, err := ask(ctx, name)
-			answers <- answer{leg, err}
+			for {
+				leg, err := l.leg(ctx, v, name)
+				select {
+				case answers <- answer{name, leg, err}:
+				case <-ctx.Done():
+				}
+				if pause(ctx, askAgain) != nil {
+					return
+				}
+			}
 		})
 	}
-	for range names {
-		a := <-answers
-		if a.err == nil {
-			return a.leg, nil
+	failed := map[string]error{}
+	for len(failed) < len(names) {
+		select {
+		case a := <-answers:
+			if a.err == nil {
+				return a.leg, nil
+			}
+			failed[a.name], err = a.err, a.err
+		case <-ctx.Done():
+			return volume.Leg{}, errdefs.Recast(errdefs.ErrUnavailable, errors.Join(append(slices.Collect(maps.Values(failed)), ctx.Err())...), "ask the legs of the replicated volume %s", v.Name)
 		}
-		err = a.err
 	}
 	return volume.Leg{}, err
+}
+
+// leg returns a leg as its node has it.
+func (l *ReplicaLegs) leg(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) (volume.Leg, error) {
+	id, err := l.legID(ctx, v, name)
+	if err != nil {
+		return volume.Leg{}, err
+	}
+	return l.volumes.Leg(ctx, id)
 }
 
 // isNear reports whether a leg is on this node.

@@ -60,6 +60,7 @@ type tendedLeg struct {
 	live   bool
 	away   bool // its node does not answer
 	silent bool // ... and that takes as long as one waits
+	news   int  // so often it is not known that it is claimed
 	ended  bool
 	closes func()
 	state  volume.LegState
@@ -317,6 +318,9 @@ func (f tendedVolumes) Leg(ctx context.Context, id volume.ID) (volume.Leg, error
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	l := f.legs[id.Key]
+	if l.news--; l.news >= 0 {
+		return volume.Leg{}, fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id.Key)
+	}
 	return volume.Leg{LegState: l.state, Of: f.v.Name, Now: l.boot, Data: blockdev.Record{Labels: maps.Clone(l.labels)}}, nil
 }
 
@@ -626,7 +630,7 @@ func TestSilentLeg(t *testing.T) {
 func TestRecordWhereOneIsSilent(t *testing.T) {
 	f := newObject(t, 3, "a", "b", "c", "near")
 	f.v.Spec.Legs = []string{"near", "a", "b", "c"}
-	f.legs["a"].silent = true
+	f.legs["a"].silent, f.legs["b"].news, f.legs["c"].news = true, 1, 1
 	f.legs["b"].labels["format"], f.legs["c"].labels["format"] = "formatted:ext4", "formatted:ext4"
 	began := time.Now()
 	record, err := f.Record(context.Background(), "", f.tender.ref)
