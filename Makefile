@@ -229,7 +229,7 @@ lint: ## Check style, layering (.golangci.yml), go.mod and the workflows
 	bin/actionlint
 
 .PHONY: generate
-generate: ## Make what is generated: the custom resources' definitions, the alerts' PrometheusRule, the chart's README, docs/reference
+generate: ## Make what is generated: the custom resources' definitions, the alerts' PrometheusRule, the chart's README, docs/reference, the plots of docs/benchmarks.md
 	hack/generate.sh
 	go test ./cmd/driver ./cmd/kubectl-ashlar ./tests/docs -run '^TestReference' -update
 
