@@ -181,7 +181,6 @@ func (c *nodes) drbd(minor int, disk bool) *pair {
 	c.Cleanup(func() { drivertest.Run(c, "ip", "link", "set", "lo", "mtu", "65536") })
 	for i := range 2 {
 		drivertest.Run(c, "ip", "addr", "replace", p.address(i)+"/32", "dev", "lo")
-		defer c.Cleanup(func() { p.setup("down", p.resource(i)) }) // the first end, which is used, goes first
 		p.setup("new-resource", p.resource(i))
 		p.setup("new-minor", p.resource(i), strconv.Itoa(minor+i), "0")
 		if i == 0 && !disk {
@@ -191,6 +190,11 @@ func (c *nodes) drbd(minor int, disk bool) *pair {
 		drivertest.Run(c, filepath.Join(os.Getenv("ASHLAR_DRBD"), "drbdmeta"), "--force", number, "v08", loop, "internal", "create-md")
 		p.setup("attach", number, loop, loop, "internal")
 	}
+	c.Cleanup(func() { // the first end, which is used, first
+		for i := range 2 {
+			p.setup("down", p.resource(i))
+		}
+	})
 	if disk {
 		p.connect()
 		p.becomes("connected", "cs:Connected")
