@@ -56,7 +56,7 @@ type Connection struct {
 	Encrypted bool
 	UUID      string // of the namespace that is expected, lower case
 	// Loss is how long I/O waits for a target that is away, whole seconds, before it ends with errors, counted from when the kernel has
-	// noticed, which takes about ten; negative: for ever. The device stays in any case, and works again when the target is back.
+	// noticed, which takes up to six; negative: for ever. The device stays in any case, and works again when the target is back.
 	Loss time.Duration
 }
 
