@@ -623,6 +623,34 @@ func TestNobodyAnswers(t *testing.T) {
 	connect(t, c)
 }
 
+// TestNameTaken: the kernel gives the name of a controller that has gone to the next one, which is taken for what it is.
+func TestNameTaken(t *testing.T) {
+	home(t)
+	names := func() string {
+		found, err := filepath.Glob("/sys/class/nvme/*")
+		check.OK(t, err)
+		return strings.Join(found, " ")
+	}
+	_, first := exported(t, 1, drivertest.Disk(t, 4*mib))
+	_, second := exported(t, 2, drivertest.Disk(t, 4*mib))
+	connect(t, first)
+	name := names()
+	for range 3 {
+		check.OK(t, nvme.Disconnect(t.Context(), first.NQN))
+		connect(t, second)
+		if now := names(); now != name {
+			t.Fatalf("it has the name %s, not %s", now, name)
+		}
+		if _, err := nvme.Find(first.NQN); !errors.Is(err, errdefs.ErrNotFound) {
+			t.Errorf("the first one: %v", err)
+		}
+		if d, err := nvme.Find(second.NQN); err != nil || d.UUID != second.UUID {
+			t.Errorf("the second one: %+v, %v", d, err)
+		}
+		first, second = second, first
+	}
+}
+
 func TestResized(t *testing.T) {
 	home(t)
 	disk := drivertest.Disk(t, 8*mib)
