@@ -130,22 +130,18 @@ var control struct {
 func shared() (*os.File, error) {
 	control.mu.Lock()
 	defer control.mu.Unlock()
-	if control.file != nil {
-		return control.file, nil
+	if control.file == nil {
+		fd, err := unix.Open(controlPath, unix.O_RDWR|unix.O_CLOEXEC, 0) // os.OpenFile has it not block, and Fd undoes that each time
+		if err != nil {
+			return nil, noControl(err)
+		}
+		control.file = os.NewFile(uintptr(fd), controlPath)
 	}
-	file, err := openControl()
-	if err == nil {
-		control.file = file
-	}
-	return file, err
+	return control.file, nil
 }
 
-func openControl() (*os.File, error) {
-	fd, err := unix.Open(controlPath, unix.O_RDWR|unix.O_CLOEXEC, 0) // os.OpenFile has it not block, and Fd undoes that each time
-	if err != nil {
-		return nil, fmt.Errorf("%w: open %s: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, controlPath, err)
-	}
-	return os.NewFile(uintptr(fd), controlPath), nil
+func noControl(err error) error {
+	return fmt.Errorf("%w: open %s: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, controlPath, err)
 }
 
 // call runs one command; data goes after the header and comes back as the answer's.
@@ -536,34 +532,35 @@ func lines(name string, flags uint32) (table []Line, err error) {
 	return table, nil
 }
 
-// longestPoll is how long Await goes without a look at its context.
-const longestPoll = 200 * time.Millisecond
-
 // Await calls look until that says that it is done, or fails: at once, and each time that the Event of any device may have changed.
 func Await(ctx context.Context, look func() (done bool, err error)) error {
-	control, err := openControl() // what it has told of is counted for each who has it open
+	control, err := os.OpenFile(controlPath, os.O_RDWR, 0) // one of its own: what it was told of is known for each, and it is waited for with all else that this process waits for
 	if err != nil {
-		return err
+		return noControl(err)
 	}
 	defer control.Close()
-	for {
-		h := header{version: [3]uint32{4, 0, 0}, dataSize: uint32(unsafe.Sizeof(header{}))}
-		if err := ioctl.Pointer(control, 0xC138FD00|armPoll, unsafe.Pointer(&h)); err != nil {
-			return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
-		}
-		if done, err := look(); err != nil || done {
-			return err
-		}
-		for told := 0; told == 0; {
-			if err := ctx.Err(); err != nil {
-				return err
-			}
-			told, err = unix.Poll([]unix.PollFd{{Fd: int32(control.Fd()), Events: unix.POLLIN}}, int(longestPoll.Milliseconds()))
-			if err != nil && !errors.Is(err, unix.EINTR) {
-				return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
-			}
-		}
+	waiter, err := control.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("wait for events of devices: %w", err)
 	}
+	defer context.AfterFunc(ctx, func() { _ = control.SetReadDeadline(time.Unix(1, 0)) })() // one that is closed waits no more
+	var failed error
+	err = waiter.Read(func(fd uintptr) (done bool) {
+		h := header{version: [3]uint32{4, 0, 0}, dataSize: uint32(unsafe.Sizeof(header{}))}
+		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, fd, 0xC138FD00|armPoll, uintptr(unsafe.Pointer(&h))); errno != 0 {
+			failed = fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(errno))
+			return true
+		}
+		done, failed = look()
+		return done || failed != nil
+	})
+	switch {
+	case failed != nil || err == nil:
+		return failed
+	case ctx.Err() != nil:
+		return ctx.Err()
+	}
+	return fmt.Errorf("wait for events of devices: %w", err)
 }
 
 // Message tells the first target of a device something.

@@ -967,3 +967,42 @@ func TestSteady(t *testing.T) {
 	f.leave(0, 1)
 	steady("with one")
 }
+
+// TestWatchWaits: who watches a mirror to which nothing happens, though much happens to other devices, waits until its time ends, and no longer; and hears at once of a leg that fails.
+func TestWatchWaits(t *testing.T) {
+	f := newMirror(t, 2, 0)
+	seen := f.look().Event
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	began := time.Now()
+	watch := later(func() error {
+		_, err := mirror.Watch(ctx, f.name, seen)
+		return err
+	})
+	for range 10 {
+		const other = "ashlar-test-other"
+		check.OK(t, dm.Make(other, "", []dm.Line{{Length: mib, Kind: "zero"}}))
+		_, err := dm.Remove(other)
+		check.OK(t, err)
+	}
+	if err := <-watch; !errors.Is(err, context.DeadlineExceeded) || time.Since(began) > 3*time.Second || f.look().Event != seen {
+		t.Fatalf("after %v: %v", time.Since(began), err)
+	}
+	file := f.open()
+	watch = later(func() error {
+		s, err := mirror.Watch(context.Background(), f.name, seen)
+		if err == nil && !slices.Equal(s.Failed(), []uint64{f.legs[1].number}) {
+			err = fmt.Errorf("these have failed: %v", s.Failed())
+		}
+		return err
+	})
+	waits(t, watch, "the watch of a mirror to which nothing has happened")
+	f.legs[1].fail()
+	write := later(func() error {
+		_, err := file.WriteAt(page(1), 0)
+		return err
+	})
+	ends(t, watch, "the watch of a mirror with a leg that has failed")
+	f.leave(1)
+	ends(t, write, "the write")
+}
