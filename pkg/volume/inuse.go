@@ -24,16 +24,15 @@ import (
 // Describe returns a volume as the origin of a move that begins while it is used. Created is now, later than all descriptions and seals of before; there is no
 // Read. A seal for its user is broken. Claims is how many claims there were.
 func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, error) {
-	_, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
 	}
-	now := l.sealTime(record)
+	now := sealTime(record)
 	if err := l.unsealUsed(ctx, id); err != nil {
 		return Origin{}, err
 	}
-	pool, record, err := l.exportRecord(ctx, id)
-	if err != nil {
+	if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error { setTold(labels, now); return nil }); err != nil {
 		return Origin{}, err
 	}
 	from, err := l.describe(ctx, pool, record)
@@ -110,11 +109,8 @@ func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Ori
 	}
 	s, err := sealOf(record)
 	if err != nil || s.used != to.Generation {
-		s = seal{l.sealTime(record), claims, to.Generation}
-		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-			labels[labelSealed] = s.label()
-			return nil
-		}); err != nil {
+		s = seal{sealTime(record), claims, to.Generation}
+		if record, err = setSeal(ctx, pool, record, s); err != nil {
 			return Origin{}, err
 		}
 	}

@@ -36,7 +36,7 @@ func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are those of a record that are about its use on its node, and do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
-	labelPool, labelCarried}
+	labelPool, labelCarried, labelTold}
 
 // usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
 var usedLabels = []string{labelTarget, labelFlags}
@@ -70,11 +70,8 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 		return Origin{}, fmt.Errorf("%w: volume %s was used while it moved from node %s, which has nothing of what was written since", errdefs.ErrPrecondition, id, l.node)
 	}
 	if err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
-		s = seal{since: l.sealTime(record), claims: claims}
-		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-			labels[labelSealed] = s.label()
-			return nil
-		}); err != nil {
+		s = seal{since: sealTime(record), claims: claims}
+		if record, err = setSeal(ctx, pool, record, s); err != nil {
 			return Origin{}, err
 		}
 	}
@@ -97,19 +94,31 @@ func (s seal) label() string {
 	return label
 }
 
-// sealTime is that of a seal of now, as it is kept and told: later than all that were told before, and than that of a record, also if the clock was set back meanwhile.
-func (l *Local) sealTime(record blockdev.Record) time.Time {
+// sealTime is that of a seal, or a description, of now, as it is kept and told: later than all that its record says were told before, also if the clock was set back since.
+func sealTime(record blockdev.Record) time.Time {
 	before, _ := sealOf(record)
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	described, _ := time.Parse(time.RFC3339Nano, record.Labels[labelTold])
 	now := time.Now().UTC().Truncate(time.Microsecond)
-	for _, told := range []time.Time{before.since, l.sealTold} {
+	for _, told := range []time.Time{before.since, described} {
 		if !now.After(told) {
 			now = told.Add(time.Microsecond)
 		}
 	}
-	l.sealTold = now
 	return now
+}
+
+// setTold notes in the labels of a record that a time was told.
+func setTold(labels map[string]string, at time.Time) {
+	labels[labelTold] = at.UTC().Format(time.RFC3339Nano)
+}
+
+// setSeal has the record of a volume say how it is sealed.
+func setSeal(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s seal) (blockdev.Record, error) {
+	return pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+		labels[labelSealed] = s.label()
+		setTold(labels, s.since)
+		return nil
+	})
 }
 
 // sealOf is the seal of a record; ErrPrecondition if it has none.
