@@ -217,7 +217,7 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 		return Exported{}, err
 	}
 	ref := from.ID.ref()
-	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
+	if err := l.alone(ctx, pool, from); err != nil {
 		return Exported{}, err
 	}
 	want := prepared{to.Generation, from.Created}
@@ -227,7 +227,7 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 			(to.Node == l.node && !is || is && e.Grant == to && e.boot == how.Boot) {
 			return l.showPrepared(ctx, pool, record, e, from)
 		}
-		err = l.replacePrepared(ctx, pool, record, want, from.Claims)
+		err = l.replacePrepared(ctx, pool, record, want, from)
 	}
 	if errdefs.IgnoreNotFound(err) != nil {
 		return Exported{}, err
@@ -246,15 +246,15 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 }
 
 // replacePrepared removes what is here of a volume, to make room for what is described later.
-func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, want prepared, claims int64) error {
+func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, want prepared, from Origin) error {
 	if !unfinished(record) {
-		return l.dropLeft(ctx, pool, record, claims)
+		return l.dropLeft(ctx, pool, record, from.Claims)
 	}
 	if since := preparedSince(record); since.After(want.described) {
 		return fmt.Errorf("%w: node %s has made room for volume %s as it was at %v, and is asked to for %v, which was before; if the clock of its home was set back, take the move back, and ask for it again",
 			errdefs.ErrPrecondition, l.node, record.Key, since, want.described)
 	}
-	return l.dropUnfinished(ctx, pool, record.Ref)
+	return l.dropCopy(ctx, pool, record, from)
 }
 
 // showPrepared exports what was prepared, if it is for another node. What cannot be used goes.
@@ -304,7 +304,8 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 		clear(labels)
 		maps.Copy(labels, from.Labels)
 		setLabel(labels, labelPool, named)
-		labels[labelImport], labels[labelCarried] = broughtLabel(record.Key, from.Created), "true"
+		setLabel(labels, labelCarried, from.Object)
+		labels[labelImport] = broughtLabel(record.Key, from.Created)
 		if to.Node != l.node {
 			labels[labelExport] = e.label()
 		}

@@ -330,6 +330,16 @@ func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockde
 	return l.leave(ctx, pool, record, s)
 }
 
+// dropCopy removes an unfinished copy of what moves here, to make room for what it is now. ErrExists for what may be all there is of what was written to a volume since it moved:
+// another object than now said so, and is gone.
+func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) error {
+	if by := record.Labels[labelCarried]; by != "" && by != from.Object {
+		return fmt.Errorf("%w: pool %s of node %s has what may have been written to volume %s since it moved there by an object that is gone; take the move back, which makes a stray of that, "+
+			"and look which one is to be kept", errdefs.ErrExists, pool.Name(), l.node, IDOf(pool.Name(), record))
+	}
+	return l.dropUnfinished(ctx, pool, record.Ref)
+}
+
 // Bring copies the bytes of a volume that moves here to a pool, whatever pool its ID names. They are nobody's until Arrive; a call that comes after one that was cut short goes on
 // where that stopped, if they are sealed as they were then. The caller has the lock of the volume.
 func (l *Local) Bring(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
@@ -346,7 +356,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		return err
 	}
 	ref := from.ID.ref()
-	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
+	if err := l.alone(ctx, pool, from); err != nil {
 		return err
 	}
 	record, err := pool.Get(ctx, ref)
@@ -361,7 +371,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 	case err == nil && !of:
 		switch {
 		case unfinished(record):
-			err = l.dropUnfinished(ctx, pool, ref)
+			err = l.dropCopy(ctx, pool, record, from)
 		case ref.Kind == blockdev.Snapshot:
 			err = fmt.Errorf("%w: pool %s of node %s has a snapshot %s of its own", errdefs.ErrExists, pool.Name(), l.node, from.ID)
 		default:

@@ -76,6 +76,8 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	}
 	v.Read = r.Labels[labelRead] != ""
 	v.Sealed = r.Labels[labelSealed] != ""
+	s, _ := sealOf(r)
+	v.Kept = s.claims == keptClaims
 	v.Stale = r.Stale
 	if made, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		v.Created = made
