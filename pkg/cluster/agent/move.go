@@ -613,6 +613,11 @@ func asSaid(v *v1alpha1.Volume, from volume.Origin) error {
 
 // takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere; errOrigin as of beginArrival.
 func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) error {
+	end, err := a.beginArrival(v)
+	if err != nil {
+		return err
+	}
+	defer end()
 	sealed, err := a.bringRest(ctx, r, v)
 	if err == nil {
 		return a.arrive(ctx, v, sealed)
@@ -686,7 +691,12 @@ func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock st
 	if !arrived(o) || cleared(o) {
 		return reconcile.Result{}, nil
 	}
-	err := a.withLocks([]string{lock}, func() error {
+	end, err := a.leaving.begin(a.local.Node(), leftPool(o))
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	defer end()
+	err = a.withLocks([]string{lock}, func() error {
 		still, err := stillMoves(ctx, a, o, now, a.hasLeft)
 		if err != nil {
 			return err
