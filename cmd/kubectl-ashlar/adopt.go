@@ -34,11 +34,11 @@ type adoption struct {
 func adoptCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	var a adoption
 	cmd := &cobra.Command{
-		Use:   "adopt [NODE.POOL | ID]...",
+		Use:   "adopt [NODE.POOL | [NODE.POOL/]ID]...",
 		Short: "Have objects made for volumes and snapshots that pools keep and no object is for",
 		Long: `kubectl ashlar adopt lists the strays: volumes and snapshots that pools keep and no object is for, because
 somebody deleted the objects, or the cluster was made anew. Nothing removes them. With the names of pools, IDs of strays,
-or --all, the agents make their objects.
+or --all, the agents make their objects. NODE.POOL/ID is the stray of one of several pools that have it.
 
 With --persistent-volumes it then makes what Kubernetes lacks for all volumes and snapshots that have objects:
 PersistentVolumes (with Retain) and their claims, and contents of snapshots with their snapshots. What there is stays as it is.`,
@@ -167,31 +167,36 @@ func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]stri
 		if slices.ContainsFunc(pools, func(p v1alpha1.Pool) bool { return p.Name == one }) {
 			continue
 		}
+		of, id, named := strings.Cut(one, "/")
+		if !named {
+			id = one
+		}
 		var on []string // the pools that keep it
 		for _, p := range pools {
-			if slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return s.ID == one || s.Group == one }) {
+			if (!named || p.Name == of) && slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return s.ID == id || s.Group == id }) {
 				on = append(on, p.Name)
 			}
 		}
 		switch {
 		case len(on) == 0:
-			return nil, fmt.Errorf("%s is no pool (NODE.POOL), and no pool says that it is a stray; without arguments adopt lists them", one)
+			return nil, fmt.Errorf("%s is no pool (NODE.POOL), and no pool says that it has such a stray; without arguments adopt lists them", one)
 		case len(on) > 1:
-			return nil, copied(one, on...)
+			return nil, copied(id, on...)
 		}
-		if err := nowhereElse(pools, one, on[0]); err != nil {
+		if err := nowhereElse(pools, id, on[0]); err != nil && !named {
 			return nil, err
 		}
 		if !slices.Contains(asked[on[0]], adoptAll) {
-			asked[on[0]] = append(asked[on[0]], one)
+			asked[on[0]] = append(asked[on[0]], id)
 		}
 	}
 	return asked, once(pools, asked)
 }
 
-// copied is the error for a stray that several pools keep: a disk was copied.
+// copied is the error for a stray that several pools keep: a disk was copied, or the volume has moved.
 func copied(stray string, on ...string) error {
-	return fmt.Errorf("%s is a stray of several pools, of which only one can be meant: %s; take the wrong disk away first", stray, strings.Join(on, ", "))
+	return fmt.Errorf("%s is a stray of several pools, of which only one can be meant: %s; name that one (NODE.POOL/%s), or, if a disk was copied, take the wrong one away first; "+
+		"of a volume that has moved the condition Accounted of each pool says which may have what was written last", stray, strings.Join(on, ", "), stray)
 }
 
 // strayed reports whether a pool has strays.

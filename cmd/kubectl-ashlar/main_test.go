@@ -597,6 +597,13 @@ func TestChoose(t *testing.T) {
 			t.Errorf("of both pools (%q): %v, %v", what, asked, err)
 		}
 	}
+	if asked, err := choose(pools, []string{"b.default/vol.default.1", "vol.default.2"}, false); err != nil || len(asked) != 2 || !slices.Equal(asked["b.default"], []string{"vol.default.1"}) ||
+		!slices.Equal(asked["a.default"], []string{"vol.default.2"}) {
+		t.Errorf("of the pool that is meant: %v, %v", asked, err)
+	}
+	if asked, err := choose(pools, []string{"b.default/vol.default.2"}, false); err == nil {
+		t.Errorf("of a pool that does not have it: %v", asked)
+	}
 	asked, err := choose(pools, []string{"vol.default.2", "b.default"}, false)
 	if err != nil || len(asked) != 2 || !slices.Equal(asked["a.default"], []string{"vol.default.2"}) || !slices.Equal(asked["b.default"], []string{adoptAll}) {
 		t.Errorf("%v, %v", asked, err)

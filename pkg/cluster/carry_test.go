@@ -706,7 +706,27 @@ func TestCarry(t *testing.T) {
 			before := o.DeepCopy()
 			o.Spec.Size *= 2
 			check.OK(v, v.Patch(v.ctx, o, client.MergeFrom(before)))
+			before = o.DeepCopy()
+			o.Status.Size = o.Spec.Size
+			check.OK(v, v.Status().Patch(v.ctx, o, client.MergeFrom(before)))
 			v.stays()
+			v.movesays(v.name, "has grown")
+		},
+		"growth is refused": func(v *carriedVolume) { // by its home, which has no room: what is copied stays so
+			v.kernel(func(*volume.Mirrored) {})
+			resized := func(size int64) {
+				o := v.object(v.name)
+				before := o.DeepCopy()
+				o.Spec.Size = size
+				check.OK(v, v.Patch(v.ctx, o, client.MergeFrom(before)))
+			}
+			resized(2 * carriedSize)
+			v.kernel(synced)
+			v.movesays(v.name, "is to grow first, or node old to refuse that")
+			resized(carriedSize)
+			v.pins()
+			v.flips()
+			v.switches() // by the one mirror that there was
 		},
 		"has no seat": func(v *carriedVolume) {
 			v.movesays(v.name, "not staged there yet")

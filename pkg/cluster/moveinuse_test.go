@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net/http"
 	"os"
 	"strings"
@@ -12,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -272,6 +274,9 @@ func TestMoveInUseSteps(t *testing.T) {
 		}
 	}
 	fails(t, second(stranger.old.Sealed(c.ctx, c.id)), errdefs.ErrNotFound) // it has not moved
+	larger := from
+	larger.Created, larger.Size = time.Now(), 64*mib
+	fails(t, second(c.fresh.Prepare(c.ctx, of, larger)), errdefs.ErrUnavailable) // whatever its user says of it
 	for range 2 {
 		again, err := c.fresh.Prepare(c.ctx, of, from)
 		if check.OK(t, err); again.NQN != room.NQN || again.Secret != room.Secret {
@@ -547,31 +552,83 @@ func TestMoveInUseCopyLost(t *testing.T) {
 	check.OK(t, second(c.a.local.Get(c.ctx, c.id)))
 }
 
-// TestMoveInUseObjectDeleted: somebody deletes the object of a volume that has moved while it was used, before the new node has taken it over. That has what was written since: it keeps
-// all of it, and its user goes on. Adopted there, it is the volume.
-func TestMoveInUseObjectDeleted(t *testing.T) {
-	c, _ := carried(t)
+// usedSince has the volume move, with its new node's agent stopped, and its user write to what that has.
+func (c *carrier) usedSince() *store.Store {
+	c.Helper()
 	c.pinned()
 	c.b.stop()
 	s := c.flipped("v", c.b)
 	device, err := c.b.disks[0].Open("default", nil).Attached(c.ctx, blockdev.Ref{Kind: c.id.Kind, Key: c.id.Key})
-	check.OK(t, err)
+	check.OK(c, err)
 	f, err := os.OpenFile(device[0].Path, os.O_WRONLY|os.O_SYNC, 0)
-	check.OK(t, err)
+	check.OK(c, err)
 	_, err = f.WriteAt([]byte("since"), 128<<10)
-	check.OK(t, errors.Join(err, f.Close()))
+	check.OK(c, errors.Join(err, f.Close()))
+	return s
+}
+
+// isStray waits until the volume is a stray of a node.
+func (c *carrier) isStray(m *machine) {
+	c.Helper()
+	c.eventually("it is a stray of "+m.name, func() bool {
+		m.agent.Changed()
+		return c.pool(m.name, "default").Status.StrayCount == 1
+	})
+}
+
+// keptSince makes sure that the new node has what was written since the volume has moved, and that its user goes on. It returns all bytes.
+func (c *carrier) keptSince() []byte {
+	c.Helper()
+	have := c.content(c.b, c.id)
+	if string(have[128<<10:][:5]) != "since" || len(c.b.network.Exported()) != 2 {
+		c.Errorf("it has not what was written since, or its user is cut off: %v", c.b.network.Exported())
+	}
+	return have
+}
+
+// TestMoveInUseOlderAdopted: so do they, and adopt what the old node has before the agent of the new one is back. That keeps what was written since, and says so.
+func TestMoveInUseOlderAdopted(t *testing.T) {
+	c, _ := carried(t)
+	s := c.usedSince()
+	check.OK(t, c.Delete(c.ctx, c.object("v")))
+	c.isStray(c.a)
+	c.adoptOn(c.a.name, "default", c.id.String())
+	c.eventually("it has an object again", func() bool {
+		have, err := s.Get(c.ctx, c.id)
+		return err == nil && have.Node == c.a.name
+	})
+	c.start(c.b)
+	c.isStray(c.b)
+	c.keptSince()
+	c.eventually("what node-2 has is said to be newer, perhaps", func() bool {
+		said := meta.FindStatusCondition(c.pool(c.b.name, "default").Status.Conditions, v1alpha1.Accounted)
+		return said != nil && strings.Contains(said.Message, "its object says pool default of node node-1: if that is wrong, delete that object first") &&
+			strings.Contains(said.Message, "it has come here while it was used, and may have what was written last")
+	})
+	// The one that was adopted is to move there. Nobody makes room for it, not even its user who says that all has been claimed since.
+	c.call()
+	generation := c.claimFor(c.id, c.name)
+	check.OK(t, second(c.home.Open(c.ctx, c.id, generation)))
+	c.movesTo("v", c.b.name)
+	from, err := c.old.Describe(c.ctx, c.of())
+	check.OK(t, err)
+	for _, from.Claims = range []int64{from.Claims, math.MaxInt64} {
+		fails(t, second(c.fresh.Prepare(c.ctx, c.of(), from)), errdefs.ErrExists)
+	}
+	c.keptSince()
+}
+
+// TestMoveInUseObjectDeleted: somebody deletes the object of a volume that has moved while it was used, before the new node has taken it over. That has what was written since: it keeps
+// all of it, and its user goes on. Adopted there, it is the volume.
+func TestMoveInUseObjectDeleted(t *testing.T) {
+	c, _ := carried(t)
+	s := c.usedSince()
 	check.OK(t, c.Delete(c.ctx, c.object("v")))
 	c.start(c.b)
 	for _, m := range []*machine{c.a, c.b} {
-		c.eventually("it is a stray of "+m.name, func() bool {
-			m.agent.Changed()
-			return c.pool(m.name, "default").Status.StrayCount == 1
-		})
+		c.isStray(m)
 	}
-	want := c.content(c.b, c.id)
-	if string(want[128<<10:][:5]) != "since" || len(c.b.network.Exported()) != 2 {
-		t.Errorf("it has not what was written since, or its user is cut off: %v", c.b.network.Exported())
-	}
+	want := c.keptSince()
 	c.adoptOn(c.b.name, "default", c.id.String())
 	c.eventually("it has an object again", func() bool {
 		have, err := s.Get(c.ctx, c.id)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -268,6 +269,59 @@ func TestMoveHomeStalls(t *testing.T) {
 	w.eventually("that of the other disk has moved", func() bool { o := w.object("v"); return o.Spec.NodeName == b.name && o.Spec.Move == nil })
 	if copied := len(w.leftovers(b)); copied != 4 {
 		t.Errorf("%d are copied from one pool at once", copied)
+	}
+}
+
+// TestMoveEndsBeside: the disk of a new node hangs when many volumes have moved there, or that of the old one when it is to give them back. One of its other disk arrives, and is given back.
+func TestMoveEndsBeside(t *testing.T) {
+	for hangs, of := range map[string]string{"SetLabels": "node-2", "Delete": "node-1"} {
+		t.Run(of, func(t *testing.T) {
+			w, network, let := newEnvironment(t), &remotetest.Network{}, make(chan struct{})
+			a, b := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
+			s, stop := w.store()
+			w.pooled(s, b)
+			made := func(name, pool string) string {
+				v, err := s.Create(w.ctx, volume.Spec{Name: name, Pool: pool, Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+				check.OK(t, err)
+				return v.ID.Key
+			}
+			slow := map[string]string{}
+			for i := range 17 {
+				name := fmt.Sprint("slow", i)
+				slow[made(name, "default")] = name
+			}
+			made("v", "b")
+			stop()
+			for _, name := range slow {
+				w.movesTo(name, b.name)
+			}
+			for _, name := range slow {
+				w.copied(name)
+			}
+			m := map[string]*machine{a.name: a, b.name: b}[of]
+			m.stop()
+			var hung atomic.Int32
+			m.hook = func(operation string, ref blockdev.Ref) error {
+				if operation == hangs && slow[ref.Key] != "" {
+					hung.Add(1)
+					<-let
+				}
+				return nil
+			}
+			w.store()
+			for _, name := range slow {
+				w.eventually(name+" is of its new node", func() bool { return w.object(name).Spec.NodeName == b.name })
+			}
+			w.start(m)
+			t.Cleanup(func() { close(let) }) // before it is stopped
+			w.eventually("they hang", func() bool { return hung.Load() >= 4 })
+			time.Sleep(time.Second) // as many as can
+			w.movesTo("v", b.name)
+			w.eventually("that of the other disk has moved", func() bool { o := w.object("v"); return o.Spec.NodeName == b.name && o.Spec.Move == nil })
+			if n := hung.Load(); n != 4 {
+				t.Errorf("%d are at work at once in one pool", n)
+			}
+		})
 	}
 }
 

@@ -27,6 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -417,6 +418,65 @@ func TestReachedAlone(t *testing.T) {
 	away.Store(false)
 	w.claimFor(v.ID, "")
 	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
+}
+
+// full is a pool whose disk is, when it is to write a record: that is as before, or is changed all the same.
+type full struct {
+	*memory.Pool
+	is, changes atomic.Bool
+}
+
+func (f *full) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
+	if f.is.Load() {
+		if f.changes.Load() {
+			_, _ = f.Pool.SetLabels(ctx, ref, change)
+		}
+		return blockdev.Record{}, fmt.Errorf("%w: sync the record: no space left on device", errdefs.ErrNoSpace)
+	}
+	return f.Pool.SetLabels(ctx, ref, change)
+}
+
+// TestExportUnwritten: the record of a volume cannot be written when it is to be given to another node, and that gives up, or when that is to end. Nothing is given then that is not claimed, nothing
+// is said to be that is not, and when the disk has room again the volume is used.
+func TestExportUnwritten(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for _, changes := range []bool{false, true} {
+		t.Run(fmt.Sprintf("changed=%v", changes), func(t *testing.T) {
+			w, network, disk := newEnvironment(t), &remotetest.Network{}, &full{}
+			disk.changes.Store(changes)
+			a := w.begin(&machine{name: "node-1", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { disk.Pool = p; return disk }})
+			b := w.begin(&machine{name: "node-2", ported: true, network: network})
+			s, _ := w.store()
+			v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+			check.OK(t, err)
+			home := w.homeOf(a, b)
+			disk.is.Store(true)
+			generation := w.claimFor(v.ID, b.name)
+			fails(t, second(home.Open(w.ctx, v.ID, generation)), errdefs.ErrNoSpace)
+			w.claimFor(v.ID, "")
+			if !changes {
+				w.exported("v", nil)
+			}
+			if names := a.network.Exported(); len(names) != 0 {
+				t.Errorf("nobody claims it, and exported are %v", names)
+			}
+			disk.is.Store(false)
+			w.exported("v", nil)
+			generation = w.claimFor(v.ID, b.name)
+			w.eventually("it is given", func() bool { return second(home.Open(w.ctx, v.ID, generation)) == nil })
+			disk.is.Store(true)
+			w.claimFor(v.ID, "")
+			w.eventually("its node has it no more", func() bool { return len(a.network.Exported()) == 0 })
+			disk.is.Store(false)
+			w.exported("v", nil)
+			w.claimFor(v.ID, a.name)
+			here, err := a.local.Get(w.ctx, v.ID)
+			check.OK(t, err)
+			device, err := a.local.Attach(w.ctx, here, nil)
+			check.OK(t, err)
+			check.OK(t, errors.Join(device.Close(), a.local.Detach(w.ctx, v.ID)))
+		})
+	}
 }
 
 // TestReachedGrows: what the home has grown, the node that uses it grows too; while the home's driver is away it says that it cannot now, and never that nobody could.

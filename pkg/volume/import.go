@@ -33,6 +33,8 @@ type Origin struct {
 	Header Header
 	// Pool where the node that a volume moves from has it; empty: the driver there is one of before volumes were in pools that their IDs do not name.
 	Pool string
+	// Object is the UID of the object by which a volume moves, as its new node knows it.
+	Object string
 	// Labels of the record of what moves, which is all of it and no copy; nil of what is copied.
 	Labels map[string]string
 	// Claims is how many claims of a volume that moves there had been when it was sealed.

@@ -24,16 +24,15 @@ import (
 // Describe returns a volume as the origin of a move that begins while it is used. Created is now, later than all descriptions and seals of before; there is no
 // Read. A seal for its user is broken. Claims is how many claims there were.
 func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, error) {
-	_, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
 	}
-	now := l.sealTime(record)
+	now := sealTime(record)
 	if err := l.unsealUsed(ctx, id); err != nil {
 		return Origin{}, err
 	}
-	pool, record, err := l.exportRecord(ctx, id)
-	if err != nil {
+	if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error { setTold(labels, now); return nil }); err != nil {
 		return Origin{}, err
 	}
 	from, err := l.describe(ctx, pool, record)
@@ -110,11 +109,8 @@ func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Ori
 	}
 	s, err := sealOf(record)
 	if err != nil || s.used != to.Generation {
-		s = seal{l.sealTime(record), claims, to.Generation}
-		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-			labels[labelSealed] = s.label()
-			return nil
-		}); err != nil {
+		s = seal{sealTime(record), claims, to.Generation}
+		if record, err = setSeal(ctx, pool, record, s); err != nil {
 			return Origin{}, err
 		}
 	}
@@ -221,7 +217,7 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 		return Exported{}, err
 	}
 	ref := from.ID.ref()
-	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
+	if err := l.alone(ctx, pool, from); err != nil {
 		return Exported{}, err
 	}
 	want := prepared{to.Generation, from.Created}
@@ -231,7 +227,7 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 			(to.Node == l.node && !is || is && e.Grant == to && e.boot == how.Boot) {
 			return l.showPrepared(ctx, pool, record, e, from)
 		}
-		err = l.replacePrepared(ctx, pool, record, want, from.Claims)
+		err = l.replacePrepared(ctx, pool, record, want, from)
 	}
 	if errdefs.IgnoreNotFound(err) != nil {
 		return Exported{}, err
@@ -250,15 +246,15 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 }
 
 // replacePrepared removes what is here of a volume, to make room for what is described later.
-func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, want prepared, claims int64) error {
+func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, want prepared, from Origin) error {
 	if !unfinished(record) {
-		return l.dropLeft(ctx, pool, record, claims)
+		return l.dropLeft(ctx, pool, record, from.Claims)
 	}
 	if since := preparedSince(record); since.After(want.described) {
 		return fmt.Errorf("%w: node %s has made room for volume %s as it was at %v, and is asked to for %v, which was before; if the clock of its home was set back, take the move back, and ask for it again",
 			errdefs.ErrPrecondition, l.node, record.Key, since, want.described)
 	}
-	return l.dropUnfinished(ctx, pool, record.Ref)
+	return l.dropCopy(ctx, pool, record, from)
 }
 
 // showPrepared exports what was prepared, if it is for another node. What cannot be used goes.
@@ -308,7 +304,8 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 		clear(labels)
 		maps.Copy(labels, from.Labels)
 		setLabel(labels, labelPool, named)
-		labels[labelImport], labels[labelCarried] = broughtLabel(record.Key, from.Created), "true"
+		setLabel(labels, labelCarried, from.Object)
+		labels[labelImport] = broughtLabel(record.Key, from.Created)
 		if to.Node != l.node {
 			labels[labelExport] = e.label()
 		}

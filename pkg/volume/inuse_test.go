@@ -233,6 +233,35 @@ func TestMoveInUsePrepared(t *testing.T) {
 	}
 }
 
+// TestMoveInUseOtherObject: what is complete may be all there is of what was written since the volume moved. So another object of the same name replaces it by nothing, be
+// that used or not.
+func TestMoveInUseOtherObject(t *testing.T) {
+	m := newMoving(t, "a")
+	describe := func(object string) volume.Origin {
+		from, err := m.a.Describe(t.Context(), m.v.ID, 3)
+		check.OK(t, err)
+		from.Object = object
+		return from
+	}
+	prepare := func(from volume.Origin) (volume.Exported, error) {
+		return m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, grant(4, "c"))
+	}
+	check.OK(t, second(prepare(describe("other")))) // that is nothing yet
+	room, err := prepare(describe("one"))
+	check.OK(t, err)
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	check.OK(t, err)
+	sealed.Object = "one"
+	check.OK(t, m.b.Complete(t.Context(), "a", sealed, grant(4, "c"), room.NQN))
+	from := describe("other")
+	fails(t, second(prepare(from)), errdefs.ErrExists, "Prepare over what another object has completed")
+	fails(t, m.b.Bring(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over that")
+	if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
+		t.Errorf("it is there: %v, %v", here, err)
+	}
+	check.OK(t, second(prepare(describe("one"))))
+}
+
 // TestMoveInUseHere: to a user on the new node nothing is exported.
 func TestMoveInUseHere(t *testing.T) {
 	m := newMoving(t, "a")

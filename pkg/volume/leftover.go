@@ -21,13 +21,14 @@ type Leftover struct {
 	For  string // key of the copy, or of what moves
 	// Began is when it was made.
 	Began time.Time
-	// Carried: it is all of a volume whose user went on while it was copied (Complete). If the volume has moved, nobody else has what was written since.
-	Carried bool
+	// Carried is the UID of the object by which it became all of a volume whose user went on while it was copied (Complete). If the volume has moved, nobody else has what was
+	// written since. Empty for anything else.
+	Carried string
 }
 
 // LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
-	left = Leftover{ID: IDOf(pool, r), Pool: pool, For: r.Labels[labelCutFor], Began: r.Created, Carried: r.Labels[labelCarried] != ""}
+	left = Leftover{ID: IDOf(pool, r), Pool: pool, For: r.Labels[labelCutFor], Began: r.Created, Carried: r.Labels[labelCarried]}
 	if unfinished(r) {
 		left.For = r.Key
 	}
@@ -67,6 +68,9 @@ func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
 	return l.dropUnfinished(ctx, pool, left.ID.ref())
 }
 
+// keptClaims is after how many claims KeepLeftover seals: more than any object counts.
+const keptClaims = math.MaxInt64
+
 // KeepLeftover makes a volume, which is sealed, of one that is carried, as nobody knows any more whether the volume has moved: whoever adopts it decides that. Who uses it goes on, and
 // no move to here removes it.
 func (l *Local) KeepLeftover(ctx context.Context, left Leftover) error {
@@ -81,7 +85,7 @@ func (l *Local) KeepLeftover(ctx context.Context, left Leftover) error {
 		}
 		delete(labels, labelImport)
 		delete(labels, labelCarried)
-		labels[labelSealed] = seal{since: since, claims: math.MaxInt64}.label()
+		labels[labelSealed] = seal{since: since, claims: keptClaims}.label()
 		return nil
 	})
 	return err
@@ -90,7 +94,7 @@ func (l *Local) KeepLeftover(ctx context.Context, left Leftover) error {
 // leftoverTime is how long DropOldLeftovers keeps a leftover that nobody asked for again.
 const leftoverTime = 24 * time.Hour
 
-// DropOldLeftovers removes what is left of copies, in the pools that are open, that were begun more than a day ago. It is for the start of a
+// DropOldLeftovers removes what is left of copies, in the pools that are open, that were begun more than a day ago; but for what may be all there is of a volume (Leftover.Carried). It is for the start of a
 // machine without a cluster, on which nobody else says what is still wanted: in a cluster a copy may take days, whoever starts meanwhile.
 func (l *Local) DropOldLeftovers(ctx context.Context) {
 	for _, pool := range l.openPools() {
@@ -103,7 +107,7 @@ func (l *Local) DropOldLeftovers(ctx context.Context) {
 func (l *Local) dropOldLeftovers(ctx context.Context, pool blockdev.Pool) error {
 	all, err := l.Leftovers(ctx, pool)
 	for _, left := range all {
-		if time.Since(left.Began) >= leftoverTime {
+		if left.Carried == "" && time.Since(left.Began) >= leftoverTime {
 			err = errors.Join(err, l.DropLeftover(ctx, left))
 		}
 	}

@@ -28,7 +28,7 @@ func (a *aged) List(ctx context.Context, kind blockdev.Kind, after string, limit
 }
 
 // TestOldLeftovers: a copy that takes longer than a day is not begun anew because the driver starts again: neither what is copied goes, nor what it
-// is copied from. Where there is no cluster, which says what is wanted, both go after a day.
+// is copied from. Where there is no cluster, which says what is wanted, both go after a day. What has moved here while it was used, and has not arrived, may be all there is, and stays.
 func TestOldLeftovers(t *testing.T) {
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)
@@ -54,11 +54,17 @@ func TestOldLeftovers(t *testing.T) {
 	from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
 	spec := volume.Spec{Name: "copy", Pool: "b", Source: v.ID, Size: volume.Range{Required: mib}}
 	fails(t, second(l.Import(t.Context(), spec, from)), errdefs.ErrUnavailable, "an import whose origin goes away")
+	moved, err := l.Create(t.Context(), volume.Spec{Name: "moved", Pool: "a", Size: volume.Range{Required: mib}})
+	check.OK(t, err)
+	check.OK(t, second(a.Open("a", nil).SetLabels(t.Context(), blockdev.Ref{Kind: moved.ID.Kind, Key: moved.ID.Key}, func(labels map[string]string) error {
+		labels["import"], labels["carried"] = moved.ID.Key+"/2026-01-02T03:04:05Z/all", "the UID of an object"
+		return nil
+	})))
 	for _, c := range []struct {
 		age  time.Duration
 		drop bool
 		want int
-	}{{0, true, 2}, {48 * time.Hour, false, 2}, {48 * time.Hour, true, 0}} {
+	}{{0, true, 3}, {48 * time.Hour, false, 3}, {48 * time.Hour, true, 1}} {
 		l, left := over(c.age)
 		if c.drop {
 			l.DropOldLeftovers(t.Context())

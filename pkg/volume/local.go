@@ -47,7 +47,6 @@ type Local struct {
 	looks      map[string]*looking // for an overview, by the names of the pools
 	freezing   map[ID]bool         // volumes whose freeze nobody waits for any more, and the kernel is not through with
 	lifted     map[ID]bool         // volumes whose limits are lifted for the moment of a freeze
-	sealTold   time.Time           // the last time that sealTime told
 	places     map[ID]string       // the pools of those whose IDs name other ones, or that somebody has located
 
 	exports exports

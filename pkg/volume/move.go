@@ -36,7 +36,7 @@ func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are those of a record that are about its use on its node, and do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
-	labelPool, labelCarried}
+	labelPool, labelCarried, labelTold}
 
 // usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
 var usedLabels = []string{labelTarget, labelFlags}
@@ -70,11 +70,8 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 		return Origin{}, fmt.Errorf("%w: volume %s was used while it moved from node %s, which has nothing of what was written since", errdefs.ErrPrecondition, id, l.node)
 	}
 	if err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
-		s = seal{since: l.sealTime(record), claims: claims}
-		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-			labels[labelSealed] = s.label()
-			return nil
-		}); err != nil {
+		s = seal{since: sealTime(record), claims: claims}
+		if record, err = setSeal(ctx, pool, record, s); err != nil {
 			return Origin{}, err
 		}
 	}
@@ -97,19 +94,31 @@ func (s seal) label() string {
 	return label
 }
 
-// sealTime is that of a seal of now, as it is kept and told: later than all that were told before, and than that of a record, also if the clock was set back meanwhile.
-func (l *Local) sealTime(record blockdev.Record) time.Time {
+// sealTime is that of a seal, or a description, of now, as it is kept and told: later than all that its record says were told before, also if the clock was set back since.
+func sealTime(record blockdev.Record) time.Time {
 	before, _ := sealOf(record)
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	described, _ := time.Parse(time.RFC3339Nano, record.Labels[labelTold])
 	now := time.Now().UTC().Truncate(time.Microsecond)
-	for _, told := range []time.Time{before.since, l.sealTold} {
+	for _, told := range []time.Time{before.since, described} {
 		if !now.After(told) {
 			now = told.Add(time.Microsecond)
 		}
 	}
-	l.sealTold = now
 	return now
+}
+
+// setTold notes in the labels of a record that a time was told.
+func setTold(labels map[string]string, at time.Time) {
+	labels[labelTold] = at.UTC().Format(time.RFC3339Nano)
+}
+
+// setSeal has the record of a volume say how it is sealed.
+func setSeal(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s seal) (blockdev.Record, error) {
+	return pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+		labels[labelSealed] = s.label()
+		setTold(labels, s.since)
+		return nil
+	})
 }
 
 // sealOf is the seal of a record; ErrPrecondition if it has none.
@@ -321,6 +330,16 @@ func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockde
 	return l.leave(ctx, pool, record, s)
 }
 
+// dropCopy removes an unfinished copy of what moves here, to make room for what it is now. ErrExists for what may be all there is of what was written to a volume since it moved:
+// another object than now said so, and is gone.
+func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) error {
+	if by := record.Labels[labelCarried]; by != "" && by != from.Object {
+		return fmt.Errorf("%w: pool %s of node %s has what may have been written to volume %s since it moved there by an object that is gone; take the move back, which makes a stray of that, "+
+			"and look which one is to be kept", errdefs.ErrExists, pool.Name(), l.node, IDOf(pool.Name(), record))
+	}
+	return l.dropUnfinished(ctx, pool, record.Ref)
+}
+
 // Bring copies the bytes of a volume that moves here to a pool, whatever pool its ID names. They are nobody's until Arrive; a call that comes after one that was cut short goes on
 // where that stopped, if they are sealed as they were then. The caller has the lock of the volume.
 func (l *Local) Bring(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
@@ -337,7 +356,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		return err
 	}
 	ref := from.ID.ref()
-	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
+	if err := l.alone(ctx, pool, from); err != nil {
 		return err
 	}
 	record, err := pool.Get(ctx, ref)
@@ -352,7 +371,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 	case err == nil && !of:
 		switch {
 		case unfinished(record):
-			err = l.dropUnfinished(ctx, pool, ref)
+			err = l.dropCopy(ctx, pool, record, from)
 		case ref.Kind == blockdev.Snapshot:
 			err = fmt.Errorf("%w: pool %s of node %s has a snapshot %s of its own", errdefs.ErrExists, pool.Name(), l.node, from.ID)
 		default:

@@ -312,26 +312,29 @@ func TestDropMoved(t *testing.T) {
 	came(c, left.Created, false)
 }
 
-// TestSealTime: a home whose clock was set back seals and describes a volume at times that are later than all that it has told: the new node refuses what is of an earlier one.
+// TestSealTime: a home whose clock was set back, also while its driver was down, seals and describes a volume at times that are later than all that it has told: the new node refuses what
+// is of an earlier one.
 func TestSealTime(t *testing.T) {
 	pool, err := pools.Open(t.Context(), "a", twoPools(t)["a"])
 	check.OK(t, err)
 	t.Cleanup(func() { check.OK(t, pool.Close()) })
-	a := start(t, 0, pool)
-	v, _ := withContents(t, a)
+	v, _ := withContents(t, start(t, 0, pool))
 	last := time.Now().Add(time.Hour).UTC().Truncate(time.Microsecond)
 	check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
-		labels["sealed"] = last.Format(time.RFC3339Nano) + "/3"
+		labels["sealed"] = last.Format(time.RFC3339Nano) + "/3/2"
 		return nil
 	})))
 	for claims := range int64(4) {
-		for what, tell := range map[string]func(context.Context, volume.ID, int64) (volume.Origin, error){"described": a.Describe, "sealed": a.Seal} {
-			from, err := tell(t.Context(), v.ID, claims)
+		for what, tell := range map[string]func(*volume.Local, context.Context, volume.ID, int64) (volume.Origin, error){"described": (*volume.Local).Describe, "sealed": (*volume.Local).Seal} {
+			a := start(t, 0, pool)
+			a.SetMoves(&stays{})
+			from, err := tell(a, t.Context(), v.ID, claims)
 			check.OK(t, err)
 			if !from.Created.After(last) {
 				t.Errorf("it is %s at %v, and was told to be at %v before", what, from.Created, last)
 			}
 			last = from.Created
+			check.OK(t, a.Unseal(t.Context(), v.ID))
 		}
 	}
 }

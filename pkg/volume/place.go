@@ -119,21 +119,21 @@ func (l *Local) mayBeLeft(ctx context.Context, in blockdev.Pool, r blockdev.Reco
 // settled reports whether a record is that of an object that neither comes nor may have left.
 func settled(r blockdev.Record) bool { return !unfinished(r) && r.Labels[labelSealed] == "" }
 
-// alone has no pool of this node but one have anything of a volume that comes there, but for a moment: what is unfinished goes, and so does what had left this node and was taken
+// alone has no pool of this node but one have anything of a volume that comes there, but for a moment: what is unfinished goes, as of dropCopy, and so does what had left this node and was taken
 // for gone then, as of dropLeft. ErrExists for anything else.
-func (l *Local) alone(ctx context.Context, id ID, in blockdev.Pool, claims int64) error {
+func (l *Local) alone(ctx context.Context, in blockdev.Pool, from Origin) error {
 	for _, pool := range l.openPools() {
 		if pool.Name() == in.Name() {
 			continue
 		}
-		record, err := pool.Get(ctx, id.ref())
+		record, err := pool.Get(ctx, from.ID.ref())
 		switch {
-		case errors.Is(err, errdefs.ErrNotFound), err == nil && IDOf(pool.Name(), record) != id:
+		case errors.Is(err, errdefs.ErrNotFound), err == nil && IDOf(pool.Name(), record) != from.ID:
 			continue
 		case err == nil && unfinished(record):
-			err = l.dropUnfinished(ctx, pool, record.Ref)
+			err = l.dropCopy(ctx, pool, record, from)
 		case err == nil:
-			err = l.dropLeft(ctx, pool, record, claims)
+			err = l.dropLeft(ctx, pool, record, from.Claims)
 		}
 		if err != nil {
 			return fmt.Errorf("make room in pool %s for a volume of which pool %s has something: %w", in.Name(), pool.Name(), err)

@@ -115,6 +115,8 @@ type Volume struct {
 	Read bool
 	// Sealed: its bytes do not change, as it is about to move to another node, or has moved.
 	Sealed bool
+	// Kept: it is sealed by KeepLeftover.
+	Kept bool
 	// Stale: this is as it was last, as the node that has it does not answer now.
 	Stale     bool
 	Node      string

@@ -85,6 +85,8 @@ type Agent struct {
 	leftBusy bool
 	gauges   gauges  // for metrics
 	origins  origins // of what is brought here
+	arriving origins // of what is taken over
+	leaving  origins // of what is given back
 	// fetching has room for who copies from another node.
 	fetching      chan struct{}
 	others        others

@@ -280,6 +280,9 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {
 		return min(wait, c.options.CarryEvery), nil
 	}
+	if now.v.Spec.Size > now.v.Status.Size {
+		return c.options.CarryEvery, c.saysWaits(ctx, now.v, fmt.Errorf("%w: all is copied, and volume %s is to grow first, or node %s to refuse that", errdefs.ErrUnavailable, now.id, now.v.Spec.NodeName))
+	}
 	err = c.pin(ctx, now)
 	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
 		err = errors.Join(err, c.saysWaits(ctx, now.v, err))
@@ -361,8 +364,8 @@ func (c *carrier) broken(now *passage) error {
 		return fmt.Errorf("%w: what was written to node %s failed; the copy begins anew", errdefs.ErrUnavailable, v.Spec.Move.Node)
 	case now.m.OldFailed:
 		return fmt.Errorf("%w: what was read from or written to node %s, which has the volume, failed; the copy begins anew", errdefs.ErrUnavailable, v.Spec.NodeName)
-	case v.Spec.Size > v.Status.Size || v.Status.Size+volume.Scheme(v.Status.Encryption).Overhead() != now.m.Total:
-		return fmt.Errorf("%w: volume %s grows; the copy begins anew", errdefs.ErrUnavailable, now.id)
+	case v.Status.Size+volume.Scheme(v.Status.Encryption).Overhead() != now.m.Total: // that it is to grow is not enough: its home may refuse that
+		return fmt.Errorf("%w: volume %s has grown; the copy begins anew", errdefs.ErrUnavailable, now.id)
 	}
 	return nil
 }

@@ -146,8 +146,11 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 		if err := knowsPools(v, from); err != nil {
 			return err
 		}
+		if err := asSaid(v, from); err != nil {
+			return err
+		}
 		defer m.Changed()
-		out, err := m.local.Prepare(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from, to)
+		out, err := m.local.Prepare(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), heldTo(v, from), to)
 		if err != nil {
 			return fmt.Errorf("make room for volume %s on node %s: %w", of.ID, m.local.Node(), err)
 		}
@@ -160,7 +163,7 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 // Complete: see move.New.
 func (m *Moving) Complete(ctx context.Context, of move.Of, nqn string, from volume.Origin) error {
 	return m.coming(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
-		return m.local.Complete(ctx, v.MovePool(), from, to, nqn)
+		return m.local.Complete(ctx, v.MovePool(), heldTo(v, from), to, nqn)
 	})
 }
 

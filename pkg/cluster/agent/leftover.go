@@ -45,7 +45,7 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 	switch {
 	case wanted:
 	case err == nil && kept:
-		log.Info("Keeping what is here of a volume that moved here while it was used, and has no object any more", "id", left.ID.String())
+		log.Info("Keeping what is here of a volume that moved here while it was used, by an object that is gone", "id", left.ID.String())
 	case err == nil:
 		log.Info("Removed what was left of a copy that nobody asks for", "id", left.ID.String(), "copy", left.For)
 	case errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse):
@@ -74,11 +74,13 @@ func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, erro
 	return false, nil
 }
 
-// mayHaveMoved reports whether a leftover may be what a volume is: its user went on, and there is no object any more that would say that the volume has not moved here.
+// mayHaveMoved reports whether a leftover may be what a volume is: its user went on, and the object is gone that would say that the volume has not moved here. Another one, of the same name, was
+// made since, perhaps for what the old node has.
 func (a *Agent) mayHaveMoved(ctx context.Context, left volume.Leftover) (bool, error) {
-	if !left.Carried {
+	if left.Carried == "" {
 		return false, nil
 	}
-	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: left.For}, &v1alpha1.Volume{})
-	return apierrors.IsNotFound(err), client.IgnoreNotFound(err)
+	v := &v1alpha1.Volume{}
+	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: left.For}, v)
+	return apierrors.IsNotFound(err) || err == nil && string(v.UID) != left.Carried, client.IgnoreNotFound(err)
 }

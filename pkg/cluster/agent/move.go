@@ -273,11 +273,11 @@ func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error 
 	if err != nil {
 		return err
 	}
-	from, err := askMove(working, agent, v.Name)
+	from, err := askMove(working, agent, v)
 	if err != nil {
 		return fmt.Errorf("ask node %s for volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
 	}
-	if err := knowsPools(v, from); err != nil {
+	if err := errors.Join(knowsPools(v, from), asSaid(v, from)); err != nil {
 		return err
 	}
 	defer a.Changed()
@@ -369,7 +369,7 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 	if err := unclaimed(now); err != nil {
 		return err
 	}
-	again, err := askMove(ctx, agent, v.Name)
+	again, err := askMove(ctx, agent, v)
 	if err != nil {
 		return err
 	}
@@ -586,18 +586,38 @@ func (a *Agent) askLeft(ctx context.Context, v *v1alpha1.Volume) (volume.Origin,
 	if err != nil {
 		return volume.Origin{}, err
 	}
-	return askMove(ctx, agent, v.Name)
+	return askMove(ctx, agent, v)
 }
 
 // askMove is transfer.OpenMove, for no longer than homeTime: a node whose disk hangs keeps nothing from moving that others have.
-func askMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
+func askMove(ctx context.Context, agent grpc.ClientConnInterface, v *v1alpha1.Volume) (volume.Origin, error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
-	return transfer.OpenMove(ctx, agent, key)
+	from, err := transfer.OpenMove(ctx, agent, v.Name)
+	return heldTo(v, from), err
 }
 
-// takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere.
+// heldTo is what another node says of a volume that moves here, held to what the object says: neither its home nor its user decides what goes here.
+func heldTo(v *v1alpha1.Volume, from volume.Origin) volume.Origin {
+	from.Object, from.Claims = string(v.UID), min(from.Claims, v.Spec.Claims)
+	return from
+}
+
+// asSaid is ErrUnavailable unless a volume that moves here has the size that its object says: no other node decides how much room is made here.
+func asSaid(v *v1alpha1.Volume, from volume.Origin) error {
+	if size := volume.SizeOf(from); size != v.Status.Size {
+		return fmt.Errorf("%w: volume %s has %d bytes by its object, and is said to have %d; if it has just grown, ask again", errdefs.ErrUnavailable, cluster.VolumeID(v), v.Status.Size, size)
+	}
+	return nil
+}
+
+// takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere; errOrigin as of beginArrival.
 func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) error {
+	end, err := a.beginArrival(v)
+	if err != nil {
+		return err
+	}
+	defer end()
 	sealed, err := a.bringRest(ctx, r, v)
 	if err == nil {
 		return a.arrive(ctx, v, sealed)
@@ -671,7 +691,12 @@ func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock st
 	if !arrived(o) || cleared(o) {
 		return reconcile.Result{}, nil
 	}
-	err := a.withLocks([]string{lock}, func() error {
+	end, err := a.leaving.begin(a.local.Node(), leftPool(o))
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	defer end()
+	err = a.withLocks([]string{lock}, func() error {
 		still, err := stillMoves(ctx, a, o, now, a.hasLeft)
 		if err != nil {
 			return err

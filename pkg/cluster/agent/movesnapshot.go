@@ -164,11 +164,16 @@ func (a *Agent) openSnapshotMove(ctx context.Context, key string, head bool) (vo
 }
 
 // takeOverSnapshot has a snapshot that has moved here arrive. As a rule all its bytes are here; if not (the copy was on a disk that failed), they are with the node
-// that it has left, until it has arrived. ErrNotFound if they are nowhere.
+// that it has left, until it has arrived. ErrNotFound if they are nowhere; errOrigin as of beginArrival.
 func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	if !a.arrives(s) {
 		return nil
 	}
+	end, err := a.beginArrival(s)
+	if err != nil {
+		return err
+	}
+	defer end()
 	here, err := a.broughtSnapshot(ctx, s)
 	if err == nil && !here {
 		_, err = a.bringSnapshot(ctx, requestOf(s), s, s.Spec.Move.Node)

@@ -1,30 +1,32 @@
 package agent
 
 import (
+	"cmp"
 	"fmt"
 	"sync"
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // bringers is how many volumes, or snapshots, are brought at once from one pool of another node, and mostBringers from all: one whose disk hangs keeps nothing from coming that
-// others have. So many are also given back at once.
+// others have. As many are taken over, and given back, of each pool: see errOrigin.
 const (
 	bringers     = 4
 	mostBringers = 4 * bringers
 )
 
-// errOrigin: as many as can be are brought from that pool.
-var errOrigin = fmt.Errorf("%w: as many as can be are brought from that pool at once", errdefs.ErrUnavailable)
+// errOrigin: as many as can be are under way of that pool. It is tried again soon.
+var errOrigin = fmt.Errorf("%w: as many as can be are under way of that pool at once", errdefs.ErrUnavailable)
 
-// origins counts what is brought from pools of other nodes.
+// origins counts what is brought, taken over or given back, by pools.
 type origins struct {
 	mu   sync.Mutex
 	busy map[string]int // by the names of the pools' objects
 }
 
-// begin has one more be brought from a pool, until end is called; errOrigin if it has to wait.
+// begin has one more be under way from a pool, or in one, until end is called; errOrigin if it has to wait.
 func (o *origins) begin(node, pool string) (end func(), _ error) {
 	name := overview.PoolName(node, pool)
 	o.mu.Lock()
@@ -43,4 +45,26 @@ func (o *origins) begin(node, pool string) (end func(), _ error) {
 			delete(o.busy, name)
 		}
 	}, nil
+}
+
+// beginArrival has something be taken over that has moved here, until end is called; errOrigin if as many are from that pool of its old node, or in the pool here: the disk of either may
+// hang, and who takes over works for all that the node has.
+func (a *Agent) beginArrival(o cluster.Object) (end func(), _ error) {
+	m, _ := o.Moves()
+	from, err := a.arriving.begin(m.Node, leftPool(o))
+	if err != nil {
+		return nil, err
+	}
+	in, err := a.arriving.begin(o.Node(), o.In())
+	if err != nil {
+		from()
+		return nil, err
+	}
+	return func() { from(); in() }, nil
+}
+
+// leftPool is the pool of its old node that something has left.
+func leftPool(o cluster.Object) string {
+	m, _ := o.Moves()
+	return cmp.Or(m.Pool, o.In())
 }

@@ -37,6 +37,7 @@ type stray struct {
 	object cluster.Object // that it would have
 	taken  string         // what the object says that has its name; empty: there is none
 	sealed bool           // it was about to move to another node, or has moved: that may have all that was written since
+	kept   bool           // so it is, but this is the new node, which may have that (volume.KeepLeftover)
 }
 
 // lookup is when the API server was asked for an object that the cache does not have, and what that said. It is
@@ -280,7 +281,7 @@ func (a *Agent) strayVolume(ctx context.Context, pool string, id volume.ID) (*st
 		o.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: v.For.Namespace, Name: v.For.Name}
 	}
 	return &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: v.Name, Size: v.Size, Filesystem: o.Spec.Filesystem, ClaimRef: o.Spec.ClaimRef,
-		PersistentVolume: o.Spec.PersistentVolume}, object: o, sealed: v.Sealed}, nil
+		PersistentVolume: o.Spec.PersistentVolume}, object: o, sealed: v.Sealed, kept: v.Kept}, nil
 }
 
 func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*stray, error) {
@@ -348,7 +349,10 @@ func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 			if one.taken != "" {
 				one.ID += " (" + one.taken + ": if that is wrong, delete that object first)"
 			}
-			if one.sealed {
+			switch {
+			case one.kept:
+				one.ID += " (it has come here while it was used, and may have what was written last: find out which node its user is connected to, or was; to adopt it name its ID)"
+			case one.sealed:
 				one.ID += " (it was about to move to another node, and may have: if no other node has it, name its ID to adopt it)"
 			}
 			ids = append(ids, one.ID)

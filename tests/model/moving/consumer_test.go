@@ -311,6 +311,12 @@ func (s *state) goBack(n int8) {
 
 // wrong is what is wrong with a state.
 func (m *model) wrong(s state) string {
+	if s.lost {
+		if !s.disks[s.api.move].there {
+			return "the last bytes are given back"
+		}
+		return ""
+	}
 	home := s.api.home
 	d := &s.disks[home]
 	if !d.there {
@@ -355,6 +361,9 @@ func (m *model) wrong(s state) string {
 
 // done reports whether no move is under way, and nothing of one is left.
 func (m *model) done(s state) bool {
+	if s.lost { // for a person to decide
+		return true
+	}
 	a := &s.api
 	if a.move != none || s.disks[1-a.home].there || s.disks[a.home].kind != whole || s.bring != (bringer{}) || s.late.there || s.write.from != none {
 		return false

@@ -11,7 +11,7 @@
 // write; or if there is a state from which, though nothing fails any more, nobody can end the move and leave nothing of it.
 //
 // Not modelled: the steps within one act of a driver (ioctls, renames: pkg/device tests those), regions and ranges beyond two blocks, growth and snapshots,
-// disks that are lost, API servers that are restored to before, nodes that never come back.
+// disks that are lost before a volume has arrived, API servers that are restored to before, nodes that never come back.
 package moving
 
 import (
@@ -120,6 +120,7 @@ const (
 	reads   = "the user reads what is not the volume"
 	two     = "two nodes can write"
 	stuck   = "nobody can end this"
+	last    = "the last bytes are given back"
 )
 
 // TestEachRule shows that the model finds what is wrong: without any of the rules something is lost, or stuck.
@@ -139,6 +140,7 @@ func TestEachRule(t *testing.T) {
 		"SealStays":     {"2 0 1  1 0 0 0", stuck},
 		"SealOpen":      {"2 0 1  1 1 0 0", lacks},
 		"SealWrite":     {"2 0 1  2 1 0 0", lacks},
+		"DepartAsks":    {"2 0 1  1 0 0 0", last},
 		"GarbageLive":   {"2 0 1  1 0 0 0", missing},
 		"Pin":           {"2 0 1  1 0 0 0", missing},
 		"PinVersion":    {"2 0 1  2 1 0 0", missing},

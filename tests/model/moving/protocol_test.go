@@ -71,6 +71,10 @@ func (m *model) start() state {
 
 func (m *model) steps(s state) []explore.Step[state] {
 	x := &next{model: m, s: &s}
+	if s.lost {
+		x.home(s.api.move)
+		return x.all
+	}
 	x.people()
 	x.controller()
 	x.network()
@@ -460,7 +464,8 @@ func (x *next) home(n int8) {
 		}
 	}
 	if a.left && a.move == n && !a.cleared {
-		if d.there && (a.arrived || !x.DepartArrived) && d.seal == a.sealed && !x.s.attachedHere(n) {
+		asked := !x.DepartAsks || x.s.disks[a.home].there && x.s.disks[a.home].kind == whole
+		if d.there && (a.arrived || !x.DepartArrived) && asked && d.seal == a.sealed && !x.s.attachedHere(n) {
 			x.do(who, "gives its bytes back", func(t *state) { t.remove(n) })
 		}
 		if !d.there && a.arrived {
@@ -545,6 +550,9 @@ func (x *next) broken(n int8) {
 		if t.api.move == n {
 			t.bring = bringer{}
 		}
+	}
+	if a := &x.s.api; a.home == n && a.left && a.arrived && x.s.disks[a.move].there {
+		x.fault(names[n], "the disk is lost", func(t *state) { t.remove(n); t.lost = true })
 	}
 	x.fault(names[n], "the driver dies, and starts again", func(t *state) {
 		reset(t)

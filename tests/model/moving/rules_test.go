@@ -19,6 +19,7 @@ type rules struct {
 	SealStays     bool // SealFor, asked again, answers the same
 	SealOpen      bool // Open breaks a seal for the same grant too
 	SealWrite     bool // a seal of SealFor breaks with a write of the object
+	DepartAsks    bool // the old home gives its bytes back if the new one says that it has all of them
 	GarbageLive   bool // what is unfinished is removed if the API server itself says that the volume does not come
 
 	// The consumer.

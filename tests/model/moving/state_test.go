@@ -19,6 +19,7 @@ type state struct {
 	late  latePin
 	write write
 	truth [blocks]truth
+	lost  bool // the new home has lost what had arrived: there is nothing but what the old one has
 	user  int8 // who read the volume last, when it staged it; none: nobody
 	left  budget
 }
