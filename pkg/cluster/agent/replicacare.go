@@ -91,7 +91,7 @@ type tender struct {
 	joins      map[string]*tries
 	equal      equal
 	last       lastList               // of which all its legs were told; none: it is not known
-	seen       uint32                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
+	seen       mirror.Event           // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
 
@@ -672,6 +672,9 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 		return t.notJoined(ctx, now, name, "it failed while it was made equal")
 	case now.s.Equal():
 		if err := t.learns(ctx, now.v, now.in(), name); err != nil {
+			return err
+		}
+		if s, err := mirror.Look(t.name); err != nil || s.Event != t.seen { // a leg may have failed, which the kernel has forgotten: Watch tells
 			return err
 		}
 		if err := t.change(ctx, func() error { return mirror.Finish(ctx, t.name, now.near) }); err != nil {
