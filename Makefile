@@ -161,7 +161,7 @@ power: ## Cut the power below the pools at any moment, with unflushed writes los
 
 .PHONY: model
 model: ## Explore what can happen when a volume moves while it is used, with more that fails (sampled in make test)
-	go test -count=1 -timeout 120m -v -run '^TestMoves$$|^TestReplicas$$' ./tests/model/... -model.large
+	go test -count=1 -timeout 120m -v -run '^TestMoves$$|^TestReplicas$$|^TestLists$$' ./tests/model/... -model.large
 
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz

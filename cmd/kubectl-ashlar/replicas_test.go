@@ -199,7 +199,7 @@ func TestFirstReplicas(t *testing.T) {
 // TestReplicaCapacity: what a class with replicas has room for is what is there in as many places of one network, as its nodes are and its allowedTopologies.
 func TestReplicaCapacity(t *testing.T) {
 	e := newEnvironment(t)
-	for name, zone := range map[string]string{"n1": "a", "n2": "a", "n3": "b", "n4": "", "n5": "c", "n6": "d"} { // n4 is in no zone, n5 cordoned, n6 alone in its network
+	for name, zone := range map[string]string{"n1": "a", "n2": "a", "n3": "b", "n4": "", "n5": "c", "n6": "d", "n7": "e"} { // n4 is in no zone, n5 cordoned, n6 alone in its network, n7 in none
 		n, p := node(name, corev1.ConditionTrue), networked(name, 100*mib)
 		if zone != "" {
 			metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", zone)
@@ -207,6 +207,9 @@ func TestReplicaCapacity(t *testing.T) {
 		n.Spec.Unschedulable = name == "n5"
 		if name == "n6" {
 			p.Status.Network.Name = "alone"
+		}
+		if name == "n7" {
+			p.Status.Network = nil
 		}
 		e.add(n)
 		e.add(p)
@@ -221,6 +224,8 @@ func TestReplicaCapacity(t *testing.T) {
 		}
 		e.add(c)
 	}
+	class("one", "1", "")
+	class("none", "1", "", "n7")
 	class("two", "2", "")
 	class("three", "3", "")
 	class("zones", "2", "zone") // all of it has a replica on n3
@@ -236,7 +241,7 @@ func TestReplicaCapacity(t *testing.T) {
 		}
 	}
 	check.OK(t, json.Unmarshal([]byte(r.stdout), &have))
-	want := map[string][2]int64{"two": {200, 100}, "three": {400 / 3, 100}, "zones": {100, 100}, "more-zones": {}, "first-on-n1": {100, 100}, "first-alone": {}}
+	want := map[string][2]int64{"one": {600, 100}, "none": {}, "two": {200, 100}, "three": {400 / 3, 100}, "zones": {100, 100}, "more-zones": {}, "first-on-n1": {100, 100}, "first-alone": {}}
 	for _, one := range have.Classes {
 		if found := [2]int64{one.Available / mib, one.Largest / mib}; found != want[one.Class] {
 			t.Errorf("%s: there is room for %v MiB, want %v", one.Class, found, want[one.Class])

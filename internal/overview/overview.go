@@ -38,7 +38,7 @@ type Use struct {
 type Class struct {
 	Name string `json:"name"`
 	Pool string `json:"pool,omitempty"` // a set of pools (poolset.Set); empty: each node's default one
-	// Nodes are those that its allowedTopologies name; nil: it names none, and all will do.
+	// Nodes are those that its allowedTopologies name, and with access=any those of them that are in a network; nil: all will do.
 	Nodes []string `json:"nodes"`
 	// Replicas that each volume has; 0: it has no others.
 	Replicas int `json:"replicas,omitempty"`

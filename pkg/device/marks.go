@@ -86,8 +86,7 @@ func (m marked) attach(_ context.Context, below blockdev.Device, o Options) (_ b
 
 // fit brings the device to the size of what it is over.
 func (m marked) fit(d *dm.Device, below blockdev.Device) error {
-	size, err := d.Size()
-	if err != nil || size == below.Size {
+	if fits, err := fitsOver(d, below, true); err != nil || fits {
 		return err
 	}
 	marks, err := m.marks(d)

@@ -254,6 +254,7 @@ func (w *writer) goesOn(t *testing.T) {
 // held makes sure that nothing is acknowledged.
 func (w *writer) held(t *testing.T) {
 	t.Helper()
+	time.Sleep(200 * time.Millisecond) // what was acknowledged before is counted by then
 	was := <-w.n
 	time.Sleep(200 * time.Millisecond)
 	if now := <-w.n; now > was {

@@ -62,8 +62,7 @@ var errMoves = fmt.Errorf("%w: it moves while it is used, and does not grow unti
 
 // fit brings a seat to the size of the device that it is over; errMoves while it is a mirror, which keeps its size.
 func (s seat) fit(d *dm.Device, below blockdev.Device) error {
-	size, err := d.Size()
-	if err != nil || size == below.Size {
+	if fits, err := fitsOver(d, below, true); err != nil || fits {
 		return err
 	}
 	if _, is, err := mirrorOf(d.Name); err != nil {

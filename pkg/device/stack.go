@@ -50,7 +50,7 @@ type Stacks struct {
 	marks  map[mark]map[string]bool // what the kernel does not tell of tops, by their names
 }
 
-// mark is something that the kernel does not tell of a top. A driver that was just started knows of none.
+// mark is something that the kernel does not tell of a top. A driver that was just started knows of none, but for what Recover finds.
 type mark int
 
 const (

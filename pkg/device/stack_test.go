@@ -406,3 +406,58 @@ func TestNoTop(t *testing.T) {
 		f.gone()
 	}
 }
+
+// TestHeldAfterStart: what was handed out, was detached, and is still held by a process, is not given to anybody to mount, also by a driver that has started since. What is mounted is found again.
+func TestHeldAfterStart(t *testing.T) {
+	overEach(t, func(f *fixture) {
+		start := func() device.Stack {
+			stacks := device.New()
+			check.OK(f, stacks.Recover(f.Context(), f.pool))
+			return stacks.Of(f.pool, f.ref)
+		}
+		handed := f.attach(device.Options{Keep: true})
+		user, err := os.OpenFile(handed.Path, os.O_RDWR, 0)
+		check.OK(f, errors.Join(err, handed.Close()))
+		if err := f.stack().Detach(f.Context()); !errors.Is(err, errdefs.ErrInUse) {
+			f.Errorf("it is held, and detached: %v", err)
+		}
+		if d, err := start().Attach(f.Context(), device.Options{}); !errors.Is(err, errdefs.ErrInUse) {
+			f.Errorf("it is attached to be mounted, and who had it before has it still: %v", err)
+			_ = d.Close()
+		}
+		check.OK(f, user.Close())
+		f.gone()
+		d := f.attach(device.Options{})
+		mounted, err := os.OpenFile(d.Path, os.O_RDWR|unix.O_EXCL, 0) // as who mounts it
+		check.OK(f, errors.Join(err, d.Close()))
+		again, err := start().Attach(f.Context(), device.Options{})
+		check.OK(f, err)
+		check.OK(f, errors.Join(again.Close(), mounted.Close()))
+	})
+}
+
+// TestDiskWithCacheLater: lvm2 brings a volume that is used to a disk which has a cache that could be lost, from one that has none. From the next start on the volume is flushed.
+func TestDiskWithCacheLater(t *testing.T) {
+	drivertest.NeedRoot(t)
+	group := drivertest.NewGroup(t, 128*pooltest.MiB, 128*pooltest.MiB)
+	disk := blockdev.Device{Path: group.Devices[0]}
+	check.OK(t, pooltest.Second(disk.SetQueue(map[string]string{"write_cache": "write through"})))
+	pool, err := pools.Open(t.Context(), "test", group.URL()+"?reservePercent=0")
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	f := over(t, pool)
+	d := f.attach(device.Options{Keep: true, Seat: true})
+	if dm.Flushed(d.Number) {
+		t.Fatal("it is flushed, though its disk has no cache")
+	}
+	drivertest.Run(t, "pvmove", "-q", group.Devices[0], group.Devices[1])
+	below, err := pool.Attached(t.Context(), f.ref)
+	if check.OK(t, err); len(below) != 1 || !dm.Flushed(below[0].Number) {
+		t.Fatalf("below is %+v, and not flushed", below)
+	}
+	f.recover()
+	if !dm.Flushed(d.Number) {
+		t.Error("what is written to it stays in the cache of the disk that it is on now")
+	}
+	check.OK(t, d.Close())
+}

@@ -127,15 +127,20 @@ func lay(name string, there bool, show func() error) (*dm.Device, error) {
 
 // fit brings a top to the size of the device that it is over.
 func (t top) fit(d *dm.Device, uuid string, below blockdev.Device) error {
-	size, err := d.Size()
-	if err != nil || size == below.Size {
-		return err
-	}
 	guarded, err := dm.Guarded(d.Name)
 	if err != nil {
 		return err
 	}
+	if fits, err := fitsOver(d, below, !guarded); err != nil || fits {
+		return err
+	}
 	return show(d.Name, uuid, below, guarded)
+}
+
+// fitsOver reports whether a device is as large as what it is over, and, if it is to be flushed, is where that is. The kernel finds that out when it gets a table; what is below may be on another disk since, which has a cache that could be lost (pvmove).
+func fitsOver(d *dm.Device, below blockdev.Device, flushed bool) (bool, error) {
+	size, err := d.Size()
+	return size == below.Size && (!flushed || dm.Flushed(d.Number) || !dm.Flushed(below.Number)), err
 }
 
 // show gives the device a table. To one that is guarded nothing is written that could be flushed: as the kernel takes a flush for a write, it is told that there is
@@ -314,10 +319,25 @@ func (t top) recover(ctx context.Context) error {
 			return err
 		}
 	}
+	if d.Deferred && isHeld(d) {
+		t.stacks.mark(name, leaving, true)
+	}
 	if err := t.seal(ctx, d, uuid); err != nil {
 		return err
 	}
 	return t.grow(ctx, nil)
+}
+
+// isHeld reports whether a device is open, and nothing that needs it for itself alone has it, as a filesystem does that is mounted: a process was given it.
+func isHeld(d *dm.Device) bool {
+	if d.Opens == 0 {
+		return false
+	}
+	f, err := dm.Open(d, os.O_RDONLY|unix.O_EXCL)
+	if err == nil {
+		_ = f.Close()
+	}
+	return err == nil
 }
 
 // seal brings a top that an older driver made, with a single target, to a table that passes no ioctls down (dm.Show); also one that

@@ -28,16 +28,17 @@ type LegState struct {
 	List   int64  // the count of the last list of current legs that has it, and was written, as far as it was told; 0: none
 	Listed int    // how many legs that list has
 	Due    int64  // the count of a later one, which was about to be written, and perhaps never was, or without it; 0: none
-	More   bool   // with legs on it that the one before had not
+	After  int64  // the count of the one that was the last then, as far as was known; less than Due
+	More   bool   // that one had not all legs of the one that was due
 }
 
 // Knows is the count of the last list of current legs that was written for sure, with this leg or without it, as far as it was told.
-func (s LegState) Knows() int64 { return max(s.List, s.Due-1) }
+func (s LegState) Knows() int64 { return max(s.List, s.After) }
 
 // NoEra is an era of no marks: all of a leg counts as written since, also when marks are kept later.
 const NoEra = 1
 
-var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})(?::([0-9A-Z]{1,32}):([0-9]{1,10}))?(?::list\.([0-9]{1,19})\.([0-9]))?(?::(due|more)\.([0-9]{1,19}))?$`)
+var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})(?::([0-9A-Z]{1,32}):([0-9]{1,10}))?(?::list\.([0-9]{1,19})\.([0-9]))?(?::(due|more)\.([0-9]{1,19})(?:\.([0-9]{1,19}))?)?$`)
 
 func (s LegState) label() string {
 	word := "open"
@@ -57,6 +58,9 @@ func (s LegState) label() string {
 			word = "more"
 		}
 		label += fmt.Sprintf(":%s.%d", word, s.Due)
+		if s.After != s.Due-1 {
+			label += fmt.Sprintf(".%d", s.After)
+		}
 	}
 	return label
 }
@@ -70,7 +74,7 @@ func legStateOf(r blockdev.Record) (s LegState, err error) {
 	parts := legPattern.FindStringSubmatch(label)
 	if parts != nil {
 		s.Closed, s.Boot, s.Common, s.More = parts[3] == "closed", parts[4], parts[5], parts[9] == "more"
-		var failures [6]error
+		var failures [7]error
 		s.Sound, failures[0] = strconv.ParseInt(parts[1], 10, 64)
 		s.Opened, failures[1] = strconv.ParseInt(parts[2], 10, 64)
 		var era uint64
@@ -78,6 +82,7 @@ func legStateOf(r blockdev.Record) (s LegState, err error) {
 		s.List, failures[3] = strconv.ParseInt(cmp.Or(parts[7], "0"), 10, 64)
 		s.Listed, failures[4] = strconv.Atoi(cmp.Or(parts[8], "0"))
 		s.Due, failures[5] = strconv.ParseInt(cmp.Or(parts[10], "0"), 10, 64)
+		s.After, failures[6] = strconv.ParseInt(cmp.Or(parts[11], strconv.FormatInt(max(0, s.Due-1), 10)), 10, 64)
 		s.Era, err = uint32(era), errors.Join(failures[:]...)
 	}
 	if parts == nil || err != nil {
@@ -136,9 +141,17 @@ func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	return l.layLeg(ctx, id, true, stack, device.Options{Seat: true})
 }
 
-// Leg returns a leg as its node has it. The caller has the lock of the leg, as for all calls for one.
+// Leg returns a leg as its node has it, also if its claim is news. The caller has the lock of the leg, as for all calls for one.
 func (e *Everywhere) Leg(ctx context.Context, id ID) (Leg, error) {
-	return e.plain(ctx, id).leg(ctx, id)
+	at := e.plain(ctx, id)
+	leg, err := at.leg(ctx, id)
+	if at != e.Local || !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrUnavailable) {
+		return leg, err
+	}
+	if there, failure := e.elsewhere.Find(ctx, id); failure != nil || !there {
+		return Leg{}, cmp.Or(failure, err)
+	}
+	return e.others.leg(ctx, id)
 }
 
 // OpenLeg makes a leg a device of this node, as Attach does, with nothing of its volume over it: on the node that has it, or over the network. Whoever had it before has it no more. It goes with its last user; on another node it stays until CloseLeg.

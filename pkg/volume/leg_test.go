@@ -17,9 +17,10 @@ func TestLegState(t *testing.T) {
 		"4:4:open:0a:QX7:4294": {Sound: 4, Opened: 4, Boot: "0a", Common: "QX7", Era: 4294},
 
 		"4:4:open:0a:list.7.2":                {Sound: 4, Opened: 4, Boot: "0a", List: 7, Listed: 2},
-		"4:4:open:0a:due.8":                   {Sound: 4, Opened: 4, Boot: "0a", Due: 8},
-		"4:4:open:0a:list.7.2:more.8":         {Sound: 4, Opened: 4, Boot: "0a", List: 7, Listed: 2, Due: 8, More: true},
-		"4:4:open:0a:QX7:4294:list.7.1:due.8": {Sound: 4, Opened: 4, Boot: "0a", Common: "QX7", Era: 4294, List: 7, Listed: 1, Due: 8},
+		"4:4:open:0a:due.8":                   {Sound: 4, Opened: 4, Boot: "0a", Due: 8, After: 7},
+		"4:4:open:0a:list.7.2:more.8":         {Sound: 4, Opened: 4, Boot: "0a", List: 7, Listed: 2, Due: 8, After: 7, More: true},
+		"4:4:open:0a:list.5.2:due.8.6":        {Sound: 4, Opened: 4, Boot: "0a", List: 5, Listed: 2, Due: 8, After: 6},
+		"4:4:open:0a:QX7:4294:list.7.1:due.8": {Sound: 4, Opened: 4, Boot: "0a", Common: "QX7", Era: 4294, List: 7, Listed: 1, Due: 8, After: 7},
 	} {
 		have, err := legStateOf(blockdev.Record{Labels: map[string]string{labelLeg: label}})
 		if err != nil || have != want {
@@ -29,7 +30,7 @@ func TestLegState(t *testing.T) {
 			t.Errorf("%+v is %q, want %q", want, want.label(), label)
 		}
 	}
-	for _, label := range []string{"4:4:open", "4:4:ajar:", "4:4:open:0a:QX7", "4:4:open:0a:qx7:1", "4:4:open:0a:QX7:4294967296", "9223372036854775808:4:open:", "4:4:open:0a:list.7", "4:4:open:0a:due.8.1", "4:4:open:0a:due.9223372036854775808"} {
+	for _, label := range []string{"4:4:open", "4:4:ajar:", "4:4:open:0a:QX7", "4:4:open:0a:qx7:1", "4:4:open:0a:QX7:4294967296", "9223372036854775808:4:open:", "4:4:open:0a:list.7", "4:4:open:0a:due.8.", "4:4:open:0a:due.9223372036854775808"} {
 		if have, err := legStateOf(blockdev.Record{Labels: map[string]string{labelLeg: label}}); !errors.Is(err, errdefs.ErrDataLoss) {
 			t.Errorf("%q: %+v, %v", label, have, err)
 		}

@@ -42,11 +42,14 @@ type State struct {
 	Joining       *Leg  // the one that is being made equal; nil: none
 	Synced, Total int64 // bytes that are equal on Joining, and all
 	Held          bool  // nothing is read or written until Leave is called for all that failed: see Watch
-	Event         uint32
+	Event         Event
 
 	inner     string // the device that is a mirror of Legs: the mirror itself, or one below it while a leg joins
 	remembers bool   // it has a region of which a leg failed: the kernel holds what is written, until there is another table
 }
+
+// Event is how many things have happened to a mirror, by the kernel's count: to the device, and to that of what is current, which there is while a leg joins two or more.
+type Event struct{ Top, Base uint32 }
 
 // Failed are the legs that have failed, Joining not among them.
 func (s State) Failed() (devices []uint64) {
@@ -148,7 +151,7 @@ func state(name string) (s State, err error) {
 	if d == nil || !d.Live {
 		return s, fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
 	}
-	s.Event, s.inner = d.Event, name
+	s.Event.Top, s.inner = d.Event, name
 	top, size, err := read(name)
 	if err != nil {
 		return s, err
@@ -180,7 +183,7 @@ func (s *State) joins(name string, top dm.Mirror) error {
 		return err
 	}
 	s.Legs, s.inner, s.remembers = below.Legs, base.Name, below.Synced < below.Total
-	s.Event += base.Event
+	s.Event.Base = base.Event
 	return s.left(base)
 }
 

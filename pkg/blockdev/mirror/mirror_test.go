@@ -149,7 +149,7 @@ func (f *fixture) look() mirror.State {
 }
 
 // watch waits for a state, for ten seconds.
-func (f *fixture) watch(seen uint32, what string, until func(s mirror.State) bool) mirror.State {
+func (f *fixture) watch(seen mirror.Event, what string, until func(s mirror.State) bool) mirror.State {
 	f.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
@@ -165,7 +165,7 @@ func (f *fixture) watch(seen uint32, what string, until func(s mirror.State) boo
 	}
 }
 
-func (f *fixture) failed(seen uint32, failed ...int) mirror.State {
+func (f *fixture) failed(seen mirror.Event, failed ...int) mirror.State {
 	f.t.Helper()
 	var want []uint64
 	for _, i := range failed {
@@ -548,6 +548,40 @@ func TestFlushFails(t *testing.T) {
 	}
 }
 
+// TestFlushFailsWhileOneJoins: one of two legs that are current fails a flush while another one joins, and takes writes again: the kernel forgets, and writes past it. What was acknowledged is on the leg that stays, and on that which joins.
+func TestFlushFailsWhileOneJoins(t *testing.T) {
+	for failing := range 2 {
+		t.Run(fmt.Sprint("leg ", failing), func(t *testing.T) {
+			f := newMirror(t, 2, 1)
+			f.write(1, 0)
+			seen := f.look().Event
+			check.OK(t, mirror.Join(context.Background(), f.name, f.legs[2].number, differs(dm.Range{Length: mib})))
+			seen = f.watch(seen, "a leg that is equal", mirror.State.Equal).Event
+			f.legs[failing].fail()
+			file := f.open()
+			flush := later(file.Sync)
+			waits(t, flush, "a flush that a leg fails")
+			f.legs[failing].mend()
+			for fill := byte(2); fill < 7; fill++ {
+				f.write(fill, 0)
+			}
+			if s := f.look(); len(s.Failed()) > 0 {
+				t.Fatalf("this kernel does not forget: %+v", s)
+			}
+			s := f.watch(seen, "it to be held", func(s mirror.State) bool { return s.Held })
+			check.OK(t, mirror.Leave(context.Background(), f.name, s.Failed()...))
+			ends(t, flush, "the flush")
+			stays := f.look().Legs
+			if len(stays) != 1 {
+				t.Fatalf("%+v stay", stays)
+			}
+			f.has(slices.IndexFunc(f.legs, func(l *leg) bool { return l.number == stays[0].Device }), 6, 0)
+			f.has(2, 6, 0)
+			f.leave(2)
+		})
+	}
+}
+
 // TestAllFail: errors, and nothing that is acknowledged.
 func TestAllFail(t *testing.T) {
 	f := newMirror(t, 2, 0)
@@ -864,7 +898,7 @@ func TestFlushesWhoJoins(t *testing.T) {
 	flushed("alone")
 	for i := 1; i <= 2; i++ {
 		check.OK(t, mirror.Join(ctx, f.name, f.legs[i].number, differs(dm.Range{Length: mib})))
-		f.watch(0, "a leg that is equal", mirror.State.Equal)
+		f.watch(mirror.Event{}, "a leg that is equal", mirror.State.Equal)
 		check.OK(t, mirror.Finish(ctx, f.name, 0))
 		flushed("joined", []int{1, 2}[:i]...)
 	}
@@ -881,7 +915,7 @@ func TestFlushesWhoJoins(t *testing.T) {
 	check.OK(t, err)
 	check.OK(t, dm.Replace(above, dm.Linear(d.Number, 2*size)))
 	check.OK(t, mirror.Join(ctx, f.name, f.legs[1].number, differs(dm.Range{Length: mib})))
-	f.watch(0, "a leg that is equal", mirror.State.Equal)
+	f.watch(mirror.Event{}, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	flushed("grown", 1)
 }

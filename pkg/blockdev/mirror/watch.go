@@ -15,8 +15,8 @@ const forgets = 20 * time.Millisecond
 // Watch waits until something has happened to a mirror since a look at it (State.Event) that was after the last change that the caller made, and returns how it is then: a leg has failed, or the one that joins is equal, or has been taken out as
 // it failed; or nothing that matters. errdefs.ErrNotFound once there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel soon forgets which leg it was, and then acknowledges what is on one leg only. Watch does not let
 // it. It has the mirror held, with the legs that may lack something as failed, which is so until Leave, also for a driver that starts later. Where the kernel has forgotten already, those are all but the one that is read from, as that has everything.
-func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
-	var last uint32
+func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
+	var last Event
 	first := true
 	err = dm.Await(ctx, func() (bool, error) { // events are those of any device
 		now, err := events(name)
@@ -46,25 +46,25 @@ func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
 	return s, err
 }
 
-// events are how many there were of what a mirror is made of.
-func events(name string) (sum uint32, err error) {
-	for _, part := range []string{name, name + baseSuffix} {
+// events are those of what a mirror is made of.
+func events(name string) (e Event, err error) {
+	for part, n := range map[string]*uint32{name: &e.Top, name + baseSuffix: &e.Base} {
 		d, err := dm.Find(part)
 		if err != nil {
-			return 0, err
+			return e, err
 		}
 		if d != nil {
-			sum += d.Event
+			*n = d.Event
 		}
 	}
-	return sum, nil
+	return e, nil
 }
 
 // keep has a mirror held if the kernel would forget, or has forgotten, that a leg has failed. When all regions of a table are found to be equal, which is soon after it was loaded, there is one event; a failure that is forgotten makes two.
-func (s *State) keep(ctx context.Context, name string, seen uint32) (err error) {
+func (s *State) keep(ctx context.Context, name string, seen Event) (err error) {
 	var has uint64
 	switch failed := len(s.Failed()); {
-	case failed == 0 && s.Joining == nil && s.Event-seen > 1:
+	case failed == 0 && (s.Joining == nil && s.Event.Top-seen.Top > 1 || s.Joining != nil && s.Event.Base-seen.Base > 1):
 		has, err = s.readFrom()
 	case failed > 0 && failed < len(s.Legs) && slices.ContainsFunc(s.Legs, func(l Leg) bool { return l.Failed && !l.OnlyReads }):
 		has = s.Legs[slices.IndexFunc(s.Legs, func(l Leg) bool { return !l.Failed })].Device

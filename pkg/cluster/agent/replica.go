@@ -363,7 +363,7 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if len(opened) == 0 || ctx.Err() != nil {
 		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
-	chosen, err := chooseOf(v, opened, away, failed)
+	chosen, err := chooseOf(v, opened, l.ask(ctx, v, unlisted(v)), away, failed)
 	if err != nil {
 		l.sayWaits(ctx, v, err)
 		return replicapool.Opened{}, err
@@ -371,7 +371,7 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if err := l.writeList(ctx, v, chosen, opened); err != nil {
 		return replicapool.Opened{}, err
 	}
-	if err := l.tellList(ctx, v); err != nil {
+	if _, err := l.tellList(ctx, v); err != nil {
 		return replicapool.Opened{}, err
 	}
 	for _, leg := range chosen {
@@ -436,9 +436,39 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 	return opened, away, failed
 }
 
-// chooseOf says which legs are current from now on, of those that were opened. away are others on the list, of which failed says why they were not. ErrPrecondition, or ErrUnavailable, if none of these is known to have everything.
-func chooseOf(v *v1alpha1.ReplicatedVolume, opened []openedLeg, away []string, failed error) ([]openedLeg, error) {
-	latest, err := upToDate(v, opened)
+// askPatience is for how many looks (Options.CarryEvery) a leg is asked what it knows.
+const askPatience = 2
+
+// ask returns those of some legs that say what they know of lists, all at once, without their locks. They are not opened.
+func (l *ReplicaLegs) ask(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (known []openedLeg) {
+	ctx, cancel := context.WithTimeout(ctx, askPatience*l.options.CarryEvery)
+	defer cancel()
+	answers := make([]volume.Leg, len(names))
+	var all sync.WaitGroup
+	for i, name := range names {
+		all.Go(func() {
+			if id, err := l.legID(ctx, v, name); err == nil {
+				answers[i], _ = l.volumes.Leg(ctx, id) // it is left out then
+			}
+		})
+	}
+	all.Wait()
+	for i, leg := range answers {
+		if leg.Of == v.Name {
+			known = append(known, openedLeg{Leg: leg, name: names[i]})
+		}
+	}
+	return known
+}
+
+// unlisted are the legs that are not on the list.
+func unlisted(v *v1alpha1.ReplicatedVolume) []string {
+	return slices.DeleteFunc(slices.Clone(v.Spec.Legs), func(name string) bool { return slices.Contains(v.Current(), name) })
+}
+
+// chooseOf says which legs are current from now on, of those that were opened. others are not on the list; away are others that are, of which failed says why they were not. ErrPrecondition, or ErrUnavailable, if none of these is known to have everything.
+func chooseOf(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, away []string, failed error) ([]openedLeg, error) {
+	latest, err := upToDate(v, opened, others)
 	if err != nil {
 		return nil, err
 	}
@@ -566,16 +596,26 @@ func setWaiting(leg *v1alpha1.Leg, why string) {
 	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
 }
 
-// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs (or one that is to be counted after another number) the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody changed the
-// object since it was read.
+// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody
+// changed the object since it was read.
 func (l *ReplicaLegs) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
+	return l.writeAfter(ctx, v, nil, edit)
+}
+
+// writeAfter is writeReplicas of a list that is a new one in any case, after the last one that is known; nil: what v has is that.
+func (l *ReplicaLegs) writeAfter(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	before := v.DeepCopy()
 	edit(&v.Status)
 	cluster.SummarizeLegs(v)
-	if !sameList(before, v) || before.Status.Lists != v.Status.Lists {
-		names, had := v.Current(), before.Current()
-		more := slices.ContainsFunc(names, func(name string) bool { return !slices.Contains(had, name) })
-		number, err := l.announce(ctx, v, names, more)
+	if last != nil || !sameList(before, v) {
+		if last == nil {
+			last = &lastList{before.Status.Lists, before.Current()}
+		}
+		number := max(before.Status.Lists, last.number) + 1
+		if byPerson(before) {
+			number += personGap
+		}
+		number, err := l.announce(ctx, v, v.Current(), *last, number)
 		if err != nil {
 			*v = *before
 			return err

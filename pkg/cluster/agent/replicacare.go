@@ -90,9 +90,8 @@ type tender struct {
 	generation int64 // of the claim by which it was made
 	joins      map[string]*tries
 	equal      equal
-	lists      int64                  // the last list that all legs on it were told of; 0: not known
-	listed     []string               // these legs
-	seen       uint32                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
+	last       lastList               // of which all its legs were told; none: it is not known
+	seen       mirror.Event           // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
 	beside     chan func(*view) error // what is being done beside the looks, at its end; nil: nothing
 	told       string                 // why it could not be looked after, last
 
@@ -224,7 +223,11 @@ func (t *tender) dropSilent(ctx context.Context) {
 		if s.Joining != nil && t.unreached(now, now.leg[s.Joining.Device]) != "" {
 			t.endSilent(ctx, now.leg[s.Joining.Device])
 		}
-		if len(now.failing) > 0 {
+		before, failure := t.isBefore(ctx, now)
+		switch err = failure; {
+		case before:
+			err = t.putRight(ctx, now)
+		case err == nil && len(now.failing) > 0:
 			_, err = t.drop(ctx, now)
 		}
 	}
@@ -274,7 +277,9 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if t.severed(now) {
 		return t.sever(ctx, now)
 	}
-	if now.v.Status.Lists < t.lists {
+	if before, err := t.isBefore(ctx, now); err != nil {
+		return err
+	} else if before {
 		return t.putRight(ctx, now)
 	}
 	if len(now.failing) > 0 {
@@ -301,12 +306,16 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 func (t *tender) next(ctx context.Context, now *view) error {
 	switch {
 	case t.beside != nil:
-	case t.lists != now.v.Status.Lists: // a driver before this one may have written it, and not told them
+	case t.last.number != now.v.Status.Lists: // a driver before this one may have written it, and not told them
 		t.start(func() func(*view) error {
-			err := t.tellList(ctx, now.v)
-			return func(*view) error {
-				if err == nil && t.lists < now.v.Status.Lists {
-					t.lists, t.listed = now.v.Status.Lists, now.v.Current()
+			due, err := t.tellList(ctx, now.v)
+			return func(then *view) error {
+				switch {
+				case err != nil || then.v.Status.Lists != now.v.Status.Lists:
+				case due:
+					err = t.tellAll(ctx, then.v)
+				default:
+					t.last = lastList{now.v.Status.Lists, now.v.Current()}
 				}
 				return err
 			}
@@ -532,7 +541,7 @@ func (t *tender) drop(ctx context.Context, now *view) (devices []uint64, err err
 		return nil, fmt.Errorf("%w: no leg of the replicated volume takes what is written: %s", errdefs.ErrUnavailable, reasons(now.failing))
 	}
 	before := now.v.ResourceVersion
-	if err := t.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+	if err := t.writeLists(ctx, now.v, nil, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for i := range s.Legs {
 			if why := now.failing[s.Legs[i].Name]; why != "" {
 				setWaiting(&s.Legs[i], why)
@@ -603,7 +612,7 @@ func (t *tender) list(ctx context.Context, now *view) error {
 		}
 		if err := t.meanwhile(ctx, t.dropSilent, func() error {
 			return t.complete(ctx, now.v, name, l.Device, func() error {
-				return t.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+				return t.writeLists(ctx, now.v, nil, func(s *v1alpha1.ReplicatedVolumeStatus) {
 					if now.v.Leg(name) == nil {
 						s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
 					}
@@ -663,6 +672,9 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 		return t.notJoined(ctx, now, name, "it failed while it was made equal")
 	case now.s.Equal():
 		if err := t.learns(ctx, now.v, now.in(), name); err != nil {
+			return err
+		}
+		if s, err := mirror.Look(t.name); err != nil || s.Event != t.seen { // a leg may have failed, which the kernel has forgotten: Watch tells
 			return err
 		}
 		if err := t.change(ctx, func() error { return mirror.Finish(ctx, t.name, now.near) }); err != nil {

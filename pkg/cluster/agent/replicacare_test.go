@@ -321,6 +321,9 @@ func (f tendedVolumes) Leg(ctx context.Context, id volume.ID) (volume.Leg, error
 	if l.news--; l.news >= 0 {
 		return volume.Leg{}, fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id.Key)
 	}
+	if l.away {
+		return volume.Leg{}, fmt.Errorf("%w: %s", errdefs.ErrUnavailable, id.Key)
+	}
 	return volume.Leg{LegState: l.state, Of: f.v.Name, Now: l.boot, Data: blockdev.Record{Labels: maps.Clone(l.labels)}}, nil
 }
 
@@ -597,7 +600,7 @@ func TestPowerIsLost(t *testing.T) {
 		t.Errorf("%v are current, not the one that kept its power", now)
 	}
 
-	f.v.Status.Legs[0].Current, f.v.Status.Legs[1].Current, f.v.Status.Lists = true, false, 0 // it alone, as a person says
+	f.v.Status.Legs = []v1alpha1.Leg{{Name: "a", Current: true}, {Name: "b"}} // it alone, as a person says
 	check.OK(t, f.opens(3))
 	if a := f.legs["a"].state; a.Boot != "2" || !slices.Equal(f.v.Current(), []string{"a"}) {
 		t.Errorf("it is used, and is %+v", a)

@@ -1,10 +1,12 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -17,7 +19,7 @@ import (
 // An object that was restored has a list of current legs of before. It may name a leg that has left since, and so lacks what was written. So each list has a number (status.lists), and the records of the legs that are on it know it:
 // first that it is due, so that none of them is taken for an older copy once it is written, and then that it was, before anything is written that only they have. A record that knows of a later list than the object tells that the
 // object is of before. How many legs a list has is beside its number: all of them together have everything, as none can go on without another one that knows the next number. A list that is due says of a leg only that the one before
-// was written, and takes nothing of what is known of that: it may never be written, and another one have its number.
+// was written, and takes nothing of what is known of that: it may never be written, or be written, and gone with the object that had it. So no other one that a leg of it hears of has its number.
 
 // errLaterList: the record of a leg knows that number already.
 var errLaterList = errors.New("it knows of a later list")
@@ -30,20 +32,27 @@ type untoldError struct {
 
 func (e untoldError) Unwrap() error { return e.error }
 
-// announce has the records of the legs that are to be on the next list say that it is due, and returns its number. more: some are not on this one.
-func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, more bool) (number int64, err error) {
-	number = v.Status.Lists + 1
+// lastList is the last list that who writes the next one knows of.
+type lastList struct {
+	number int64
+	legs   []string
+}
+
+// announce has the records of the legs that are to be on the next list say that it is due, and returns its number: that which is asked for, or a later one, which none of them knows.
+func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, last lastList, number int64) (int64, error) {
+	after := last.number
+	more := slices.ContainsFunc(names, func(name string) bool { return !slices.Contains(last.legs, name) })
 	for i := 0; i < len(names); i++ {
-		var knows int64
+		var knows, due int64
 		err := l.noteList(ctx, v, names[i], func(s *volume.LegState) error {
-			if knows = s.Knows(); knows >= number {
+			if knows, due = s.Knows(), s.Due; knows > after || due >= number {
 				return errLaterList
 			}
-			s.Due, s.More = number, more
+			s.Due, s.After, s.More = number, after, more
 			return nil
 		})
 		if errors.Is(err, errLaterList) {
-			number, i = knows+1, -1
+			after, number, i = max(after, knows), max(number, knows+1, due+1), -1
 			continue
 		}
 		if err != nil {
@@ -53,8 +62,8 @@ func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return number, nil
 }
 
-// tellList has the records of the legs on the list say that it was written.
-func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
+// tellList has the records of the legs on the list say that it was written. due: one of them knows of another one that is due, and was perhaps written.
+func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume) (due bool, err error) {
 	names := v.Current()
 	for _, name := range names {
 		if err := l.noteList(ctx, v, name, func(s *volume.LegState) error {
@@ -62,14 +71,15 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 				s.List, s.Listed = v.Status.Lists, len(names)
 			}
 			if s.Due <= s.List {
-				s.Due, s.More = 0, false
+				s.Due, s.After, s.More = 0, 0, false
 			}
+			due = due || s.Due > 0
 			return nil
 		}); err != nil {
-			return err
+			return due, err
 		}
 	}
-	return nil
+	return due, nil
 }
 
 // learns has the record of a leg that is about to be in a mirror, and of those that are, know of the same last list. An object that was put back meanwhile may name it already, so that no list is written of which it would hear; and should the others fail, it alone
@@ -89,22 +99,38 @@ func (t *tender) learns(ctx context.Context, v *v1alpha1.ReplicatedVolume, in []
 	}
 	return t.noteList(ctx, v, name, func(s *volume.LegState) error {
 		if s.Knows() < knows {
-			s.Due, s.More = knows+1, true
+			s.Due, s.After, s.More = max(s.Due, knows+1), knows, true
 		}
 		return nil
 	})
 }
 
-// tellAll is tellList of a list that not all were told of.
+// tellAll is tellList of a list that not all were told of. If one of them knows of another one that is due, the list gets a number after that first: the object may have had that one, and may be put back to it.
 func (t *tender) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
-	if t.lists == v.Status.Lists {
+	if t.last.number == v.Status.Lists {
 		return nil
 	}
-	if err := t.tellList(ctx, v); err != nil {
+	due, err := t.tellList(ctx, v)
+	if err == nil && due {
+		if err = t.writeLists(ctx, v, &lastList{v.Status.Lists, v.Current()}, func(*v1alpha1.ReplicatedVolumeStatus) {}); err == nil {
+			_, err = t.tellList(ctx, v)
+		}
+	}
+	if err != nil {
 		return err
 	}
-	t.lists, t.listed = v.Status.Lists, v.Current()
+	t.last = lastList{v.Status.Lists, v.Current()}
 	return nil
+}
+
+// writeLists is writeAfter. Until all legs on a list that was written are told of it, the last one is what they know: the object may be put back meanwhile.
+func (t *tender) writeLists(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
+	number := v.Status.Lists
+	err := t.writeAfter(ctx, v, last, edit)
+	if err != nil || v.Status.Lists != number {
+		t.last = lastList{}
+	}
+	return err
 }
 
 // untold notes since when the record of a leg that stays cannot be written, which holds what is written to the others too: see findUntold.
@@ -156,6 +182,39 @@ func (t *tender) allTold() {
 	}
 }
 
+// isBefore reports whether the object is of before the last list, or has another one of its number: it was put back while the volume is used, or a person has named legs that are not written to. Where the last list is not known, that is what the
+// legs know which are written to; and one of them is on the object's list.
+func (t *tender) isBefore(ctx context.Context, now *view) (bool, error) {
+	listed, in, last := now.v.Current(), now.in(), t.last
+	if last.number == 0 {
+		var err error
+		if last, err = t.recall(ctx, now); err != nil {
+			return false, err
+		}
+	} else if now.v.Status.Lists == last.number && !sameNames(listed, last.legs) {
+		return true, nil
+	}
+	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
+}
+
+// recall is the last list that the legs know which are written to, and do not fail, as far as they answer.
+func (t *tender) recall(ctx context.Context, now *view) (last lastList, err error) {
+	names := slices.DeleteFunc(now.in(), func(name string) bool { return name == "" || now.failing[name] != "" })
+	known := t.ask(ctx, now.v, names)
+	if len(known) == 0 && len(names) > 0 {
+		return last, fmt.Errorf("%w: find which list of current legs is the last one of the replicated volume %s: no leg that is written to says what it knows: %s", errdefs.ErrUnavailable, now.v.Name, strings.Join(names, ", "))
+	}
+	for _, leg := range known {
+		last.number = max(last.number, leg.Knows())
+	}
+	for _, leg := range known {
+		if leg.List == last.number {
+			last.legs = append(last.legs, leg.name)
+		}
+	}
+	return last, nil
+}
+
 // putRight writes the last list anew into an object of before it, which was restored while the volume is used: without those legs that have failed meanwhile.
 func (t *tender) putRight(ctx context.Context, now *view) error {
 	v, err := t.replicatedNow(ctx, t.ref.Key)
@@ -165,16 +224,21 @@ func (t *tender) putRight(ctx context.Context, now *view) error {
 	if v.ResourceVersion != now.v.ResourceVersion {
 		return fmt.Errorf("%w: the watch is behind the object of the replicated volume %s", errdefs.ErrBusy, v.Name)
 	}
-	names := slices.DeleteFunc(slices.Clone(t.listed), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.in(), name) })
-	if len(names) == 0 {
+	last := t.last
+	if last.number == 0 {
+		if last, err = t.recall(ctx, now); err != nil {
+			return err
+		}
+	}
+	names := slices.DeleteFunc(slices.Clone(last.legs), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.in(), name) })
+	if len(names) == 0 || last.number == 0 {
 		return fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before, and no leg takes what is written: %s", errdefs.ErrUnavailable, v.Name, reasons(now.failing))
 	}
-	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", t.lists, "current", names)
-	return t.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
-		s.Lists = t.lists
+	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
+	return t.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for i := range s.Legs {
 			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
-				setWaiting(&s.Legs[i], "the object says so of a moment before it was restored")
+				setWaiting(&s.Legs[i], "who uses the volume does not write to it: the object was put back to what it was before, or somebody has changed it")
 			}
 		}
 		for _, name := range names {
@@ -207,16 +271,46 @@ func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 
 // sameList reports whether two states of an object have the same list, by the same claim.
 func sameList(a, b *v1alpha1.ReplicatedVolume) bool {
-	x, y := a.Current(), b.Current()
-	slices.Sort(x)
-	slices.Sort(y)
-	return a.Status.Opened == b.Status.Opened && slices.Equal(x, y)
+	return a.Status.Opened == b.Status.Opened && sameNames(a.Current(), b.Current())
 }
 
-// upToDate returns those of the legs that were opened of which all have everything that was acknowledged: all, unless one knows that the object is of before a later list. Then it is those of the last list that is known, if all of that are here. ErrPrecondition
-// if not: others may have what these lack.
-func upToDate(v *v1alpha1.ReplicatedVolume, opened []openedLeg) ([]openedLeg, error) {
-	last := slices.MaxFunc(opened, func(a, b openedLeg) int { return int(a.Knows() - b.Knows()) })
+func sameNames(a, b []string) bool {
+	return slices.Equal(slices.Sorted(slices.Values(a)), slices.Sorted(slices.Values(b)))
+}
+
+// byPerson reports whether a person has put a leg on the list of an object: it is sound by no claim, though there were lists.
+func byPerson(v *v1alpha1.ReplicatedVolume) bool {
+	return v.Status.Lists > 0 && slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.Current && leg.Sound == 0 })
+}
+
+// personGap is how far the number of the next list is from that of one that a person has written: it is after all that a leg may know which did not answer then, and answers later.
+const personGap = 1000
+
+// forked returns a leg of the last list that some legs were told of, if all of that list are among them, and know of none after it with one more, and the object has one with another leg; empty: none. As each list has a leg of the one before it, and
+// that knows of it, the object was put back to what it was before this list, though its number is no less.
+func forked(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
+	last := slices.MaxFunc(legs, func(a, b openedLeg) int { return cmp.Compare(a.List, b.List) }).List
+	members := slices.DeleteFunc(slices.Clone(legs), func(leg openedLeg) bool { return leg.List != last })
+	if last == 0 || last > v.Status.Lists || byPerson(v) || len(members) != members[0].Listed || slices.ContainsFunc(members, func(leg openedLeg) bool { return leg.More || leg.After > last }) {
+		return ""
+	}
+	for _, name := range v.Current() {
+		if !slices.ContainsFunc(members, func(leg openedLeg) bool { return leg.name == name }) {
+			return members[0].name
+		}
+	}
+	return ""
+}
+
+// upToDate returns those of the legs that were opened of which all have everything that was acknowledged: all, unless one knows, or one of others that are not on the list, that the object is of before a later list. Then it is those of the last list that is
+// known, if all of that are here. ErrPrecondition if not: others may have what these lack.
+func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]openedLeg, error) {
+	all := slices.Concat(opened, others)
+	if by := forked(v, all); by != "" {
+		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: its list %d of the legs that are current has a leg which none has that leg %s knows of; "+
+			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, by)
+	}
+	last := slices.MaxFunc(all, func(a, b openedLeg) int { return int(a.Knows() - b.Knows()) })
 	number := last.Knows()
 	if number <= v.Status.Lists {
 		return opened, nil
@@ -224,7 +318,7 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened []openedLeg) ([]openedLeg, er
 	members := slices.DeleteFunc(slices.Clone(opened), func(leg openedLeg) bool { return leg.List != number })
 	left := func(leg openedLeg) bool { return leg.More && leg.Due > number } // perhaps, and that only one knows which joined then
 	if len(members) == 0 || len(members) != members[0].Listed || slices.ContainsFunc(members, left) {
-		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: it has list %d of the legs that are current, and leg %s knows of list %d; of the legs of that one %d answer, and what they lack another one may have: "+
+		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: it has list %d of the legs that are current, and leg %s knows of list %d; of the legs of that one %d are on it, and answer, and what they lack another one may have: "+
 			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, last.name, number, len(members))
 	}
 	return members, nil
@@ -236,7 +330,7 @@ func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
 	switch {
 	case leg.Sound < listed.Sound:
 		return fmt.Errorf("%w: leg %s is an older copy: its record says that it was current by claim %d, and it is known to have been by claim %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.Sound, listed.Sound)
-	case listed.Sound > 0 && max(leg.List, leg.Due) < v.Status.Lists:
+	case listed.Sound > 0 && leg.Knows() < v.Status.Lists && leg.Due != v.Status.Lists:
 		return fmt.Errorf("%w: leg %s is an older copy: its record knows of list %d of the legs that are current, and it is on list %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.List, v.Status.Lists)
 	}
 	return nil

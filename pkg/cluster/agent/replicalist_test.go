@@ -23,7 +23,7 @@ func (f *tended) leaves(name string) {
 	now := &view{v: f.v.DeepCopy(), failing: map[string]string{name: "it failed"}}
 	_, err := f.drop(context.Background(), now)
 	check.OK(f.t, err)
-	check.OK(f.t, f.tellList(context.Background(), now.v))
+	check.OK(f.t, second(f.tellList(context.Background(), now.v)))
 }
 
 // TestRestoredWithinClaim: an object is put back to a moment of the claim that there is, in which a leg was current that has left since.
@@ -103,7 +103,7 @@ func TestListCutShort(t *testing.T) {
 			now := &view{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
 			_, err := f.drop(context.Background(), now)
 			if err == nil {
-				err = f.tellList(context.Background(), now.v)
+				_, err = f.tellList(context.Background(), now.v)
 			}
 			if err == nil {
 				t.Fatal("it was not cut short")
@@ -318,7 +318,7 @@ func (f *tended) announced(fails string, names ...string) {
 		}
 		return nil
 	}
-	if _, err := f.announce(context.Background(), f.v, names, true); err == nil {
+	if _, err := f.announce(context.Background(), f.v, names, lastList{f.v.Status.Lists, nil}, f.v.Status.Lists+1); err == nil {
 		f.t.Fatal("all were written")
 	}
 	f.changes = func(string, volume.LegState) error { return nil }
@@ -404,6 +404,94 @@ func TestRestoredWhileUsed(t *testing.T) {
 	}
 }
 
+// TestRestoredTwice: a list is written, and nobody is told of it; the object is put back to the one before, and another list has its number; then the object is put back to that first one. What only the legs of the other one have is not forgotten.
+func TestRestoredTwice(t *testing.T) {
+	f := newObject(t, 2, "b", "a")
+	before := f.v.DeepCopy()
+	now := &view{v: f.v.DeepCopy(), failing: map[string]string{"b": "it failed"}}
+	_, err := f.drop(t.Context(), now)
+	check.OK(t, err)
+	first := f.v.DeepCopy() // a alone, and it is not told
+	f.v = before
+	f.legs["a"].away = true
+	check.OK(t, f.opens(2)) // b alone
+	if f.v.Status.Lists != first.Status.Lists {
+		t.Fatalf("list %d, not the number of the first one, %d", f.v.Status.Lists, first.Status.Lists)
+	}
+	f.legs["a"].away, f.v = false, first
+	if err := f.opens(3); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "none has that leg b knows of") {
+		t.Errorf("%v are current: %v", f.v.Current(), err)
+	}
+}
+
+// TestAnnouncedTwice: the list that follows one that was announced, and perhaps written, has another number.
+func TestAnnouncedTwice(t *testing.T) {
+	f := newObject(t, 3, "a", "b", "c")
+	before := f.v.DeepCopy()
+	now := &view{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
+	_, err := f.drop(t.Context(), now)
+	check.OK(t, err)
+	first := f.v.DeepCopy() // a and b
+	f.v = before
+	f.leaves("a")
+	f.v = first
+	f.legs["c"].away = true
+	if err := f.opens(2); !errors.Is(err, errdefs.ErrPrecondition) {
+		t.Errorf("%v are current: %v", f.v.Current(), err)
+	}
+}
+
+// TestLeavesAndIsUnlisted: a leg of a volume that nobody uses is taken off the list, as that is to have fewer: the list is the one that it was told of all the same.
+func TestLeavesAndIsUnlisted(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].state.Closed, f.legs["b"].state.Closed = true, true
+	check.OK(t, f.opens(2))
+	f.v.Leg("b").Current = false
+	check.OK(t, f.opens(3))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current", now)
+	}
+}
+
+// TestNamedByPersonAndBack: the leg that had the last list, and was given up by a person, answers again, while nobody uses the volume.
+func TestNamedByPersonAndBack(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.leaves("b")
+	check.OK(t, f.opens(2))
+	check.OK(t, f.opens(3))
+	f.legs["a"].away = true
+	f.v.Status.Legs, f.v.Status.Lists = []v1alpha1.Leg{{Name: "b", Current: true}, {Name: "a"}}, 1
+	check.OK(t, f.opens(4))
+	f.legs["a"].away = false
+	check.OK(t, f.opens(5))
+	if now := f.v.Current(); !slices.Equal(now, []string{"b"}) {
+		t.Errorf("%v are current", now)
+	}
+}
+
+// TestNamedWhileUsed: a person names a leg alone that is not written to, while the volume is used; also if the driver starts anew then. What the mirror has goes on, and is what the object lists.
+func TestNamedWhileUsed(t *testing.T) {
+	for _, anew := range []bool{false, true} {
+		t.Run(fmt.Sprint("driver anew ", anew), func(t *testing.T) {
+			f := newTended(t, 2, "a", "b")
+			f.flaky("b")
+			write := f.write(0)
+			f.leaves("b")
+			check.OK(t, mirror.Leave(t.Context(), f.tender.name, f.legs["b"].number))
+			f.ends(write, "the write")
+			if !anew {
+				check.OK(t, f.tellAll(t.Context(), f.v))
+			}
+			f.mu.Lock()
+			f.v.Status.Legs = []v1alpha1.Leg{{Name: "a"}, {Name: "b", Current: true}}
+			f.v.ResourceVersion += "0"
+			f.mu.Unlock()
+			f.starts()
+			f.current("a")
+		})
+	}
+}
+
 // TestRestoredInMirror is that with a mirror: who looks after it finds it out.
 func TestRestoredInMirror(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
@@ -468,3 +556,6 @@ func TestJoinedObjectOfBefore(t *testing.T) {
 		t.Errorf("list %d, of leg b, was that of leg a: %d", now, last)
 	}
 }
+
+// second is the error of a call that returns something else besides.
+func second[T any](_ T, err error) error { return err }

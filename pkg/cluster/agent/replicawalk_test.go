@@ -26,7 +26,7 @@ type walk struct {
 	names    []string
 	in       []string       // the mirror
 	has      map[string]int // the last write that is on a leg
-	last     int            // that was acknowledged
+	acked    int            // the last write that was acknowledged
 	before   bool           // the object was put back, and was not put right
 	objects  []*v1alpha1.ReplicatedVolume
 	cut      int // after so many writes of objects and records nothing is written; none: never
@@ -84,7 +84,9 @@ func (w *walk) looks(fail ...string) (err error) {
 		return nil
 	}
 	now, lists := w.view(fail...), w.v.Status.Lists
-	if now.v.Status.Lists < w.lists {
+	if before, err := w.isBefore(w.ctx, now); err != nil {
+		return err
+	} else if before {
 		if err := w.putRight(w.ctx, now); err != nil {
 			return err
 		}
@@ -107,7 +109,7 @@ func (w *walk) looks(fail ...string) (err error) {
 	}
 	for _, name := range w.in {
 		if leg := now.v.Leg(name); leg == nil || !leg.Current {
-			return w.writeReplicas(w.ctx, now.v, func(*v1alpha1.ReplicatedVolumeStatus) { setCurrent(now.v.Leg(name), w.generation) })
+			return w.writeLists(w.ctx, now.v, nil, func(*v1alpha1.ReplicatedVolumeStatus) { setCurrent(now.v.Leg(name), w.generation) })
 		}
 	}
 	return nil
@@ -118,13 +120,13 @@ func (w *walk) joins(name string) {
 	if w.v.Status.Opened != w.generation || w.v.Spec.Claim.Generation != w.generation {
 		return
 	}
-	w.legs[name].state.Opened = w.generation
+	w.legs[name].state.Opened, w.legs[name].away = w.generation, false
 	err := w.learns(w.ctx, w.v, w.in, name)
 	w.says("%s joins: %v", name, err)
 	if err != nil {
 		return
 	}
-	w.has[name] = w.last
+	w.has[name] = w.acked
 	w.in = append(w.in, name)
 	w.legs[name].state.Sound = w.generation
 }
@@ -135,21 +137,27 @@ func (w *walk) restarts() (wrong string, ends bool) {
 		w.generation++
 		w.v.Spec.Claim.Generation = w.generation
 	}
-	w.lists, w.listed = 0, nil
+	w.last = lastList{}
 	if w.v.Spec.Claim.Generation != w.generation { // of an object that was put back
 		w.v.Spec.Claim.Generation = w.generation
 	}
-	knows, others, here := int64(0), int64(0), 0
+	here, told, untold := 0, false, false // one that answers, or does not, knows that the object is of before
 	for _, name := range w.names {
-		others = max(others, w.legs[name].state.List)
 		w.legs[name].away = w.IntN(3) == 0
-		if leg := w.v.Leg(name); leg != nil && leg.Current && !w.legs[name].away {
-			knows = max(knows, w.legs[name].state.Knows())
+		s, leg := w.legs[name].state, w.v.Leg(name)
+		listed := leg != nil && leg.Current
+		knows := s.Knows() > w.v.Status.Lists || !listed && s.List == w.v.Status.Lists && s.List > 0
+		if w.legs[name].away {
+			untold = untold || knows
+			continue
+		}
+		told = told || knows
+		if listed {
 			here++
 		}
 	}
-	if w.before && here > 0 && knows <= w.v.Status.Lists && others > w.v.Status.Lists {
-		return "", true // nobody who answers knows that the object is of before
+	if w.before && here > 0 && !told && untold {
+		return "", true
 	}
 	_, err := w.Open(w.ctx, "", w.tender.ref)
 	w.says("opens by claim %d, %d answer: list %d, %v, %v", w.generation, here, w.v.Status.Lists, w.v.Current(), err)
@@ -162,8 +170,8 @@ func (w *walk) restarts() (wrong string, ends bool) {
 	}
 	w.in = w.v.Current()
 	for _, name := range w.in {
-		if w.has[name] != w.last {
-			return fmt.Sprintf("leg %s has %d of %d", name, w.has[name], w.last), true
+		if w.has[name] != w.acked {
+			return fmt.Sprintf("leg %s has %d of %d", name, w.has[name], w.acked), true
 		}
 	}
 	w.before = false
@@ -190,9 +198,6 @@ func (w *walk) step() (wrong string, ends bool) {
 			w.joins(name)
 		}
 	case 3:
-		if w.lists != w.v.Status.Lists {
-			break // the agent that made the list remembers it, once all are told
-		}
 		v := w.objects[w.IntN(len(w.objects))].DeepCopy()
 		w.says("the object is put back to list %d, %v", v.Status.Lists, v.Current())
 		w.before = true
@@ -200,12 +205,12 @@ func (w *walk) step() (wrong string, ends bool) {
 		w.v = v
 	case 4:
 		w.says("the driver starts anew")
-		w.lists, w.listed = 0, nil
+		w.last = lastList{}
 	case 5, 6:
 		w.says("a write")
-		w.last++
+		w.acked++
 		for _, name := range w.in {
-			w.has[name] = w.last
+			w.has[name] = w.acked
 		}
 	default:
 		_ = w.looks()
@@ -217,7 +222,7 @@ func (w *walk) step() (wrong string, ends bool) {
 func (w *walk) records() {
 	for _, name := range w.names {
 		s := w.legs[name].state
-		w.says("\t%s: claim %d, list %d of %d, due %d (%v), has %d of %d", name, s.Opened, s.List, s.Listed, s.Due, s.More, w.has[name], w.last)
+		w.says("\t%s: claim %d, list %d of %d, due %d (%v), has %d of %d", name, s.Opened, s.List, s.Listed, s.Due, s.More, w.has[name], w.acked)
 	}
 }
 

@@ -74,7 +74,7 @@ func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	}
 	subject := "volume " + cluster.ReplicatedID(r).String() + ": "
 	if r.Status.Lacks != "" {
-		one := saying{of: r, reason: cluster.ReasonReplicaMissing, level: warning, lasting: true, state: fmt.Sprint(r.Spec.Replicas), note: fmt.Sprintf("%sit has fewer than %d replicas, and no node can have another one: %s", subject, r.Spec.Replicas, r.Status.Lacks)}
+		one := saying{of: r, reason: cluster.ReasonReplicaMissing, level: warning, lasting: true, state: fmt.Sprint(r.Spec.Replicas), note: fmt.Sprintf("%s%s, and no node can have another one: %s", subject, lacking(r), r.Status.Lacks)}
 		all = append(all, one.each(replicated)...)
 	}
 	for _, name := range r.Spec.Legs {
@@ -86,6 +86,14 @@ func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	}
 	all = append(all, ofCompare(r, subject)...)
 	return append(all, ofNoCurrent(r, legs, nodes, subject)...)
+}
+
+// lacking says why a volume is to get another leg. One that has as many current ones as it is to have gets it in the place of another.
+func lacking(r *v1alpha1.ReplicatedVolume) string {
+	if len(r.Current()) >= r.Spec.Replicas {
+		return "another replica is to take the place of one that moves, or is lost"
+	}
+	return fmt.Sprintf("it has fewer than %d replicas", r.Spec.Replicas)
 }
 
 func onNodeNamed(node string) string {

@@ -30,3 +30,22 @@ func TestWhyNoneIsUsed(t *testing.T) {
 		t.Error("it is told, and nobody wants to use it")
 	}
 }
+
+// TestLacksAReplica: a volume that has as many replicas as it is to have is not said to have fewer, while another one finds no place.
+func TestLacksAReplica(t *testing.T) {
+	r := cluster.ReplicatedNamed("v")
+	r.Spec.Legs, r.Spec.Replicas = []string{"a", "b"}, 2
+	r.Status = v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro()), Lacks: "node n is cordoned", Legs: []v1alpha1.Leg{{Name: "a", Current: true}, {Name: "b", Current: true}}}
+	told := func(words string) bool {
+		return slices.ContainsFunc(ofReplicated(r, nil, nil), func(s saying) bool {
+			return s.reason == cluster.ReasonReplicaMissing && strings.Contains(s.note, words+", and no node can have another one: node n is cordoned")
+		})
+	}
+	if !told("take the place of one that moves, or is lost") {
+		t.Error("of one that moves it is not told")
+	}
+	r.Status.Legs[1].Current = false
+	if !told("it has fewer than 2 replicas") {
+		t.Error("of one that is missing it is not told")
+	}
+}

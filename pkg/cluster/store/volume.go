@@ -419,15 +419,19 @@ func (s *Store) cloned(ctx context.Context, id volume.ID) (volume.Volume, error)
 	if err == nil {
 		err = usableReplicated(r)
 	}
-	for _, v := range currentLegs(r, legs) {
-		if err == nil && v.Name == r.Name {
-			return cluster.ToReplicated(r, v), nil
-		}
+	if err != nil {
+		return volume.Volume{}, err
 	}
-	if err == nil {
-		err = fmt.Errorf("%w: volume %s has other replicas than that which it was made with, and cannot be cloned; make a snapshot of it, and a volume of that", errdefs.ErrPrecondition, id)
+	i := slices.IndexFunc(legs, func(v *v1alpha1.Volume) bool { return v.Name == r.Name })
+	switch {
+	case i < 0:
+		err = errors.New("has other replicas than that which it was made with, and cannot be cloned")
+	case len(currentLegs(r, legs[i:i+1])) == 0:
+		err = fmt.Errorf("can be cloned on node %s only, of its replica there: %s", legs[i].Spec.NodeName, notCurrent(legs[i], r.Leg(r.Name)))
+	default:
+		return cluster.ToReplicated(r, legs[i]), nil
 	}
-	return volume.Volume{}, err
+	return volume.Volume{}, fmt.Errorf("%w: volume %s %w; make a snapshot of it, and a volume of that", errdefs.ErrPrecondition, id, err)
 }
 
 // fits is for getOrCreate: it is the volume of the spec. What an earlier try left is cleared up.

@@ -158,6 +158,8 @@ func (w *whole) legState(v *v1alpha1.Volume, l *v1alpha1.Leg, named bool) (overv
 		return overview.LegLost, lost(&v.Status.ObjectStatus)
 	case v.Status.Created == nil:
 		return overview.LegMaking, failure(&v.Status.ObjectStatus, v.Generation)
+	case l != nil && l.Current && v.Status.Size < v.Spec.Size:
+		return overview.LegCurrent, fmt.Sprintf("it is to grow from %d to %d bytes; the volume does when all its replicas have", v.Status.Size, v.Spec.Size)
 	case l != nil && l.Current:
 		return overview.LegCurrent, ""
 	case l != nil && l.State == v1alpha1.LegJoining:

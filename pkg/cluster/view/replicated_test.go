@@ -39,8 +39,9 @@ func TestReplicas(t *testing.T) {
 		says     string // current/wanted, state, node, and of each leg its node and state
 		problems string // severity and reason of each
 	}{
-		"all current": {whole(nil), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "2/2 Ready b: a Current, b Current", ""},
-		"one waits":   {whole(waiting), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "1/2 Ready a: a Current, b Waiting", "Degraded ReplicaNotCurrent"},
+		"all current":    {whole(nil), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "2/2 Ready b: a Current, b Current", ""},
+		"one is to grow": {whole(nil), []v1alpha1.Volume{leg(1, "a"), func() v1alpha1.Volume { v := leg(2, "grows"); v.Spec.Size = 16384; return v }()}, "2/2 Ready a: a Current, grows Current", ""},
+		"one waits":      {whole(waiting), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "1/2 Ready a: a Current, b Waiting", "Degraded ReplicaNotCurrent"},
 		"one joins": {whole(func(r *v1alpha1.ReplicatedVolume) {
 			waiting(r)
 			r.Status.Legs[1].State, r.Status.Legs[1].Progress = v1alpha1.LegJoining, &v1alpha1.Progress{Done: 1, Total: 4}
@@ -85,6 +86,9 @@ func TestReplicas(t *testing.T) {
 			var legs, problems []string
 			for _, leg := range v.Replicas.Legs {
 				legs = append(legs, leg.Node+" "+string(leg.State))
+				if leg.Node == "grows" && leg.Message != "it is to grow from 8192 to 16384 bytes; the volume does when all its replicas have; node grows, which is gone" {
+					t.Errorf("of the leg that is to grow is said: %q", leg.Message)
+				}
 				if leg.Node == "away" && leg.Message != "its node does not answer; node away, which is not ready" {
 					t.Errorf("of the leg that is away is said: %q", leg.Message)
 				}

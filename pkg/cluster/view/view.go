@@ -312,12 +312,27 @@ func (t *taking) classes() {
 	for i := range t.sorts {
 		if c := &t.sorts[i]; c.Provisioner == t.out.Driver {
 			class := overview.Class{Name: c.Name, Pool: c.Parameters["pool"], Nodes: t.allowed(c.AllowedTopologies)}
+			if c.Parameters["access"] == "any" {
+				class.Nodes = t.reached(&class)
+			}
 			if n, err := strconv.Atoi(c.Parameters["replicas"]); err == nil && n > 1 {
 				class.Replicas, class.Sites = n, t.sites(c.Parameters["replicaTopologyKey"])
 			}
 			t.out.Classes = append(t.out.Classes, class)
 		}
 	}
+}
+
+// reached are the nodes that a class allows, and that others reach: they are in a network.
+func (t *taking) reached(class *overview.Class) []string {
+	nodes := []string{}
+	for i := range t.pools {
+		p := &t.pools[i]
+		if node := p.Spec.NodeName; p.Status.Network != nil && class.Allows(node) && !slices.Contains(nodes, node) {
+			nodes = append(nodes, node)
+		}
+	}
+	return nodes
 }
 
 // sites are where replicas are apart, by node: the values of a label, or without one the nodes themselves. The controller places them the same way.
