@@ -1271,6 +1271,8 @@ func reopen(f *fixture) {
 	f.make(f.spec("gone"))
 	f.must(f.pool.Delete(f.Context(), vol("gone")))
 	writable := f.attach(vol("a"), toMount)
+	mounted, err := os.OpenFile(writable.Path, os.O_RDONLY|unix.O_EXCL, 0) // as who mounts it has it; what somebody else has open is on its way out
+	f.must(err)
 	keptDevice := f.attach(vol("b"), toHandOut)
 	f.must(keptDevice.Close())
 
@@ -1305,7 +1307,7 @@ func reopen(f *fixture) {
 		f.fails(f.pool.Delete(f.Context(), vol("a")), errdefs.ErrInUse, "Delete of what is attached")
 	}
 	f.detach(vol("b"))
-	f.must(writable.Close())
+	f.must(errors.Join(mounted.Close(), writable.Close()))
 	f.gone(vol("a"))
 	f.holds(vol("a"), size, content)
 	f.holds(snap("s"), size, content)
