@@ -498,6 +498,7 @@ func TestRestoredInMirror(t *testing.T) {
 	before := f.v.DeepCopy()
 	before.Status.Legs[0].Current = false // b alone
 	f.flaky("b")
+	f.legs["b"].away = true // so it does not join meanwhile
 	write := f.write(0)
 	f.starts()
 	f.ends(write, "the write")
