@@ -223,11 +223,7 @@ func TestMoveObjectDeleted(t *testing.T) {
 				return err == nil && have.Node == a.name
 			})
 			w.claimFor(v.ID, a.name)
-			here, err := a.local.Get(w.ctx, v.ID)
-			check.OK(t, err)
-			device, err := a.local.Attach(w.ctx, here, nil)
-			check.OK(t, err)
-			check.OK(t, errors.Join(device.Close(), a.local.Detach(w.ctx, v.ID)))
+			w.attaches(a, v.ID)
 			w.claimFor(v.ID, "")
 			w.movesTo("v", b.name)
 			w.moved("v", a, b)

@@ -136,6 +136,16 @@ func twoOf(t *testing.T) (w *environment, a, b *machine) {
 	return w, a, b
 }
 
+// attaches makes sure that a node that has a volume can make it a device.
+func (w *environment) attaches(m *machine, id volume.ID) {
+	w.Helper()
+	here, err := m.local.Get(w.ctx, id)
+	check.OK(w, err)
+	device, err := m.local.Attach(w.ctx, here, nil)
+	check.OK(w, err)
+	check.OK(w, errors.Join(device.Close(), m.local.Detach(w.ctx, id)))
+}
+
 // claimFor gives a volume to a node, or with none takes its claim off, as a controller does, and returns the generation.
 func (w *environment) claimFor(id volume.ID, node string) int64 {
 	w.Helper()
@@ -470,11 +480,7 @@ func TestExportUnwritten(t *testing.T) {
 			disk.is.Store(false)
 			w.exported("v", nil)
 			w.claimFor(v.ID, a.name)
-			here, err := a.local.Get(w.ctx, v.ID)
-			check.OK(t, err)
-			device, err := a.local.Attach(w.ctx, here, nil)
-			check.OK(t, err)
-			check.OK(t, errors.Join(device.Close(), a.local.Detach(w.ctx, v.ID)))
+			w.attaches(a, v.ID)
 		})
 	}
 }

@@ -145,23 +145,35 @@ func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 func (e *Everywhere) Leg(ctx context.Context, id ID) (Leg, error) {
 	at := e.plain(ctx, id)
 	leg, err := at.leg(ctx, id)
-	if at != e.Local || !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrUnavailable) {
+	if !e.isUnknown(at, err) {
 		return leg, err
 	}
-	if there, failure := e.elsewhere.Find(ctx, id); failure != nil || !there {
-		return Leg{}, cmp.Or(failure, err)
+	if err := e.isNews(ctx, id, err); err != nil {
+		return Leg{}, err
 	}
 	return e.others.leg(ctx, id)
+}
+
+// isUnknown reports whether this node was asked for a leg that it has not, as far as that is known: its claim for this node may be news.
+func (e *Everywhere) isUnknown(at *Local, err error) bool {
+	return at == e.Local && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable))
+}
+
+// isNews waits until the claim of a leg that is unknown is heard of; without one it returns why that is unknown, or cannot be found out.
+func (e *Everywhere) isNews(ctx context.Context, id ID, unknown error) error {
+	if there, err := e.elsewhere.Find(ctx, id); err != nil || !there {
+		return cmp.Or(err, unknown)
+	}
+	return nil
 }
 
 // OpenLeg makes a leg a device of this node, as Attach does, with nothing of its volume over it: on the node that has it, or over the network. Whoever had it before has it no more. It goes with its last user; on another node it stays until CloseLeg.
 // ErrInUse while somebody has it open; ErrUnavailable if it is another node's, and not claimed for this one yet.
 func (e *Everywhere) OpenLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	at := e.plain(ctx, id)
-	if _, err := at.Record(ctx, id); at == e.Local && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable)) { // its claim may be news
-		there, failure := e.elsewhere.Find(ctx, id)
-		if failure != nil || !there {
-			return blockdev.Device{}, errdefs.Recast(errdefs.ErrUnavailable, cmp.Or(failure, err), "leg %s is not claimed for node %s yet", id, e.Node())
+	if _, err := at.Record(ctx, id); e.isUnknown(at, err) {
+		if err := e.isNews(ctx, id, err); err != nil {
+			return blockdev.Device{}, errdefs.Recast(errdefs.ErrUnavailable, err, "leg %s is not claimed for node %s yet", id, e.Node())
 		}
 		at = e.others
 	}

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -143,10 +144,7 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 		if pinned(v) {
 			return fmt.Errorf("%w: volume %s is all here, and about to move", errdefs.ErrPrecondition, of.ID)
 		}
-		if err := knowsPools(v, from); err != nil {
-			return err
-		}
-		if err := asSaid(v, from); err != nil {
+		if err := errors.Join(knowsPools(v, from), asSaid(v, from)); err != nil {
 			return err
 		}
 		defer m.Changed()

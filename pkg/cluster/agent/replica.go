@@ -447,9 +447,7 @@ func (l *ReplicaLegs) ask(ctx context.Context, v *v1alpha1.ReplicatedVolume, nam
 	var all sync.WaitGroup
 	for i, name := range names {
 		all.Go(func() {
-			if id, err := l.legID(ctx, v, name); err == nil {
-				answers[i], _ = l.volumes.Leg(ctx, id) // it is left out then
-			}
+			answers[i], _ = l.leg(ctx, v, name) // without an answer it is left out
 		})
 	}
 	all.Wait()

@@ -185,20 +185,22 @@ func (t *tender) allTold() {
 // isBefore reports whether the object is of before the last list, or has another one of its number: it was put back while the volume is used, or a person has named legs that are not written to. Where the last list is not known, that is what the
 // legs know which are written to; and one of them is on the object's list.
 func (t *tender) isBefore(ctx context.Context, now *view) (bool, error) {
-	listed, in, last := now.v.Current(), now.in(), t.last
-	if last.number == 0 {
-		var err error
-		if last, err = t.recall(ctx, now); err != nil {
-			return false, err
-		}
-	} else if now.v.Status.Lists == last.number && !sameNames(listed, last.legs) {
+	last, err := t.recall(ctx, now)
+	if err != nil {
+		return false, err
+	}
+	listed, in := now.v.Current(), now.in()
+	if t.last.number > 0 && now.v.Status.Lists == last.number && !sameNames(listed, last.legs) {
 		return true, nil
 	}
 	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
 }
 
-// recall is the last list that the legs know which are written to, and do not fail, as far as they answer.
+// recall is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer.
 func (t *tender) recall(ctx context.Context, now *view) (last lastList, err error) {
+	if t.last.number > 0 {
+		return t.last, nil
+	}
 	names := slices.DeleteFunc(now.in(), func(name string) bool { return name == "" || now.failing[name] != "" })
 	known := t.ask(ctx, now.v, names)
 	if len(known) == 0 && len(names) > 0 {
@@ -224,11 +226,9 @@ func (t *tender) putRight(ctx context.Context, now *view) error {
 	if v.ResourceVersion != now.v.ResourceVersion {
 		return fmt.Errorf("%w: the watch is behind the object of the replicated volume %s", errdefs.ErrBusy, v.Name)
 	}
-	last := t.last
-	if last.number == 0 {
-		if last, err = t.recall(ctx, now); err != nil {
-			return err
-		}
+	last, err := t.recall(ctx, now)
+	if err != nil {
+		return err
 	}
 	names := slices.DeleteFunc(slices.Clone(last.legs), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.in(), name) })
 	if len(names) == 0 || last.number == 0 {

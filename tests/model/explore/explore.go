@@ -6,6 +6,7 @@ import (
 	"hash/maphash"
 	"slices"
 	"strings"
+	"testing"
 )
 
 // A Step is what somebody does in a state, and the state after it. With Fault it is one that a healthy system need not take: what breaks, and what people do.
@@ -30,6 +31,19 @@ type Result struct {
 	Done          int    // states in which all is done
 	Wrong         string // "" if nothing is; else what, with the shortest way there
 	Cut           bool   // there are more states than were looked at
+}
+
+// Check fails if something is wrong, or nothing ever ends. What it says of all states goes for those that were seen.
+func (r Result) Check(t testing.TB) {
+	t.Helper()
+	switch {
+	case r.Wrong != "":
+		t.Error(r.Wrong)
+	case r.Cut:
+		t.Log("not all of them: nothing is wrong in those that were seen, and whether each can end was not looked at")
+	case r.Done == 0:
+		t.Error("it never ends")
+	}
 }
 
 // A search is what has been seen: each state by its number, where it was reached from first, which is the shortest way, and by what. No pointers, as there are
