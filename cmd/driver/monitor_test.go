@@ -51,7 +51,7 @@ func TestMetrics(t *testing.T) {
 	small := filepath.Join(dir, "small")
 	check.OK(t, os.Mkdir(small, 0o700))
 	drivertest.Run(t, "mount", "-t", "tmpfs", "-o", "size=64m", "none", small)
-	t.Cleanup(func() { drivertest.Run(t, "umount", small) })
+	t.Cleanup(func() { drivertest.Unmount(t, small) })
 	check.OK(t, os.Mkdir(dir+"/empty", 0o700)) // as if no disk were mounted there
 	p := serving(t, dir, "--node-id=n", "--pool="+testPool(dir), "--pool=small=file://"+small+"/pool?reservePercent=0", "--pool=gone=file://"+dir+"/empty",
 		"--metrics-endpoint="+address, "--metrics-per-volume")

@@ -101,17 +101,7 @@ func MountNew(t testing.TB, fs, dir string, size int64) (image string) {
 	check.OK(t, os.Mkdir(dir, 0o700))
 	RunBtrfs(t, "mkfs."+fs, "-q", image)
 	MountLoop(t, image, dir)
-	t.Cleanup(func() {
-		// A program that another test starts has copies of this process's descriptors until it executes.
-		err := unix.Unmount(dir, 0)
-		for end := time.Now().Add(10 * time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(end); err = unix.Unmount(dir, 0) {
-			time.Sleep(20 * time.Millisecond)
-		}
-		if err != nil {
-			t.Errorf("unmount %s: %v", dir, err)
-			_ = unix.Unmount(dir, unix.MNT_DETACH)
-		}
-	})
+	t.Cleanup(func() { Unmount(t, dir) })
 	return image
 }
 
@@ -126,8 +116,17 @@ func LoopsOver(image string) (names []string) {
 	return names
 }
 
-// Unmount unmounts a directory, which a pool that was just left may still have open, or the kernel: it lets go of a file a moment after the loop device over it has gone.
-func Unmount(t testing.TB, dir string) {
+// Unmount unmounts a path. It tries for 10 s, for a mount may be busy a moment longer than what used it: the kernel
+// lets go of a file after the loop device over it has gone, and a program that another test starts has copies of this
+// process's descriptors until it executes.
+func Unmount(t testing.TB, path string) {
 	t.Helper()
-	runUnless(t, []string{"target is busy"}, "umount", dir)
+	err := unix.Unmount(path, 0)
+	for end := time.Now().Add(10 * time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(end); err = unix.Unmount(path, 0) {
+		time.Sleep(20 * time.Millisecond)
+	}
+	if err != nil {
+		t.Errorf("unmount %s: %v", path, err)
+		_ = unix.Unmount(path, unix.MNT_DETACH)
+	}
 }

@@ -321,7 +321,7 @@ func TestTopBeneathMount(t *testing.T) {
 		if err == nil || len(f.attached()) != 1 {
 			f.Errorf("a second device over what is mounted: %v, %v", f.attached(), err)
 		}
-		drivertest.Run(f, "umount", dir)
+		drivertest.Unmount(f, dir)
 		f.gone()
 		if now := f.attach(device.Options{}); now.Below == "" {
 			f.Errorf("attached anew, it is the pool's own device: %+v", now)

@@ -6,9 +6,6 @@ import (
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
-
-	"golang.org/x/sys/unix"
-
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -45,7 +42,7 @@ func TestUsed(t *testing.T) {
 				check.OK(t, f.Close())
 				drivertest.Run(t, "blockdev", "--flushbufs", device)
 				expect("synced, and the power goes", true)
-				check.OK(t, unix.Unmount(mnt, 0))
+				drivertest.Unmount(t, mnt)
 				drivertest.Run(t, "losetup", "-d", device)
 				expect("unmounted", true)
 			})

@@ -254,7 +254,7 @@ func TestBoundPipe(t *testing.T) {
 			<-seen
 			_ = w.Close()
 		}
-		check.OK(t, unix.Unmount(bound, 0))
+		drivertest.Unmount(t, bound)
 	}
 }
 
@@ -269,7 +269,7 @@ func TestLeasedFile(t *testing.T) {
 	defer leased.Close()
 	check.OK(t, os.WriteFile(bound, nil, 0o600))
 	check.OK(t, unix.Mount(leased.Name(), bound, "", unix.MS_BIND, ""))
-	t.Cleanup(func() { check.OK(t, unix.Unmount(bound, 0)) })
+	t.Cleanup(func() { drivertest.Unmount(t, bound) })
 	_, err = unix.FcntlInt(leased.Fd(), unix.F_SETLEASE, unix.F_WRLCK)
 	check.OK(t, err)
 	began := time.Now()
@@ -296,7 +296,7 @@ func TestScannedAsAnother(t *testing.T) {
 		otherPath := other.mounted(t, kind)
 		check.OK(t, errors.Join(unix.Mkfifo(filepath.Join(path, "pipe"), 0o600), os.WriteFile(bound, nil, 0o600)))
 		check.OK(t, unix.Mount(filepath.Join(path, "pipe"), bound, "", unix.MS_BIND, "")) // it cannot be asked itself
-		t.Cleanup(func() { check.OK(t, unix.Unmount(bound, 0)) })
+		t.Cleanup(func() { drivertest.Unmount(t, bound) })
 		check.OK(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
 		drivertest.Run(t, "btrfs", "device", "scan", node)
 		check.OK(t, os.Remove(node))
@@ -319,13 +319,13 @@ func TestNodesOfPods(t *testing.T) {
 	d := newDisk(t, "ext4")
 	disk, memory, device := d.mounted(t, "ext4"), d.directory(t, "memory"), unix.Mkdev(7, 1<<19)
 	check.OK(t, unix.Mount("none", memory, "tmpfs", 0, "size=1m"))
-	t.Cleanup(func() { check.OK(t, unix.Unmount(memory, 0)) })
+	t.Cleanup(func() { drivertest.Unmount(t, memory) })
 	for i, made := range []string{filepath.Join(memory, "loop0"), filepath.Join(disk, "loop0.node"), filepath.Join(disk, "removed.node")} {
 		bound := filepath.Join(d.dir, fmt.Sprint("subpath", i))
 		check.OK(t, unix.Mknod(made, unix.S_IFBLK|0o600, int(device)))
 		check.OK(t, os.WriteFile(bound, nil, 0o600))
 		check.OK(t, unix.Mount(made, bound, "", unix.MS_BIND, ""))
-		t.Cleanup(func() { check.OK(t, unix.Unmount(bound, 0)) })
+		t.Cleanup(func() { drivertest.Unmount(t, bound) })
 		if filepath.Base(made) == "removed.node" {
 			check.OK(t, os.Remove(made))
 		}
@@ -384,7 +384,7 @@ func TestOddMounts(t *testing.T) {
 	for i, source := range []string{"", " ", "- ext4 " + d.device, "\u0085"} {
 		other := d.directory(t, fmt.Sprint("source", i))
 		check.OK(t, unix.Mount(source, other, "tmpfs", 0, "size=1m"))
-		t.Cleanup(func() { check.OK(t, unix.Unmount(other, 0)) })
+		t.Cleanup(func() { drivertest.Unmount(t, other) })
 	}
 	table, err := mount.LoadTable()
 	check.OK(t, err)

@@ -51,7 +51,7 @@ func TestNumberGoesToAnother(t *testing.T) {
 	check.OK(t, unix.Mkdir(staging, 0o700))
 	check.OK(t, unix.Mkdir(another, 0o700))
 	check.OK(t, unix.Mount("none", another, "tmpfs", 0, "size=1m"))
-	defer func() { check.OK(t, unix.Unmount(another, 0)) }()
+	defer func() { drivertest.Unmount(t, another) }()
 	info, err := mount.At(another)
 	check.OK(t, err)
 	mounts, err := mount.LoadTable()

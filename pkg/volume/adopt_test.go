@@ -222,7 +222,7 @@ func TestFrozenWhileItBecomes(t *testing.T) {
 		t.Error("who has its mirror was to freeze it: of that no start knows")
 	}
 	check.OK(t, b.local.DeleteSnapshot(t.Context(), s.ID))
-	check.OK(t, unix.Unmount(dir, 0))
+	drivertest.Unmount(t, dir)
 	b.mounts.Remove(d.Number, dir)
 	check.OK(t, b.e.Detach(t.Context(), b.id))
 	b.gone()

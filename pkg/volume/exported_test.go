@@ -585,7 +585,7 @@ func TestExportInUse(t *testing.T) {
 	check.OK(t, err)
 	mounted := mountNew(t, l, v)
 	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrInUse, "mounted")
-	check.OK(t, unix.Unmount(mounted, 0))
+	drivertest.Unmount(t, mounted)
 	check.OK(t, l.Detach(t.Context(), v.ID))
 	check.OK(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))))
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
@@ -1232,7 +1232,7 @@ func TestHold(t *testing.T) {
 	goesOn(done)
 	fails(t, release(), errdefs.ErrUnavailable, "thawed by a start")
 
-	check.OK(t, unix.Unmount(dir, 0))
+	drivertest.Unmount(t, dir)
 	fresh, err := l.Get(t.Context(), v.ID)
 	check.OK(t, err)
 	device, err := l.AttachRaw(t.Context(), fresh, nil, true)

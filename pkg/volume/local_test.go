@@ -547,7 +547,7 @@ func mounted(t *testing.T) (dir string, device uint64) {
 	check.OK(t, os.Truncate(image, 8*mib))
 	drivertest.Run(t, "mkfs.ext4", "-q", image)
 	drivertest.MountLoop(t, image, dir)
-	t.Cleanup(func() { check.OK(t, unix.Unmount(dir, 0)) })
+	t.Cleanup(func() { drivertest.Unmount(t, dir) })
 	var st unix.Stat_t
 	check.OK(t, unix.Stat(dir, &st))
 	return dir, st.Dev

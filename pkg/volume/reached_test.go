@@ -125,14 +125,14 @@ func TestNVMeExport(t *testing.T) {
 	if err != nil || string(have) != "content" {
 		t.Errorf("the copy has %q, %v", have, err)
 	}
-	check.OK(t, unix.Unmount(there, 0))
+	drivertest.Unmount(t, there)
 	check.OK(t, restored.Close())
 	drop(t, l, copied)
 
 	grown, err := l.Expand(t.Context(), v.ID, volume.Range{Required: 64 * mib})
 	check.OK(t, err)
 	check.OK(t, nvme.Resized(t.Context(), first.NQN, grown.Size))
-	check.OK(t, unix.Unmount(dir, 0))
+	drivertest.Unmount(t, dir)
 
 	fence(t, l, device, v, first)
 	drop(t, l, v)

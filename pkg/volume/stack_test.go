@@ -311,7 +311,7 @@ func TestLVMFrozenByOthers(t *testing.T) {
 		drivertest.Run(t, "fsfreeze", "-u", dir)
 		check.OK(t, err)
 		check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
-		check.OK(t, unix.Unmount(dir, 0))
+		drivertest.Unmount(t, dir)
 		drop(t, l, v)
 	}
 }
@@ -366,7 +366,7 @@ func TestLVMAttachedOpensPool(t *testing.T) {
 	if len(devices) != 1 || devices[0].Number != device.Number {
 		t.Errorf("attached as %+v, handed out is %s", devices, device.Path)
 	}
-	check.OK(t, unix.Unmount(target, 0))
+	drivertest.Unmount(t, target)
 	drop(t, l, v)
 	check.OK(t, late.Close())
 }
@@ -415,7 +415,7 @@ func TestLVMSeatOfClosedPool(t *testing.T) {
 			t.Fatalf("attached as %+v, handed out is %s: %v", devices, device.Path, err)
 		}
 	}
-	check.OK(t, unix.Unmount(target, 0))
+	drivertest.Unmount(t, target)
 	drop(t, e.Local, v)
 	check.OK(t, late.Close())
 }

@@ -243,7 +243,7 @@ func (s *scene) rebooted() {
 	boot := filepath.Join(s.dir, "boot_id")
 	check.OK(s, os.WriteFile(boot, fmt.Appendf(nil, "11111111-2222-3333-4444-%012d\n", newTag()), 0o600))
 	check.OK(s, unix.Mount(boot, "/proc/sys/kernel/random/boot_id", "", unix.MS_BIND, ""))
-	s.Cleanup(func() { check.OK(s, unix.Unmount("/proc/sys/kernel/random/boot_id", 0)) })
+	s.Cleanup(func() { drivertest.Unmount(s, "/proc/sys/kernel/random/boot_id") })
 }
 
 var acts = slices.Concat(stages, unstages, moves, becoming, []act{

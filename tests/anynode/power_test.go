@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
 // TestHomeWithoutPower: a sync does not say that something is safe which the home lost with its power.
@@ -40,7 +41,7 @@ func TestHomeWithoutPower(t *testing.T) {
 	boot := filepath.Join(c.dir, "boot_id")
 	check.OK(t, os.WriteFile(boot, []byte("11111111-2222-3333-4444-555555555555\n"), 0o600))
 	check.OK(t, unix.Mount(boot, "/proc/sys/kernel/random/boot_id", "", unix.MS_BIND, ""))
-	t.Cleanup(func() { check.OK(t, unix.Unmount("/proc/sys/kernel/random/boot_id", 0)) })
+	t.Cleanup(func() { drivertest.Unmount(t, "/proc/sys/kernel/random/boot_id") })
 	check.OK(t, c.agents[home].Start())
 
 	// The disk has lost what it had acknowledged, so the sync must not say that it is safe; and the volume can be had again.

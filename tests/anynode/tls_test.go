@@ -104,8 +104,8 @@ func TestTLSSwitched(t *testing.T) {
 	// What a start of the consumer's machine leaves.
 	check.OK(t, c.agents[first].Stop())
 	there := v.at(first)
-	drivertest.Run(t, "umount", v.target(first))
-	drivertest.Run(t, "umount", filepath.Join(there.Staging, "device"))
+	drivertest.Unmount(t, v.target(first))
+	drivertest.Unmount(t, filepath.Join(there.Staging, "device"))
 	for _, name := range strings.Fields(drivertest.Run(t, "dmsetup", "ls")) {
 		if strings.HasPrefix(name, "ashlar-remote-") && !strings.HasSuffix(name, "-seat") { // which goes with what is over it
 			drivertest.Run(t, "dmsetup", "remove", name)

@@ -348,7 +348,7 @@ func TestReboot(t *testing.T) {
 	// All at once.
 	d.Stop()
 	gone()
-	check.OK(t, unix.Unmount(directory, 0))
+	drivertest.Unmount(t, directory)
 	d = start(t, drivertest.Options{Dir: dir, Pools: []string{"default=file://" + directory + "?reservePercent=0"}})
 	for i, v := range all {
 		all[i] = d.volume(v.ID, v.Name, v.Capability)

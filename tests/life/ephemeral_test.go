@@ -191,7 +191,7 @@ func TestEphemeralAllowed(t *testing.T) {
 			v, target, r := d.inline("csi-4567", map[string]string{"size": "32Mi"})
 			check.OK(t, d.nodePublish(r))
 			write(t, v.File(target), 1)
-			check.OK(t, unix.Unmount(target, 0))
+			drivertest.Unmount(t, target)
 			d.Stop()
 			o.Ephemeral = less
 			d = start(t, o)
@@ -229,7 +229,7 @@ func TestEphemeralFailure(t *testing.T) {
 	r.VolumeCapability.GetMount().MountFlags = nil
 	check.OK(t, d.nodePublish(r))
 	write(t, v.File(target), 1)
-	check.OK(t, unix.Unmount(target, 0)) // as a reboot does
+	drivertest.Unmount(t, target) // as a reboot does
 	image := filepath.Join(d.Dir, "pool/volumes", volume.KeyOf("csi-0123")+".img")
 	put(t, image, 0, string(make([]byte, 4096)))
 	check.Code(t, d.nodePublish(r), codes.DataLoss)
@@ -247,15 +247,15 @@ func TestEphemeralRestart(t *testing.T) {
 	for name, undo := range map[string]func(t *testing.T, d *driver, v *vol, target string){
 		"published": func(*testing.T, *driver, *vol, string) {},
 		"formatted, not mounted": func(t *testing.T, _ *driver, _ *vol, target string) {
-			check.OK(t, unix.Unmount(target, 0))
+			drivertest.Unmount(t, target)
 		},
 		"made, not formatted": func(t *testing.T, d *driver, _ *vol, target string) {
-			check.OK(t, unix.Unmount(target, 0))
+			drivertest.Unmount(t, target)
 			id := volume.ID{Kind: "vol", Pool: "default", Key: volume.KeyOf("csi-0123")}
 			check.OK(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: "ext4"}))
 		},
 		"no target": func(t *testing.T, _ *driver, _ *vol, target string) {
-			check.OK(t, unix.Unmount(target, 0))
+			drivertest.Unmount(t, target)
 			check.OK(t, os.Remove(target))
 		},
 	} {
@@ -290,7 +290,7 @@ func TestEphemeralRestart(t *testing.T) {
 			check.OK(t, d.nodePublish(r))
 			targets = append(targets, target)
 		}
-		check.OK(t, unix.Unmount(targets[0], 0))
+		drivertest.Unmount(t, targets[0])
 		check.OK(t, os.Remove(targets[0]))
 		check.OK(t, os.Remove(filepath.Dir(targets[0])))
 		d = d.restart()

@@ -14,6 +14,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
 // TestWriteThatDoesNotEnd: a pod keeps a write to its volume open for as long as it likes (splice(2) from a
@@ -125,7 +126,7 @@ func TestBoundPipeOfVolume(t *testing.T) {
 			check.OK(t, w.Close())
 		}
 	}
-	check.OK(t, unix.Unmount(bound, 0))
+	drivertest.Unmount(t, bound)
 	check.OK(t, v.down(target))
 	d.nothingLeft()
 }

@@ -549,7 +549,7 @@ func TestForeignMounts(t *testing.T) {
 			if n := mountsAt(t, target); n != 2 {
 				t.Errorf("%d mounts at the target, of 2", n)
 			}
-			check.OK(t, unix.Unmount(target, 0))
+			drivertest.Unmount(t, target)
 			check.OK(t, v.publish(target, false))
 			holds(t, v.File(target), 1)
 			check.OK(t, v.unpublish(target))
@@ -559,7 +559,7 @@ func TestForeignMounts(t *testing.T) {
 			check.Code(t, v.unstage(), codes.FailedPrecondition, "not this volume")
 			check.Code(t, v.publish(target, false), codes.FailedPrecondition)
 			absent(t, target)
-			check.OK(t, unix.Unmount(v.Staging, 0))
+			drivertest.Unmount(t, v.Staging)
 			check.OK(t, v.stage())
 			check.OK(t, v.publish(target, false))
 			holds(t, v.File(target), 1)
@@ -674,7 +674,7 @@ func TestFailedPublish(t *testing.T) {
 	check.OK(t, v.unpublish(target))
 	check.OK(t, unix.Mount("tmpfs", v.Staging, "tmpfs", 0, ""))
 	check.Code(t, v.publish(target, false), codes.FailedPrecondition)
-	check.OK(t, unix.Unmount(v.Staging, 0))
+	drivertest.Unmount(t, v.Staging)
 	absent(t, target)
 	check.OK(t, v.down(target))
 	d.nothingLeft()
@@ -747,7 +747,7 @@ func TestMountedByHand(t *testing.T) {
 	device := strings.TrimSpace(drivertest.Run(t, "findmnt", "-no", "SOURCE", v.Staging))
 	held, err := os.Open(device) // else it goes
 	check.OK(t, err)
-	drivertest.Run(t, "umount", v.Staging)
+	drivertest.Unmount(t, v.Staging)
 	v.problems()
 	drivertest.Run(t, "mount", device, v.Staging)
 	check.OK(t, held.Close())

@@ -60,7 +60,7 @@ func (k *kubelet) bind(v *vol, target string) (undo func()) {
 		if loop != "" {
 			drivertest.Run(k.t, "losetup", "-d", loop)
 		}
-		check.OK(k.t, unix.Unmount(to, 0))
+		drivertest.Unmount(k.t, to)
 		check.OK(k.t, os.Remove(to))
 	}
 }
@@ -221,7 +221,7 @@ func TestKubeletOnBtrfs(t *testing.T) {
 	check.OK(t, os.Mkdir(within, 0o700))
 	withoutFirst(t, within, disk(t, dir, "z", 512*miB), target)
 	write(t, filepath.Join(within, "data"), 1)
-	check.OK(t, unix.Unmount(within, 0))
+	drivertest.Unmount(t, within)
 	check.OK(t, raw.unpublish(target))
 	check.OK(t, raw.unstage())
 	v := d.volume(raw.ID, raw.Name, co.Capability("btrfs", co.MultiWriter))
@@ -235,7 +235,7 @@ func TestKubeletOnBtrfs(t *testing.T) {
 	}
 	expect(t, v.problems())
 	check.OK(t, v.down(target))
-	check.OK(t, unix.Unmount(directory, 0))
+	drivertest.Unmount(t, directory)
 	d.nothingLeft()
 }
 

@@ -337,8 +337,8 @@ func TestLimitsGone(t *testing.T) {
 			if have := kubepods.Limits(device); have == "" {
 				t.Fatal("it has no limits")
 			}
-			drivertest.Run(t, "umount", target)
-			drivertest.Run(t, "umount", staged(v))
+			drivertest.Unmount(t, target)
+			drivertest.Unmount(t, staged(v))
 			end()
 			if devices, err := d.Store.Attached(t.Context(), id(t, v.ID)); err != nil || len(devices) > 0 {
 				t.Errorf("%s, %s: the devices are %v, %v", kind, what, devices, err)

@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -180,7 +179,7 @@ func mapDisk(t *testing.T, directory string) mapped {
 	drivertest.Run(t, "dmsetup", "create", m.name, "--table", m.table("linear"))
 	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", m.name) })
 	drivertest.Run(t, "mount", "/dev/mapper/"+m.name, directory)
-	t.Cleanup(func() { check.OK(t, unix.Unmount(directory, 0)) })
+	t.Cleanup(func() { drivertest.Unmount(t, directory) })
 	return m
 }
 

@@ -162,7 +162,7 @@ func bound(t *testing.T, dir, base string) string {
 	at := filepath.Join(base, "bound")
 	check.OK(t, os.Mkdir(at, 0o700))
 	check.OK(t, unix.Mount(dir, at, "", unix.MS_BIND, ""))
-	t.Cleanup(func() { check.OK(t, unix.Unmount(at, 0)) })
+	t.Cleanup(func() { drivertest.Unmount(t, at) })
 	return at
 }
 

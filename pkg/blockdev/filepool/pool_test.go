@@ -70,7 +70,7 @@ func mountNew(t testing.TB, fs string) (dir string) {
 		defer run(t, "losetup", "-d", source) // it goes with the mount
 	}
 	run(t, "mount", "-t", fs, "-o", options, source, dir)
-	t.Cleanup(func() { run(t, "umount", dir) })
+	t.Cleanup(func() { drivertest.Unmount(t, dir) })
 	return dir
 }
 
@@ -1224,7 +1224,7 @@ func TestMounted(t *testing.T) {
 		t.Errorf("mounted: attached as %v, %v", devices, err)
 	}
 	pooltest.Fails(t, pool.Delete(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "Delete of what is mounted")
-	check.OK(t, unix.Unmount(target, 0))
+	drivertest.Unmount(t, target)
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		devices, err := pool.Attached(t.Context(), pooltest.Vol("a"))
 		check.OK(t, err)

@@ -59,7 +59,7 @@ func TestReserve(t *testing.T) {
 	bound := func(t *testing.T, source string) string {
 		dir := drivertest.Dir(t)
 		run(t, "mount", "--bind", source, dir)
-		t.Cleanup(func() { run(t, "umount", dir) })
+		t.Cleanup(func() { drivertest.Unmount(t, dir) })
 		return dir
 	}
 	for name, c := range map[string]struct {

@@ -215,7 +215,7 @@ func TestLVMMetadataLeft(t *testing.T) {
 		check.OK(t, os.WriteFile(dir+"/thin_delta", []byte(broken), 0o755))
 		check.OK(t, unix.Mount(dir+"/thin_delta", "/usr/sbin/thin_delta", "", unix.MS_BIND, ""))
 		have := ranges(t, f.pool, pooltest.Snap("1"), pooltest.Snap("2"), 0)
-		check.OK(t, unix.Unmount("/usr/sbin/thin_delta", 0))
+		drivertest.Unmount(t, "/usr/sbin/thin_delta")
 		if len(have) != 1 || !within(have, 3*pooltest.MiB) {
 			t.Errorf("with a broken tool: %v", have)
 		}
@@ -255,7 +255,7 @@ func TestLVMMetadataEnds(t *testing.T) {
 	dir := t.TempDir()
 	check.OK(t, os.WriteFile(dir+"/thin_dump", []byte("#!/bin/sh\nsleep 1000\n"), 0o755))
 	check.OK(t, unix.Mount(dir+"/thin_dump", "/usr/sbin/thin_dump", "", unix.MS_BIND, ""))
-	defer func() { check.OK(t, unix.Unmount("/usr/sbin/thin_dump", 0)) }()
+	defer func() { drivertest.Unmount(t, "/usr/sbin/thin_dump") }()
 	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer cancel()
 	if err := d.Allocated(ctx, pooltest.Snap("1"), 0, func(blockdev.Extent) error { return nil }); !errors.Is(err, context.DeadlineExceeded) {

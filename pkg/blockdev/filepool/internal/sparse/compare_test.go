@@ -92,7 +92,7 @@ func TestChanged(t *testing.T) {
 			if kind == "tmpfs" {
 				check.OK(t, os.Mkdir(dir, 0o700))
 				check.OK(t, unix.Mount("tmpfs", dir, "tmpfs", 0, "size=256m"))
-				t.Cleanup(func() { check.OK(t, unix.Unmount(dir, 0)) })
+				t.Cleanup(func() { drivertest.Unmount(t, dir) })
 			} else {
 				fs, option, _ := strings.Cut(kind, " ")
 				drivertest.MountNew(t, fs, dir, 512<<20)
