@@ -2,7 +2,7 @@
 # Runs tests of LVM pools: on this machine's kernel if it has a device mapper, else in a virtual machine
 # (hack/vm/run.sh).
 #
-#   hack/lvm/test.sh pools     the conformance suite and what can go wrong, the devices over those of a pool, and encrypted volumes in a cluster
+#   hack/lvm/test.sh pools     the conformance suite and what can go wrong, the devices over those of a pool, an agent with them, and encrypted volumes in a cluster
 #   hack/lvm/test.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, crashes and faults at some points, and
 #                              some power cuts (which need a device mapper also for pools of files)
 #   hack/lvm/test.sh ./tests/points -test.v -test.run REGEXP ...
@@ -21,6 +21,7 @@ pools) tests='./pkg/blockdev/lvmpool lvmpool 0 ^Test(Linear|Thin)Pool$ -test.tim
 ./pkg/blockdev/mirror mirror 30 . -test.timeout 20m
 ./pkg/blockdev/era era 30 . -test.timeout 20m
 ./pkg/volume volume 30 LVM|Header -test.timeout 20m
+./pkg/cluster/agent agent 30 . -test.timeout 20m
 ./pkg/cluster cluster 30 ^TestEncrypted -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver 30 LVM -test.timeout 40m
 ./tests/sanity sanity 0 . -test.timeout 40m
