@@ -2,19 +2,16 @@
 package sparse
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/progress"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -51,9 +48,6 @@ func InSteps(ctx context.Context, n int64, work func(n int64) error) error {
 func CanShare(empty *os.File) bool {
 	return unix.IoctlFileClone(int(empty.Fd()), int(empty.Fd())) == nil
 }
-
-// copyChunk bounds how much is copied between two looks at the context, in bytes.
-const copyChunk = 16 << 20
 
 // ForgetCached drops what reads have left of a file in the page cache: of preallocated space
 // that was never written, cached pages count as data.
@@ -118,49 +112,6 @@ func StillWhole(src *os.File, n int64) error {
 	return errdefs.FromErrno(err)
 }
 
-// Copy copies the data of src in [offset, end) to the same place in dst, where
-// everything that is a hole in src reads as zero already. It returns up to where dst
-// is complete, also with an error. It says how far it is (progress).
-func Copy(ctx context.Context, dst, src *os.File, offset, end int64) (int64, error) {
-	for offset < end {
-		start, stop, err := dataFrom(src, offset, end)
-		if err != nil {
-			return offset, err
-		}
-		progress.Skip(ctx, start-offset)
-		offset = start
-		for offset < stop {
-			if err := ctx.Err(); err != nil {
-				return offset, err
-			}
-			n, err := copyRange(dst, src, offset, min(stop-offset, copyChunk))
-			offset += n
-			progress.Add(ctx, n)
-			if err != nil {
-				return offset, fmt.Errorf("copy %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err))
-			}
-		}
-	}
-	return offset, nil
-}
-
-// copyRange copies up to length bytes, in the kernel where it can.
-func copyRange(dst, src *os.File, offset, length int64) (int64, error) {
-	in, out := offset, offset
-	n, err := unix.CopyFileRange(int(src.Fd()), &in, int(dst.Fd()), &out, int(length), 0)
-	if n > 0 {
-		return int64(n), nil
-	}
-	if err != nil && !errors.Is(err, unix.EXDEV) && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.ENOSYS) {
-		return 0, err
-	}
-	copied, err := io.Copy(io.NewOffsetWriter(dst, offset), io.NewSectionReader(src, offset, length))
-	if err == nil && copied == 0 {
-		err = errShort(src, offset)
-	}
-	return copied, err
-}
-
 // Share lets dst share the blocks of the first n bytes of src, which nobody writes to
 // meanwhile. The kernel takes some 50 us for each extent, so it is done in steps, between
 // which the context may end it, and it says how far it is.
@@ -184,69 +135,4 @@ func ShareMoving(dst, src *os.File) error {
 		return fmt.Errorf("clone %s: %w", src.Name(), errdefs.FromErrno(err))
 	}
 	return nil
-}
-
-// correct makes dst equal to src where it differs, and reports whether it did not.
-func correct(ctx context.Context, dst, src *os.File, size int64) (same bool, err error) {
-	const block = 1 << 20
-	ForgetCached(src)
-	want, have := make([]byte, block), make([]byte, block)
-	same = true
-	for offset := int64(0); offset < size; {
-		if err := ctx.Err(); err != nil {
-			return false, err
-		}
-		a, aEnd, err := dataFrom(src, offset, size)
-		if err != nil {
-			return false, err
-		}
-		b, bEnd, err := dataFrom(dst, offset, size)
-		if err != nil {
-			return false, err
-		}
-		if offset = min(a, b); offset == size {
-			break
-		}
-		offset -= offset % blockdev.Granularity
-		end := aEnd
-		if b < a {
-			end = bEnd
-		}
-		end = min(size, (end+blockdev.Granularity-1)/blockdev.Granularity*blockdev.Granularity)
-		n := min(end-offset, block)
-		if _, err := src.ReadAt(want[:n], offset); errors.Is(err, io.EOF) {
-			return false, errShort(src, offset)
-		} else if err != nil {
-			return false, errdefs.FromErrno(err)
-		}
-		if _, err := dst.ReadAt(have[:n], offset); err != nil {
-			return false, errdefs.FromErrno(err)
-		}
-		if !bytes.Equal(want[:n], have[:n]) {
-			same = false
-			if _, err := dst.WriteAt(want[:n], offset); err != nil {
-				return false, errdefs.FromErrno(err)
-			}
-		}
-		offset += n
-	}
-	return same, StillWhole(src, size)
-}
-
-// copyRounds bounds how often a copy of a moving source is looked over again.
-const copyRounds = 8
-
-// CopyMoving copies a source that others may be writing to. A round that finds
-// nothing to change proves the copy to be the source as it was between that round
-// and the one before: a point in time.
-func CopyMoving(ctx context.Context, dst, src *os.File, size int64) error {
-	if _, err := Copy(ctx, dst, src, 0, size); err != nil {
-		return err
-	}
-	for range copyRounds {
-		if same, err := correct(ctx, dst, src, size); same || err != nil {
-			return err
-		}
-	}
-	return fmt.Errorf("%w: the volume is being written to as a raw block device, and its pool cannot copy in an instant; stop the writes, or use a pool on XFS or btrfs", errdefs.ErrInUse)
 }
