@@ -111,7 +111,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	}
 	at, err := recordfile.Create(p.root, layout.Record(spec.Ref), recordfile.New(o.Record, o.State, 0))
 	p.Mu.Lock()
-	o.at = at // health looks at it
+	p.place(o, at)
 	p.Mu.Unlock()
 	if err != nil {
 		p.giveUp(ctx, o, spec)

@@ -163,15 +163,9 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	defer p.Mu.Unlock()
 	problems = append(problems, p.spaceHealth()...)
 	problems = append(problems, p.Damage(recordfile.ErrNoRecord)...) // those are of the strays
-	alone := 0
-	for _, o := range p.Objects {
-		if o.at.Alone {
-			alone++
-		}
-	}
-	if alone > 0 {
+	if p.alone > 0 {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "RecordsNotSafe", Message: fmt.Sprintf(
-			"pool %s: %d records could be written to one of their two places only; it is tried again when they are used next: make room, or look at the kernel's log", p.name, alone)})
+			"pool %s: %d records could be written to one of their two places only; it is tried again when they are used next: make room, or look at the kernel's log", p.name, p.alone)})
 	}
 	if len(p.strays) > 0 {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "UnknownImage", Message: fmt.Sprintf(
@@ -186,14 +180,8 @@ func (p *pool) spaceHealth() []blockdev.Problem {
 	say := func(reason, format string, args ...any) {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: reason, Message: fmt.Sprintf("pool %s: ", p.name) + fmt.Sprintf(format, args...)})
 	}
-	copying := 0
-	for _, o := range p.Objects {
-		if o.copying {
-			copying++
-		}
-	}
-	if copying > 0 {
-		say("ImagesCopiedOnWrite", "btrfs writes %d images, which an older driver made, to new places, so they may take more space than was promised; copy what is in them to new volumes", copying)
+	if p.copying > 0 {
+		say("ImagesCopiedOnWrite", "btrfs writes %d images, which an older driver made, to new places, so they may take more space than was promised; copy what is in them to new volumes", p.copying)
 	}
 	if p.space.survey.left > 0 {
 		say("ImagesFragmented", "%d volumes and snapshots are in so many pieces (%d in all are looked at) that what they share is not known in full; less may be promised than there is: copy what is in them to new volumes, or delete snapshots", p.space.survey.left, p.space.survey.most)

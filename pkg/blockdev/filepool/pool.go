@@ -61,6 +61,10 @@ type pool struct {
 	loops  map[blockdev.Ref][]knownLoop // loop devices last seen over the object; its slices are never changed
 	seen   uint64                       // see knownLoop
 	space  space
+
+	// How many of the objects there are: PoolHealth says so without a look at each.
+	alone   int // with a record in one of its two places only
+	copying int
 }
 
 // object is what is known of one record file.
@@ -167,8 +171,22 @@ func (p *pool) lookAtFilesystem(ctx context.Context) (err error) {
 // insert adds an object to the catalog and to what is promised. The caller holds Mu, or is alone.
 func (p *pool) insert(o *object) {
 	p.Put(o)
+	p.alone += one(o.at.Alone)
 	p.space.promised += o.size()
 	o.use.shared = p.reflink && o.Record.Origin != (blockdev.Ref{})
+}
+
+// place notes where the record of an object is. The caller holds Mu.
+func (p *pool) place(o *object, at recordfile.Position) {
+	p.alone += one(at.Alone) - one(o.at.Alone)
+	o.at = at
+}
+
+func one(is bool) int {
+	if is {
+		return 1
+	}
+	return 0
 }
 
 // forget removes an object from the catalog and from what is promised.
@@ -176,6 +194,8 @@ func (p *pool) forget(o *object) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	p.Forget(o)
+	p.alone -= one(o.at.Alone)
+	p.copying -= one(o.copying)
 	p.space.promised -= o.size()
 	p.space.allocated -= o.use.counted
 	if o.use.shared {

@@ -913,6 +913,44 @@ func TestPoolHealthBesideCreate(t *testing.T) {
 	}
 }
 
+// TestRecordsNotSafe: the health of a pool counts the records that are in one of their two places only, until they are written anew or deleted.
+func TestRecordsNotSafe(t *testing.T) {
+	dir := mountNew(t, "ext4")
+	pool := pooltest.OpenFiles(t, dir)
+	for _, key := range []string{"a", "b", "c"} {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol(key), Size: pooltest.MiB})
+	}
+	check.OK(t, pool.Close())
+	for _, key := range []string{"a", "b"} {
+		record := path(dir, pooltest.Vol(key), ".rec")
+		f, err := os.OpenFile(record, os.O_WRONLY, 0)
+		check.OK(t, err)
+		_, err = f.WriteAt(make([]byte, 4096), 0)
+		check.OK(t, errors.Join(err, f.Close()))
+		run(t, "chattr", "+i", record) // so it is not mended when the pool is opened
+	}
+	pool = pooltest.OpenedFiles(t, dir)
+	expect := func(when, want string) {
+		t.Helper()
+		have := ""
+		for _, p := range pool.PoolHealth(t.Context()) {
+			if p.Reason == "RecordsNotSafe" {
+				have = p.Message
+			}
+		}
+		if want == "" && have != "" || !strings.Contains(have, want) {
+			t.Errorf("%s its health is %q, want %q", when, have, want)
+		}
+	}
+	expect("opened,", "2 records could be written")
+	run(t, "chattr", "-i", path(dir, pooltest.Vol("a"), ".rec"), path(dir, pooltest.Vol("b"), ".rec"))
+	_, err := pool.SetLabels(t.Context(), pooltest.Vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })
+	check.OK(t, err)
+	expect("with one written anew", "1 records could be written")
+	check.OK(t, pool.Delete(t.Context(), pooltest.Vol("b")))
+	expect("with the other one deleted", "")
+}
+
 // TestDetachTold: a device that its last user told to go, and keeps open, is not gone.
 func TestDetachTold(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))

@@ -111,7 +111,7 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 	at, err := recordfile.Update(p.root, layout.Record(record.Ref), recordfile.New(record, state, growing), o.at)
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
-	o.at = at
+	p.place(o, at)
 	if err != nil {
 		return fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err)
 	}
@@ -171,6 +171,7 @@ func (p *pool) prepareInPlace(ctx context.Context) error {
 		if err == nil {
 			inPlace, failure := nocow.InPlace(image)
 			o.copying, err = !inPlace && failure == nil, errors.Join(failure, image.Close())
+			p.copying += one(o.copying)
 		}
 		if err == nil || errors.Is(err, fs.ErrNotExist) {
 			err = p.moveRecord(layout.Record(ref))
