@@ -58,7 +58,7 @@ type bench struct {
 const few = 10 // volumes that scale compares with
 
 // The parts, in the order in which they run. scale, memory and idle share their volumes.
-var parts = []string{"life", "observed", "scale", "memory", "idle", "fio", "lvm", "encrypted"}
+var parts = []string{"life", "observed", "scale", "memory", "idle", "copies", "fio", "lvm", "encrypted"}
 
 // quick is no part of the whole: it is for who changes something.
 const quick = "quick"
@@ -85,7 +85,7 @@ func (b *bench) parse() (wanted []string, dir string, err error) {
 	flag.IntVar(&b.samples, "samples", 40, "scale, known: samples of each call")
 	flag.IntVar(&b.lvmRounds, "lvm-rounds", 6, "lvm, encrypted: rounds")
 	flag.IntVar(&b.lvmLives, "lvm-lives", 1, "lvm: lives in a block")
-	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio, encrypted: rounds")
+	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio, encrypted, copies: rounds")
 	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio, encrypted: length of each measurement")
 	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio, encrypted: bytes of each volume, a multiple of 16 MiB")
 	flag.StringVar(&b.before, "before", "", "quick: the commit to compare with (default: HEAD, or the one before if nothing was changed since)")
@@ -150,6 +150,7 @@ func measure(ctx context.Context) (err error) {
 		{"life", has("life"), func() error { return b.life(ctx) }},
 		{"observed", has("observed"), func() error { return b.observed(ctx) }},
 		{"scale", has("scale") || has("memory") || has("idle"), func() error { return b.scale(ctx, has("scale"), has("memory"), has("idle")) }},
+		{"copies", has("copies"), func() error { return b.copies(ctx) }},
 		{"fio", has("fio"), func() error { return b.fio(ctx) }},
 		{"lvm", has("lvm"), func() error { return b.lvm(ctx) }},
 		{"encrypted", has("encrypted"), func() error { return b.encrypted(ctx) }},
