@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/utils/ptr"
 
 	"github.com/ashlar-csi/ashlar/tests/figures"
 )
@@ -36,9 +37,10 @@ type inCluster struct {
 	image string
 	draws figures.Draws
 
-	mu   sync.Mutex
-	seen map[string]time.Time // KIND/NAME of what got to where it was to get
-	news chan struct{}
+	mu     sync.Mutex
+	seen   map[string]time.Time // KIND/NAME of what got to where it was to get
+	claims map[string]string    // by their PersistentVolumes
+	news   chan struct{}
 }
 
 func measureCluster(ctx context.Context, args []string) (err error) {
@@ -55,7 +57,7 @@ func measureCluster(ctx context.Context, args []string) (err error) {
 		return err
 	}
 	config.QPS, config.UserAgent = -1, "bench"
-	c := &inCluster{image: *image, draws: figures.Draws{Dir: *figuresDir}, seen: map[string]time.Time{}, news: make(chan struct{}, 1)}
+	c := &inCluster{image: *image, draws: figures.Draws{Dir: *figuresDir}, seen: map[string]time.Time{}, claims: map[string]string{}, news: make(chan struct{}, 1)}
 	if c.kube, err = kubernetes.NewForConfig(config); err != nil {
 		return err
 	}
@@ -93,7 +95,8 @@ func (c *inCluster) clean(ctx context.Context) {
 	_ = c.kube.CoreV1().Namespaces().Delete(ctx, namespace, metav1.DeleteOptions{PropagationPolicy: &background})
 }
 
-// watch notes when claims are bound and pods run, and when they and their volumes are gone.
+// watch notes when claims are bound, volumes attached and pods run, and when they are gone. What is of a pod's volume has the pod's name, as
+// its claim has.
 func (c *inCluster) watch(ctx context.Context) error {
 	factory := informers.NewSharedInformerFactory(c.kube, 0)
 	note := func(key string) {
@@ -123,10 +126,23 @@ func (c *inCluster) watch(ctx context.Context) error {
 			if o.Spec.ClaimRef == nil {
 				return
 			}
+			c.mu.Lock()
+			c.claims[o.Name] = o.Spec.ClaimRef.Name
+			c.mu.Unlock()
 			if note("made/" + o.Spec.ClaimRef.Name); gone {
 				note("gone/" + o.Spec.ClaimRef.Name)
 			}
+		case *storagev1.VolumeAttachment:
+			c.mu.Lock()
+			claim := c.claims[ptr.Deref(o.Spec.Source.PersistentVolumeName, "")]
+			c.mu.Unlock()
+			if note("wanted/" + claim); o.Status.Attached {
+				note("attached/" + claim)
+			}
 		case *corev1.Pod:
+			if o.Spec.NodeName != "" {
+				note("scheduled/" + o.Name)
+			}
 			if o.Status.Phase == corev1.PodRunning {
 				note("runs/" + o.Name)
 			}
@@ -136,7 +152,8 @@ func (c *inCluster) watch(ctx context.Context) error {
 		}
 	}
 	core := factory.Core().V1()
-	for _, informer := range []cache.SharedIndexInformer{core.PersistentVolumeClaims().Informer(), core.PersistentVolumes().Informer(), core.Pods().Informer()} {
+	for _, informer := range []cache.SharedIndexInformer{core.PersistentVolumeClaims().Informer(), core.PersistentVolumes().Informer(), core.Pods().Informer(),
+		factory.Storage().V1().VolumeAttachments().Informer()} {
 		if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
 			AddFunc: func(o any) { look(o, false) }, UpdateFunc: func(_, o any) { look(o, false) }, DeleteFunc: func(o any) { look(o, true) },
 		}); err != nil {
@@ -197,8 +214,10 @@ func (c *inCluster) step(ctx context.Context, n int, where string, act func(ctx 
 	starts := make(map[string]time.Time, n)
 	if err := each(ctx, n, 32, func(ctx context.Context, i int) error {
 		c.mu.Lock()
-		c.seen["start/"+names[i]] = time.Now()
-		starts[names[i]] = c.seen["start/"+names[i]]
+		starts[names[i]] = time.Now()
+		if _, there := c.seen["start/"+names[i]]; !there { // its deletion is another step
+			c.seen["start/"+names[i]] = starts[names[i]]
+		}
 		c.mu.Unlock()
 		return act(ctx, names[i])
 	}); err != nil {
@@ -248,7 +267,8 @@ func (c *inCluster) measureClaims(ctx context.Context, n int) error {
 		return err
 	}
 	rss := residents()
-	waits, chart := c.waits(n, name)
+	waits, chart := c.waits(n, name, claimWaits)
+	chart.Name, chart.Title = "cluster-claims", fmt.Sprintf("From claim to Bound, %d claims in one go", n)
 	deleted, gone, err := c.step(ctx, n, "gone", c.deleteClaim, name)
 	if err != nil {
 		return err
@@ -273,14 +293,25 @@ func (c *inCluster) measureClaims(ctx context.Context, n int) error {
 	return nil
 }
 
-// waits is where the time from claim to Bound went.
-func (c *inCluster) waits(n int, name func(int) string) ([][]string, figures.Chart) {
+// leg is a part of the way to where something was to get.
+type leg struct{ what, from, to string }
+
+var (
+	claimWaits = []leg{{"Kubernetes asks the driver for it", "start", "asked"},
+		{"provisioner, controller and node make it", "asked", "made"}, {"Kubernetes binds it", "made", "bound"}}
+	podWaits = []leg{{"Kubernetes chooses a node, and asks the driver for the volume", "start", "asked"},
+		{"provisioner, controller and node make it", "asked", "made"}, {"Kubernetes binds it", "made", "bound"},
+		{"Kubernetes gives the pod to the node", "bound", "scheduled"}, {"Kubernetes asks for its attachment", "scheduled", "wanted"},
+		{"attacher and controller attach it", "wanted", "attached"}, {"the kubelet notices, has the driver stage and publish it, and starts the pod", "attached", "runs"}}
+)
+
+// waits is where the time of n things went.
+func (c *inCluster) waits(n int, name func(int) string, legs []leg) ([][]string, figures.Chart) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var rows [][]string
-	chart := figures.Chart{Name: "cluster-claims", Title: fmt.Sprintf("From claim to Bound, %d claims in one go", n), Unit: "ms: median, and p10 to p90", Series: []figures.Series{{Name: "claims"}}}
-	for _, w := range []struct{ what, from, to string }{{"Kubernetes asks the driver for it", "start", "asked"},
-		{"provisioner, controller and node make it", "asked", "made"}, {"Kubernetes binds it", "made", "bound"}} {
+	chart := figures.Chart{Unit: "ms: median, and p10 to p90", Series: []figures.Series{{Name: "each"}}}
+	for _, w := range legs {
 		var took []time.Duration
 		for i := range n {
 			took = append(took, c.seen[w.to+"/"+name(i)].Sub(c.seen[w.from+"/"+name(i)]))
@@ -308,6 +339,7 @@ func (c *inCluster) measurePods(ctx context.Context, n int) error {
 	fmt.Printf("\n### Pods\n\n%d pods in one go, each with a new claim of the class `ashlar`: made, claimed, attached, formatted, mounted. The floor\nis the same pods with an emptyDir.\n", n)
 	var rows [][]string
 	var floor, counts map[request]int
+	var calls callTimes
 	for _, round := range []string{"", "2"} {
 		var more [][]string
 		var err error
@@ -316,15 +348,32 @@ func (c *inCluster) measurePods(ctx context.Context, n int) error {
 		}
 		rows = append(rows, more...)
 		var gone []string
+		before, err := c.kubeletCalls(ctx)
+		if err != nil {
+			return err
+		}
 		if counts, more, gone, err = c.podsWithClaims(ctx, n, "pod"+round); err != nil {
 			return err
 		}
+		if calls, err = c.kubeletCalls(ctx); err != nil {
+			return err
+		}
+		calls.less(before)
 		if round != "" {
 			rows = append(rows, append([]string{"its claims, deletion to gone"}, gone...))
 		}
 		rows = append(rows, more...)
 	}
 	figures.Table(append([]string{""}, stepColumns...), rows)
+	fmt.Println("\nWhere the time of a pod with a new claim goes, the second time:")
+	waits, chart := c.waits(n, numbered("pod2"), podWaits)
+	chart.Name, chart.Title = "cluster-pods", fmt.Sprintf("From claim and pod to Running, %d in one go", n)
+	figures.Table([]string{"", "median, s", "p99, s"}, waits)
+	if err := c.draws.Draw(chart); err != nil {
+		return err
+	}
+	fmt.Println("\nOf that, what the kubelet waits for the node's driver, by its own figures:")
+	figures.Table([]string{"call", "of them", "mean, s"}, calls.rows())
 	if c.audit != nil {
 		more := maps.Clone(counts)
 		for r, n := range floor {
