@@ -208,7 +208,7 @@ func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Re
 // copyFrom writes the bytes of an origin to an open device, from where the record says that an earlier try came. A piece is written while the next one comes.
 func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin, target *os.File) error {
 	done, _ := imported(record, from)
-	writing, end, err := writeBehind(target)
+	writing, end, err := direct.WriteBehind(target, ReadSize)
 	if err != nil {
 		return err
 	}
@@ -216,7 +216,7 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 	progress.Begin(ctx, done, from.Size)
 	at, noted, when := done, done, time.Now()
 	note := func(ctx context.Context) error {
-		if err := writing.wait(); err != nil {
+		if err := writing.Wait(); err != nil {
 			return err
 		}
 		if err := target.Sync(); err != nil {
@@ -230,7 +230,7 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 		if offset < at || end > from.Size || len(data) == 0 || len(data) > ReadSize || offset%blockdev.Granularity != 0 || len(data)%blockdev.Granularity != 0 {
 			return fmt.Errorf("%w: its origin sent bytes %d to %d after byte %d of %d", errdefs.ErrUnavailable, offset, end, at, from.Size)
 		}
-		if err := writing.write(data, offset); err != nil {
+		if err := writing.Write(copy(writing.Next(), data), offset); err != nil {
 			return err
 		}
 		progress.Skip(ctx, offset-at)
@@ -240,7 +240,7 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 		}
 		return note(ctx)
 	})
-	switch failed := writing.wait(); {
+	switch failed := writing.Wait(); {
 	case failed != nil && !errors.Is(err, failed):
 		return errors.Join(err, failed)
 	case err == nil:

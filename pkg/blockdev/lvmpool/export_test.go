@@ -54,3 +54,6 @@ func Locked(ctx context.Context, of blockdev.Pool, do func()) error {
 	}
 	return err
 }
+
+// CopyDevice is copyDevice.
+var CopyDevice = copyDevice

@@ -3,6 +3,7 @@ package lvmpool
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -76,38 +77,49 @@ const copyBlock = 1 << 20
 // stay holes where the device knows them. It returns up to where the copy is complete,
 // also with an error.
 func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int64, error) {
-	buffer, free, err := direct.Memory(copyBlock)
+	writing, free, err := direct.WriteBehind(to, copyBlock)
 	if err != nil {
 		return offset, err
 	}
 	defer free()
 	zeros := make([]byte, copyBlock)
-	done := offset // from here to at the source reads as zeros, and the target is not zeroed yet
+	done := offset  // up to here the target is complete, once what is under way is written
+	under := offset // where that begins
+	ended := func(err error) (int64, error) {
+		switch failed := writing.Wait(); {
+		case failed == nil:
+			return done, err
+		case errors.Is(err, failed):
+			return under, err
+		default:
+			return under, errors.Join(failed, err)
+		}
+	}
 	for at := offset; at < end; {
 		if err := ctx.Err(); err != nil {
-			return done, fmt.Errorf("copy %s: %w", from.Name(), err)
+			return ended(fmt.Errorf("copy %s: %w", from.Name(), err))
 		}
-		block := buffer[:min(copyBlock, end-at)]
+		block := writing.Next()[:min(copyBlock, end-at)]
 		if _, err := from.ReadAt(block, at); err != nil {
-			return done, fmt.Errorf("read %s at byte %d: %w", from.Name(), at, errdefs.FromErrno(err))
+			return ended(fmt.Errorf("read %s at byte %d: %w", from.Name(), at, errdefs.FromErrno(err)))
 		}
 		next := at + int64(len(block))
 		if !bytes.Equal(block, zeros[:len(block)]) {
 			if err := zeroRange(ctx, to, done, at); err != nil {
-				return done, err
+				return ended(err)
 			}
-			if _, err := to.WriteAt(block, at); err != nil {
-				return at, fmt.Errorf("write %s at byte %d: %w", to.Name(), at, errdefs.FromErrno(err))
+			if err := writing.Write(len(block), at); err != nil {
+				return ended(err)
 			}
 			progress.Add(ctx, next-at)
-			done = next
+			under, done = at, next
 		} else if next-done >= zeroChunk || next == end {
 			if err := zeroRange(ctx, to, done, next); err != nil {
-				return done, err
+				return ended(err)
 			}
 			done = next
 		}
 		at = next
 	}
-	return end, nil
+	return ended(nil)
 }

@@ -7,8 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"sync"
-	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -21,9 +19,8 @@ import (
 const (
 	// copyChunk bounds how much is copied between two looks at the context, in bytes.
 	copyChunk = 16 << 20
-	// Of a chunk, copyBlocks blocks of copyBlock bytes are on their way at once: while one is written the next is read.
-	copyBlock  = 512 << 10
-	copyBlocks = 2
+	// copyBlock is how much is read at once past the page cache, while as much is written, in bytes.
+	copyBlock = 512 << 10
 	// directLeast is from which length on data goes past the page cache, in bytes: what is scattered waits for each of its blocks there.
 	directLeast = 64 << 10
 	// directAlignment is what all disks take for I/O past the page cache, in bytes.
@@ -63,10 +60,10 @@ func Copy(ctx context.Context, dst, src *os.File, offset, end int64) (int64, err
 // copier copies parts of a file to the same place in another one.
 type copier struct {
 	dst, src *os.File
-	// Both past the page cache, and memory for that; nil if that does not work.
+	// The way past the page cache; nil if there is none.
 	in, out *os.File
-	memory  []byte
-	free    func()
+	writing *direct.Behind
+	end     func() // of writing
 }
 
 func newCopier(dst, src *os.File) *copier {
@@ -76,7 +73,7 @@ func newCopier(dst, src *os.File) *copier {
 		return c
 	}
 	if c.out, err = again(dst, os.O_RDWR); err == nil {
-		c.memory, c.free, err = direct.Memory(copyBlocks * copyBlock)
+		c.writing, c.end, err = direct.WriteBehind(c.out, copyBlock)
 	}
 	if err != nil {
 		c.close()
@@ -91,17 +88,17 @@ func again(f *os.File, flags int) (*os.File, error) {
 
 // close ends the way past the page cache.
 func (c *copier) close() {
+	if c.end != nil {
+		c.end()
+	}
 	c.in.Close()
 	c.out.Close()
-	if c.free != nil {
-		c.free()
-	}
-	c.in, c.out, c.memory, c.free = nil, nil, nil, nil
+	c.in, c.out, c.writing, c.end = nil, nil, nil, nil
 }
 
 // copy copies up to length bytes, and returns how many.
 func (c *copier) copy(offset, length int64) (int64, error) {
-	if c.memory != nil && length >= directLeast && (offset|length)%directAlignment == 0 {
+	if c.writing != nil && length >= directLeast && (offset|length)%directAlignment == 0 {
 		err := c.past(offset, length)
 		if err == nil {
 			return length, nil
@@ -116,34 +113,21 @@ func (c *copier) copy(offset, length int64) (int64, error) {
 
 // past copies all of the bytes past the page cache.
 func (c *copier) past(offset, length int64) error {
-	var next atomic.Int64
-	var workers sync.WaitGroup
-	failures := make([]error, copyBlocks)
-	for w := range failures {
-		workers.Go(func() {
-			buffer := c.memory[w*copyBlock:][:copyBlock]
-			for failures[w] == nil {
-				at := next.Add(copyBlock) - copyBlock
-				if at >= length {
-					return
-				}
-				failures[w] = c.block(buffer[:min(copyBlock, length-at)], offset+at)
-			}
-		})
+	for at, end := offset, offset+length; at < end; {
+		piece := c.writing.Next()[:min(copyBlock, end-at)]
+		n, err := c.in.ReadAt(piece, at)
+		if errors.Is(err, io.EOF) {
+			return errShort(c.src, at+int64(n))
+		}
+		if err != nil {
+			return err
+		}
+		if err := c.writing.Write(n, at); err != nil {
+			return err
+		}
+		at += int64(n)
 	}
-	workers.Wait()
-	return errors.Join(failures...)
-}
-
-func (c *copier) block(buffer []byte, at int64) error {
-	n, err := c.in.ReadAt(buffer, at)
-	if errors.Is(err, io.EOF) {
-		return errShort(c.src, at+int64(n))
-	}
-	if err == nil {
-		_, err = c.out.WriteAt(buffer, at)
-	}
-	return err
+	return c.writing.Wait()
 }
 
 // copyRange copies up to length bytes through the page cache, in the kernel where it can.

@@ -1,4 +1,4 @@
-package volume
+package direct_test
 
 import (
 	"bytes"
@@ -8,28 +8,31 @@ import (
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestBehind: what is written behind arrives where it belongs, also if its caller uses the memory again.
+const size = 1 << 20 // bytes of a piece
+
+// TestBehind: what is written behind arrives where it belongs, also while its caller fills the memory for the next one.
 func TestBehind(t *testing.T) {
 	f, err := os.Create(filepath.Join(t.TempDir(), "target"))
 	check.OK(t, err)
 	defer f.Close()
-	b, end, err := writeBehind(f)
+	b, end, err := direct.WriteBehind(f, size)
 	check.OK(t, err)
 	defer end()
 	var want []byte
-	piece := make([]byte, ReadSize)
-	for n, size := range []int{ReadSize, 4096, ReadSize, ReadSize - 4096, 8192} {
-		for i := range size {
+	for n, length := range []int{size, 4096, size, size - 4096, 8192} {
+		piece := b.Next()[:length]
+		for i := range piece {
 			piece[i] = byte(n + 1)
 		}
 		at := len(want)
-		want = append(want, piece[:size]...)
-		check.OK(t, b.write(piece[:size], int64(at)))
+		want = append(want, piece...)
+		check.OK(t, b.Write(length, int64(at)))
 	}
-	check.OK(t, b.wait())
+	check.OK(t, b.Wait())
 	have, err := os.ReadFile(f.Name())
 	check.OK(t, err)
 	if !bytes.Equal(have, want) {
@@ -42,13 +45,13 @@ func TestBehindFails(t *testing.T) {
 	f, err := os.Open("/dev/full") // not for writing
 	check.OK(t, err)
 	defer f.Close()
-	b, end, err := writeBehind(f)
+	b, end, err := direct.WriteBehind(f, size)
 	check.OK(t, err)
 	defer end()
-	check.OK(t, b.write(make([]byte, 4096), 0))
-	first := b.write(make([]byte, 4096), 4096)
-	again := b.wait()
-	if first == nil || !errors.Is(again, first) || b.write(make([]byte, 4096), 8192) == nil || b.under != nil {
+	check.OK(t, b.Write(4096, 0))
+	first := b.Write(4096, 4096)
+	again := b.Wait()
+	if first == nil || !errors.Is(again, first) || b.Write(4096, 8192) == nil || !errors.Is(b.Wait(), first) {
 		t.Errorf("%v, and then %v", first, again)
 	}
 	if errors.Is(first, errdefs.ErrUnavailable) {
