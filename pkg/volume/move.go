@@ -319,13 +319,15 @@ func (l *Local) BroughtSince(ctx context.Context, id ID) (since time.Time, is bo
 	return since, is, nil
 }
 
-// dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and its home has counted as many claims since, or more.
-// ErrExists for anything else.
-func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, claims int64) error {
-	id := IDOf(pool.Name(), record)
+// dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and the volume came from that very seal, as cameBy says (labelCame), so
+// it has all of that and what was written since. Counts of claims alone do not tell: they begin anew with an object that was adopted, and go back with the API server. But no node
+// decides alone what goes here: the object has to have counted as many claims as the seal, or more. ErrExists for anything else, which may be newer than the volume.
+func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, cameBy string, claims int64) error {
 	s, err := sealOf(record)
-	if err != nil || s.claims > claims {
-		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
+	if err != nil || s.claims > claims || !cameFrom(cameBy, s.since) {
+		id, at := IDOf(pool.Name(), record), pool.Name()
+		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own, which may be newer, and is not removed; if it is the one to be kept, take the move back, delete the object of the volume, "+
+			"which deletes no bytes, and adopt that one: kubectl ashlar adopt %s.%s/%s", errdefs.ErrExists, at, l.node, id, l.node, at, id)
 	}
 	return l.leave(ctx, pool, record, s)
 }
@@ -375,7 +377,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		case ref.Kind == blockdev.Snapshot:
 			err = fmt.Errorf("%w: pool %s of node %s has a snapshot %s of its own", errdefs.ErrExists, pool.Name(), l.node, from.ID)
 		default:
-			err = l.dropLeft(ctx, pool, record, from.Claims)
+			err = l.dropLeft(ctx, pool, record, from.Labels[labelCame], from.Claims)
 		}
 		if err != nil {
 			return err
@@ -494,6 +496,11 @@ func came(before string, since time.Time) string {
 	return strings.Join(all[max(0, len(all)-mostCame):], "/")
 }
 
+// cameFrom reports whether a label says that a volume was brought by a seal.
+func cameFrom(label string, since time.Time) bool {
+	return slices.Contains(strings.Split(label, "/"), since.UTC().Format(time.RFC3339Nano))
+}
+
 // CameBy reports whether this node has a volume whole that was brought, be it to here or to where it came here from, as it was sealed at a time on a node that it has left. So what
 // it is has all that is sealed there, and what was written since.
 func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, error) {
@@ -505,7 +512,7 @@ func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, erro
 	if err != nil || slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Severity == blockdev.DataLoss }) {
 		return false, err
 	}
-	return slices.Contains(strings.Split(record.Labels[labelCame], "/"), sealed.UTC().Format(time.RFC3339Nano)), nil
+	return cameFrom(record.Labels[labelCame], sealed), nil
 }
 
 // DropMoved removes what a pool has left of a volume that has moved to another node, if that returns nil for when it was sealed: it has all of that, and what was written since.
