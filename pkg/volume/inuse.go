@@ -304,7 +304,7 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 		clear(labels)
 		maps.Copy(labels, from.Labels)
 		setLabel(labels, labelPool, named)
-		setLabel(labels, labelCarried, from.Object)
+		setLabel(labels, labelCarried, carriedLabel(from))
 		labels[labelImport] = broughtLabel(record.Key, from.Created)
 		if to.Node != l.node {
 			labels[labelExport] = e.label()

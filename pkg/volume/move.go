@@ -36,7 +36,7 @@ func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are those of a record that are about its use on its node, and do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
-	labelPool, labelCarried, labelTold}
+	labelPool, labelCarried, labelLeft, labelTold}
 
 // usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
 var usedLabels = []string{labelTarget, labelFlags}
@@ -50,7 +50,7 @@ const AnyClaims = -1
 
 // Seal keeps a volume as it is, or finds that it is sealed, and returns it as the origin of its move. What Created says is when it was sealed: as long as
 // that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
-// before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere. The caller has the lock, now and while it reads.
+// before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere, and for what has left this node (Left). The caller has the lock, now and while it reads.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
@@ -64,6 +64,11 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	}
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
+	}
+	if claims != AnyClaims { // which are those of a volume that is said to be here
+		if err := l.notLeft(id, record); err != nil {
+			return Origin{}, err
+		}
 	}
 	s, err := sealOf(record)
 	if err == nil && claims == AnyClaims && s.used != 0 {
@@ -205,6 +210,9 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
 	}
+	if err := l.notLeft(id, record); err != nil {
+		return err
+	}
 	moves, err := l.movesOf(id)
 	if err != nil {
 		return err
@@ -223,6 +231,9 @@ func (l *Local) Unseal(ctx context.Context, id ID) error { return l.unseal(ctx, 
 func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
+	}
+	if err := l.notLeft(id, record); err != nil {
+		return err
 	}
 	if s, err := sealOf(record); err == nil && s.used != 0 {
 		return l.unseal(ctx, id) // or what its user writes may soon be elsewhere
@@ -254,6 +265,54 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 		return err
 	}
 	return l.unseal(ctx, id)
+}
+
+// Left notes durably that a volume has moved to another node, as it was sealed then. The cluster has said so, and may go back to before that: then it says that the volume is here, and what was written since is
+// on that node alone. So from now on nobody uses what is here, whatever the cluster says, before a person has adopted it (Readopt). What is not sealed, or was at another time, is not what has moved: it
+// stays as it is. The caller has the lock.
+func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) error {
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	if s, err := sealOf(record); err != nil || !s.since.Equal(sealed) || record.Labels[labelLeft] == to {
+		return nil
+	}
+	return changeLabel(ctx, pool, record.Ref, labelLeft, to)
+}
+
+// Readopt has what a pool has of a volume be the volume again, if the cluster says so from now on: a person has decided that, who knows that it has left this node (Left). The caller has the lock.
+func (l *Local) Readopt(ctx context.Context, in string, id ID) error {
+	pool, record, err := l.recordAt(ctx, place{id, in})
+	if err != nil || record.Labels[labelLeft] == "" {
+		return err
+	}
+	return changeLabel(ctx, pool, record.Ref, labelLeft, "")
+}
+
+// notLeft is ErrPrecondition for the record of a volume that has left this node.
+func (l *Local) notLeft(id ID, record blockdev.Record) error {
+	if to := record.Labels[labelLeft]; to != "" {
+		return fmt.Errorf("%w: %s", errdefs.ErrPrecondition, l.hasLeft(id, to))
+	}
+	return nil
+}
+
+// hasLeft says what is so of a volume that has left this node, and is said to be here, and what to do.
+func (l *Local) hasLeft(id ID, to string) string {
+	return fmt.Sprintf("volume %s has moved from node %s to node %s, which has what was written since, and the cluster says that it is here: it went back to before that. Nothing here is used. Delete the object of the volume, "+
+		"which deletes no bytes, and adopt what node %s has (kubectl ashlar adopt), or if that is gone for good what is here", id, l.node, to, to)
+}
+
+// ReasonMovedAway is the reason of the problem of a volume that has left this node, and is said to be here.
+const ReasonMovedAway = "MovedAway"
+
+// leftHealth is what is wrong with a volume that is said to be here, and has left.
+func (l *Local) leftHealth(v Volume) []blockdev.Problem {
+	if v.Left == "" {
+		return nil
+	}
+	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: ReasonMovedAway, Message: l.hasLeft(v.ID, v.Left)}}
 }
 
 // Depart removes a volume that has moved to another node, as it was sealed then, and arrived there; that it is not here is success. ErrPrecondition if it is not
@@ -332,11 +391,26 @@ func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockde
 	return l.leave(ctx, pool, record, s)
 }
 
+// carriedLabel is the label of what was completed while its user went on (labelCarried), by the object of an origin.
+func carriedLabel(from Origin) string {
+	if from.Object == "" {
+		return ""
+	}
+	return from.Object + "/" + strconv.FormatInt(from.Generation, 10)
+}
+
+// carriedBy is the UID of the object by which what a record is of was completed while its user went on, and its generation then; empty for anything else.
+func carriedBy(r blockdev.Record) (object string, generation int64) {
+	object, counted, _ := strings.Cut(r.Labels[labelCarried], "/")
+	generation, _ = strconv.ParseInt(counted, 10, 64) // 0 by drivers of before
+	return object, generation
+}
+
 // dropCopy removes an unfinished copy of what moves here, to make room for what it is now. ErrExists for what may be all there is of what was written to a volume since it moved:
-// another object than now said so, and is gone.
+// another object than now said so, and is gone, or this one later than it is now, as it went back with the API server.
 func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) error {
-	if by := record.Labels[labelCarried]; by != "" && by != from.Object {
-		return fmt.Errorf("%w: pool %s of node %s has what may have been written to volume %s since it moved there by an object that is gone; take the move back, which makes a stray of that, "+
+	if by, generation := carriedBy(record); by != "" && (by != from.Object || generation > from.Generation) {
+		return fmt.Errorf("%w: pool %s of node %s has what may have been written to volume %s since it moved there by an object that is gone, or was later than it is now; take the move back, which makes a stray of that, "+
 			"and look which one is to be kept", errdefs.ErrExists, pool.Name(), l.node, IDOf(pool.Name(), record))
 	}
 	return l.dropUnfinished(ctx, pool, record.Ref)

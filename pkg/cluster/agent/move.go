@@ -140,11 +140,14 @@ func (a *Agent) arrives(o cluster.Object) bool {
 	return o.Node() == a.local.Node() && a.comesHere(o) && !arrived(o)
 }
 
-// hasLeft reports whether an object says that it has left this node for another one, which has taken it over.
-func (a *Agent) hasLeft(o cluster.Object) bool {
+// left reports whether an object says that it has left this node for another one.
+func (a *Agent) left(o cluster.Object) bool {
 	m, _ := o.Moves()
-	return m != nil && m.Left && m.Node == a.local.Node() && o.Node() != a.local.Node() && arrived(o)
+	return m != nil && m.Left && m.Node == a.local.Node() && o.Node() != a.local.Node()
 }
+
+// hasLeft reports whether an object says that it has left this node for another one, which has taken it over.
+func (a *Agent) hasLeft(o cluster.Object) bool { return a.left(o) && arrived(o) }
 
 // arrived reports whether what has moved was taken over by its new node.
 func arrived(o cluster.Object) bool {
@@ -599,7 +602,7 @@ func askMove(ctx context.Context, agent grpc.ClientConnInterface, v *v1alpha1.Vo
 
 // heldTo is what another node says of a volume that moves here, held to what the object says: neither its home nor its user decides what goes here.
 func heldTo(v *v1alpha1.Volume, from volume.Origin) volume.Origin {
-	from.Object, from.Claims = string(v.UID), min(from.Claims, v.Spec.Claims)
+	from.Object, from.Generation, from.Claims = string(v.UID), v.Generation, min(from.Claims, v.Spec.Claims)
 	return from
 }
 
@@ -677,12 +680,40 @@ func (a *Agent) comes(v *v1alpha1.Volume) error {
 
 // giveBack removes the bytes of a volume that has left this node, once its new one has taken it over.
 func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
-	return giveBack(ctx, a, v, &v1alpha1.Volume{}, keylock.Volume(v.Name), func(v *v1alpha1.Volume) error {
-		sealed := time.Time{} // which nothing is
-		if copied := v.Status.Move.Copied; copied != nil {
-			sealed = copied.Sealed.Time
+	if !arrived(v) {
+		err := a.noteLeft(ctx, v)
+		if errors.Is(err, errdefs.ErrBusy) {
+			return reconcile.Result{RequeueAfter: inUseRetry}, nil
 		}
-		return a.depart(ctx, v, sealed)
+		return reconcile.Result{}, err
+	}
+	return giveBack(ctx, a, v, &v1alpha1.Volume{}, keylock.Volume(v.Name), func(v *v1alpha1.Volume) error { return a.depart(ctx, v, copiedAt(v)) })
+}
+
+// copiedAt is how a volume that has moved was sealed; zero, as nothing is, if its object does not say that.
+func copiedAt(v *v1alpha1.Volume) time.Time {
+	if s := v.Status.Move; s != nil && s.Copied != nil {
+		return s.Copied.Sealed.Time
+	}
+	return time.Time{}
+}
+
+// noteLeft has the record of a volume say that it has left this node (volume.Left), as soon as the API server says so: who uses it may write on the new node before that has taken it over. errOrigin as of giveBack.
+func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
+	end, err := a.leaving.begin(a.local.Node(), leftPool(v))
+	if err != nil {
+		return err
+	}
+	defer end()
+	if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err != nil || have.Left != "" {
+		return errdefs.IgnoreNotFound(err)
+	}
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, a.left)
+		if err != nil {
+			return err
+		}
+		return a.local.Left(ctx, cluster.VolumeID(now), copiedAt(now), now.Spec.NodeName)
 	})
 }
 
@@ -728,7 +759,7 @@ func (a *Agent) depart(ctx context.Context, v *v1alpha1.Volume, sealed time.Time
 	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {
 		return err
 	} else if is && since.Equal(sealed) {
-		if err := a.local.Unexport(ctx, id, 0); err != nil {
+		if err := errors.Join(a.local.Left(ctx, id, sealed, home), a.local.Unexport(ctx, id, 0)); err != nil {
 			return err
 		}
 		asking, cancel := context.WithTimeout(ctx, homeTime)
