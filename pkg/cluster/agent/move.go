@@ -539,8 +539,8 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alph
 // sealed, or in another pool, is not that, but left of an earlier move. As a rule all are here. Those
 // that are not (the copy was on a disk that failed, or the API server went back to a move of before) are with the node that the volume has left, until this one
 // takes it over: so that is asked, and if it is away, or cannot read what it has, what was said before the volume moved holds. Where the object does not say that (it was restored without its
-// status), and the old node has what its user went on from, it has to be what is here. ErrNotFound if neither has them.
-func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
+// status), and the old node has what its user went on from, it has to be what is here. ErrNotFound if neither has them; errOrigin as of arrival.asking.
+func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume, one *arrival) (sealed metav1.MicroTime, err error) {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if left := err == nil && (have.Sealed || have.Pool != v.Spec.Pool); !left && !errors.Is(err, errdefs.ErrNotFound) {
@@ -551,11 +551,14 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 		copied = s.Copied
 	}
 	if copied != nil && copied.Claim != 0 {
-		return a.broughtInUse(ctx, v, copied.Sealed)
+		return a.broughtInUse(ctx, v, copied.Sealed, one)
 	}
 	working, end := a.making(ctx, r)
 	defer end()
-	from, err := a.askLeft(working, v)
+	var from volume.Origin
+	if failure := one.asking(func() { from, err = a.askLeft(working, v) }); failure != nil {
+		return sealed, failure
+	}
 	if err == nil {
 		err = a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
 			return a.local.Bring(ctx, v.Spec.Pool, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
@@ -565,7 +568,7 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 	if mayKnowBetter(err) {
 		since, is, failure := a.local.BroughtSince(ctx, id)
 		if is {
-			return a.broughtInUse(ctx, v, metav1.NewMicroTime(since))
+			return a.broughtInUse(ctx, v, metav1.NewMicroTime(since), one)
 		}
 		return sealed, errors.Join(err, failure)
 	}
@@ -616,16 +619,16 @@ func asSaid(v *v1alpha1.Volume, from volume.Origin) error {
 
 // takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere; errOrigin as of beginArrival.
 func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) error {
-	end, err := a.beginArrival(v)
+	one, err := a.beginArrival(v)
 	if err != nil {
 		return err
 	}
-	defer end()
-	sealed, err := a.bringRest(ctx, r, v)
+	defer one.end()
+	sealed, err := a.bringRest(ctx, r, v, one)
 	if err == nil {
 		return a.arrive(ctx, v, sealed)
 	}
-	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil {
+	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errOrigin) || ctx.Err() != nil {
 		return err
 	}
 	return errors.Join(err, a.reportWaits(ctx, v, notAllHere, err))
