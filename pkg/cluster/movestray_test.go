@@ -197,3 +197,46 @@ func TestMoveInUseRolledBack(t *testing.T) {
 		})
 	}
 }
+
+// TestMoveInUseStrayEnds: what the new node of a volume has kept is exported to its user still, when somebody adopts what the old node has. The user goes on until another node claims the volume, or it is claimed anew; then the export ends, and the
+// bytes stay.
+func TestMoveInUseStrayEnds(t *testing.T) {
+	for _, claims := range []int{1, 2} {
+		t.Run(fmt.Sprintf("claims=%d", claims), func(t *testing.T) {
+			c, _ := carried(t)
+			c.usedSince()
+			check.OK(t, c.Delete(c.ctx, c.object("v")))
+			c.isStray(c.a)
+			c.adoptOn(c.a.name, "default", c.id.String())
+			c.hasObject(c.a)
+			exported := func() int {
+				all := 0
+				for _, name := range c.b.network.Exported() {
+					if strings.Contains(name, ":2:") {
+						all++
+					}
+				}
+				return all
+			}
+			c.start(c.b)
+			c.isStray(c.b)
+			c.claimFor(c.id, c.name)
+			c.b.stop() // it looks anew when it starts, or after some minutes
+			c.start(c.b)
+			c.isStray(c.b)
+			want := c.content(c.b, c.id)
+			if n := exported(); n != 1 {
+				t.Errorf("claimed for its user, %d are exported: %v", n, c.b.network.Exported())
+			}
+			c.claimFor(c.id, "")
+			c.claimFor(c.id, map[int]string{1: c.a.name, 2: c.name}[claims])
+			c.b.stop()
+			c.start(c.b)
+			c.eventually("it is not exported any more", func() bool { return exported() == 0 })
+			c.isStray(c.b)
+			if have := c.content(c.b, c.id); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+		})
+	}
+}

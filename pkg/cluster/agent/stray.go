@@ -111,7 +111,12 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look loo
 	last, known := a.lookups[pool][id]
 	if cached || !known || time.Since(last.at) >= checkAgain {
 		var left bool
-		if last, left, err = a.lookUp(ctx, pool, id, o, cached); err != nil || !left || last.taken != "" && a.dropStray(ctx, pool, id, one.sealed, look) {
+		last, left, err = a.lookUp(ctx, pool, id, o, cached)
+		if err == nil && left && last.taken != "" {
+			a.endStray(ctx, id)
+			left = !a.dropStray(ctx, pool, id, one.sealed, look)
+		}
+		if err != nil || !left {
 			return nil, err
 		}
 	}
@@ -184,6 +189,29 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 		}
 		return err
 	})
+}
+
+// endStray ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has counted that: what its user writes is no part of the volume. Its user goes on for as long
+// as the object never heard of such a claim (as of wantsGiven): it may be one that was adopted, or went back, by mistake, and then this is what was written last.
+func (a *Agent) endStray(ctx context.Context, id volume.ID) {
+	to, is, err := a.given(ctx, id)
+	if err == nil && is {
+		err = a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+			v := &v1alpha1.Volume{}
+			if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+				return kube.APIError("read volume "+id.Key, err)
+			}
+			c := v.Spec.Claim
+			if v.Spec.NodeName == a.local.Node() || cluster.VolumeID(v) != id || v.Spec.Claims < to.Generation && (c == nil || c.Node == to.Node) {
+				return nil
+			}
+			klog.FromContext(ctx).Info("Taking back a stray that its user has still, while its volume is another node's", "id", id.String(), "node", to.Node, "generation", to.Generation, "volume", v.Spec.NodeName)
+			return a.unlessAlone(a.options.Exporter.Unexport(ctx, id, to.Generation))
+		})
+	}
+	if errdefs.IgnoreNotFound(err) != nil {
+		klog.FromContext(ctx).V(2).Info("A stray stays exported for now", "id", id.String(), "why", err.Error())
+	}
 }
 
 // dropStray removes what a pool has left of what has moved from this node to another one, which was taken for gone until the move had ended: nobody gave it back. It stays unless the API server
