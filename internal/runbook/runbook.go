@@ -50,6 +50,7 @@ var pages = map[string]string{
 	"ConnectionsUnknown": "home-away",
 	"HomeAway":           "home-away",
 	"ImageUnreadable":    "volume-inaccessible",
+	"MovedAway":          "volume-inaccessible",
 	"NotExported":        "volume-inaccessible",
 	"VolumeFailed":       "volume-inaccessible",
 	"DeviceChanged":      "volume-degraded",

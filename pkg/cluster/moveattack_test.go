@@ -25,9 +25,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// aboutToMove is a cluster of two nodes in a network, and a volume of the first with data, all of which is on the second one as well: the controller, which would
-// name that, is stopped.
-func aboutToMove(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want []byte) {
+// atHome is a cluster of two nodes in a network, and a volume of the first with data. The controller is stopped.
+func atHome(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want []byte) {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	w, network := newEnvironment(t), &remotetest.Network{}
@@ -39,6 +38,13 @@ func aboutToMove(t *testing.T) (w *environment, a, b *machine, v volume.Volume, 
 	check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte("data")))
 	want = w.content(a, v.ID)
 	stop()
+	return w, a, b, v, want
+}
+
+// aboutToMove is atHome, with all of the volume on the second node as well, which the controller would name.
+func aboutToMove(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want []byte) {
+	t.Helper()
+	w, a, b, v, want = atHome(t)
 	w.movesTo("v", b.name)
 	w.copied("v")
 	return w, a, b, v, want

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -347,4 +349,79 @@ func TestMoveGivesBackBeside(t *testing.T) {
 	made("v", b)
 	w.movesTo("v", a.name)
 	w.eventually("the other one is given back", func() bool { o := w.object("v"); return o.Spec.NodeName == a.name && o.Spec.Move == nil })
+}
+
+// dying is a way to a port that leads nowhere when it is dead: connections are made, and nobody answers.
+type dying struct {
+	testing.TB
+	dead atomic.Bool
+}
+
+// via: see machine.
+func (d *dying) via(address string) string {
+	d.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	check.OK(d, err)
+	d.Cleanup(func() { check.OK(d, listener.Close()) })
+	go func() {
+		for {
+			here, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			d.Cleanup(func() { _ = here.Close() })
+			if d.dead.Load() {
+				continue
+			}
+			there, err := net.Dial("tcp", address)
+			if err != nil {
+				_ = here.Close()
+				continue
+			}
+			go func() { _, _ = io.Copy(there, here); _ = there.Close() }()
+			go func() { _, _ = io.Copy(here, there); _ = here.Close() }()
+		}
+	}()
+	return listener.Addr().String()
+}
+
+// TestMoveArrivesBeside: many volumes have moved from a node that died then, and is asked for them in vain. One of another node arrives in the same pool meanwhile.
+func TestMoveArrivesBeside(t *testing.T) {
+	w, network, way := newEnvironment(t), &remotetest.Network{}, &dying{TB: t}
+	a, b := w.begin(&machine{name: "node-1", ported: true, network: network, via: way.via}), w.begin(&machine{name: "node-2", ported: true, network: network})
+	c := w.begin(&machine{name: "node-3", ported: true, network: network})
+	s, stop := w.store()
+	w.pooled(s, c)
+	made := func(name string, m *machine) {
+		check.OK(t, second(s.Create(w.ctx, volume.Spec{Name: name, Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{m.name}})))
+	}
+	var all []string
+	for i := range 5 {
+		all = append(all, fmt.Sprint("v", i))
+		made(all[i], a)
+	}
+	made("v", c)
+	stop()
+	for _, name := range all {
+		w.movesTo(name, b.name)
+	}
+	for _, name := range all {
+		w.copied(name)
+	}
+	way.dead.Store(true)
+	a.stop()
+	w.store()
+	for _, name := range all {
+		w.eventually(name+" is of its new node", func() bool { return w.object(name).Spec.NodeName == b.name })
+	}
+	w.movesTo("v", b.name)
+	began := time.Now()
+	w.eventually("it has moved", func() bool { o := w.object("v"); return o.Spec.NodeName == b.name && o.Spec.Move == nil })
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("it took %s", took)
+	}
+	for _, name := range all {
+		w.movesays(name, "node-1 is to give its bytes back")
+	}
+	t.Logf("all have arrived after %s", time.Since(began))
 }

@@ -8,6 +8,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -270,7 +271,7 @@ func TestMoveToOtherPoolInUse(t *testing.T) {
 	c.released(s)
 }
 
-// leaves has a pool of a machine, whose agent is stopped, have what is left of a volume of another machine that was there once: sealed after some claims, and with other bytes.
+// leaves has a pool of a machine, whose agent is stopped, have what is left of a volume of another machine, which has come from there: sealed after some claims, and with other bytes.
 func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, claims int64) {
 	w.Helper()
 	sealed, err := from.local.Seal(w.ctx, v.ID, volume.AnyClaims)
@@ -282,7 +283,12 @@ func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, cla
 	check.OK(w, err)
 	check.OK(w, errors.Join(was.Bring(w.ctx, pool, v.Name, blockdev.Thin, sealed), was.Arrive(w.ctx, v.ID)))
 	check.OK(w, storetest.WriteTo(in)(w.ctx, v.ID, 64<<10, []byte("old")))
-	check.OK(w, second(was.Seal(w.ctx, v.ID, claims)))
+	left, err := was.Seal(w.ctx, v.ID, claims)
+	check.OK(w, err)
+	check.OK(w, second(from.disks[0].Open("default", nil).SetLabels(w.ctx, ref(v), func(labels map[string]string) error {
+		labels["came"] = left.Created.UTC().Format(time.RFC3339Nano)
+		return nil
+	})))
 }
 
 // cameWithout is a cluster of two nodes, of which the second has a volume in the pool that its ID names, and in another one what is left of it, which was sealed after some claims, and with other

@@ -31,7 +31,7 @@ func (l *Local) healthAbove(ctx context.Context, id ID, stack device.Stack) ([]b
 	if err != nil {
 		return nil, err
 	}
-	if problems := l.exportHealth(v); len(problems) > 0 {
+	if problems := append(l.leftHealth(v), l.exportHealth(v)...); len(problems) > 0 {
 		return problems, nil
 	}
 	devices, err := stack.Attached(ctx)

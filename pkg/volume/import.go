@@ -35,6 +35,8 @@ type Origin struct {
 	Pool string
 	// Object is the UID of the object by which a volume moves, as its new node knows it.
 	Object string
+	// Generation is metadata.generation of that object.
+	Generation int64
 	// Labels of the record of what moves, which is all of it and no copy; nil of what is copied.
 	Labels map[string]string
 	// Claims is how many claims of a volume that moves there had been when it was sealed.

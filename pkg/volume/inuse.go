@@ -248,7 +248,7 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 // replacePrepared removes what is here of a volume, to make room for what is described later.
 func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, want prepared, from Origin) error {
 	if !unfinished(record) {
-		return l.dropLeft(ctx, pool, record, from.Claims)
+		return l.dropLeft(ctx, pool, record, from.Labels[labelCame], from.Claims)
 	}
 	if since := preparedSince(record); since.After(want.described) {
 		return fmt.Errorf("%w: node %s has made room for volume %s as it was at %v, and is asked to for %v, which was before; if the clock of its home was set back, take the move back, and ask for it again",
@@ -304,7 +304,7 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 		clear(labels)
 		maps.Copy(labels, from.Labels)
 		setLabel(labels, labelPool, named)
-		setLabel(labels, labelCarried, from.Object)
+		setLabel(labels, labelCarried, carriedLabel(from))
 		labels[labelImport] = broughtLabel(record.Key, from.Created)
 		if to.Node != l.node {
 			labels[labelExport] = e.label()

@@ -24,11 +24,14 @@ type Leftover struct {
 	// Carried is the UID of the object by which it became all of a volume whose user went on while it was copied (Complete). If the volume has moved, nobody else has what was
 	// written since. Empty for anything else.
 	Carried string
+	// Generation is that of this object then. One that has an earlier one went back to before, with the API server.
+	Generation int64
 }
 
 // LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
-	left = Leftover{ID: IDOf(pool, r), Pool: pool, For: r.Labels[labelCutFor], Began: r.Created, Carried: r.Labels[labelCarried]}
+	left = Leftover{ID: IDOf(pool, r), Pool: pool, For: r.Labels[labelCutFor], Began: r.Created}
+	left.Carried, left.Generation = carriedBy(r)
 	if unfinished(r) {
 		left.For = r.Key
 	}

@@ -36,7 +36,7 @@ func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are those of a record that are about its use on its node, and do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
-	labelPool, labelCarried, labelTold}
+	labelPool, labelCarried, labelLeft, labelTold}
 
 // usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
 var usedLabels = []string{labelTarget, labelFlags}
@@ -50,7 +50,7 @@ const AnyClaims = -1
 
 // Seal keeps a volume as it is, or finds that it is sealed, and returns it as the origin of its move. What Created says is when it was sealed: as long as
 // that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
-// before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere. The caller has the lock, now and while it reads.
+// before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere, and for what has left this node (Left). The caller has the lock, now and while it reads.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
@@ -64,6 +64,11 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	}
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
+	}
+	if claims != AnyClaims { // which are those of a volume that is said to be here
+		if err := l.notLeft(id, record); err != nil {
+			return Origin{}, err
+		}
 	}
 	s, err := sealOf(record)
 	if err == nil && claims == AnyClaims && s.used != 0 {
@@ -205,6 +210,9 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
 	}
+	if err := l.notLeft(id, record); err != nil {
+		return err
+	}
 	moves, err := l.movesOf(id)
 	if err != nil {
 		return err
@@ -223,6 +231,9 @@ func (l *Local) Unseal(ctx context.Context, id ID) error { return l.unseal(ctx, 
 func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
+	}
+	if err := l.notLeft(id, record); err != nil {
+		return err
 	}
 	if s, err := sealOf(record); err == nil && s.used != 0 {
 		return l.unseal(ctx, id) // or what its user writes may soon be elsewhere
@@ -254,6 +265,54 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 		return err
 	}
 	return l.unseal(ctx, id)
+}
+
+// Left notes durably that a volume has moved to another node, as it was sealed then. The cluster has said so, and may go back to before that: then it says that the volume is here, and what was written since is
+// on that node alone. So from now on nobody uses what is here, whatever the cluster says, before a person has adopted it (Readopt). What is not sealed, or was at another time, is not what has moved: it
+// stays as it is. The caller has the lock.
+func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) error {
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	if s, err := sealOf(record); err != nil || !s.since.Equal(sealed) || record.Labels[labelLeft] == to {
+		return nil
+	}
+	return changeLabel(ctx, pool, record.Ref, labelLeft, to)
+}
+
+// Readopt has what a pool has of a volume be the volume again, if the cluster says so from now on: a person has decided that, who knows that it has left this node (Left). The caller has the lock.
+func (l *Local) Readopt(ctx context.Context, in string, id ID) error {
+	pool, record, err := l.recordAt(ctx, place{id, in})
+	if err != nil || record.Labels[labelLeft] == "" {
+		return err
+	}
+	return changeLabel(ctx, pool, record.Ref, labelLeft, "")
+}
+
+// notLeft is ErrPrecondition for the record of a volume that has left this node.
+func (l *Local) notLeft(id ID, record blockdev.Record) error {
+	if to := record.Labels[labelLeft]; to != "" {
+		return fmt.Errorf("%w: %s", errdefs.ErrPrecondition, l.hasLeft(id, to))
+	}
+	return nil
+}
+
+// hasLeft says what is so of a volume that has left this node, and is said to be here, and what to do.
+func (l *Local) hasLeft(id ID, to string) string {
+	return fmt.Sprintf("volume %s has moved from node %s to node %s, which has what was written since, and the cluster says that it is here: it went back to before that. Nothing here is used. Delete the object of the volume, "+
+		"which deletes no bytes, and adopt what node %s has (kubectl ashlar adopt), or if that is gone for good what is here", id, l.node, to, to)
+}
+
+// ReasonMovedAway is the reason of the problem of a volume that has left this node, and is said to be here.
+const ReasonMovedAway = "MovedAway"
+
+// leftHealth is what is wrong with a volume that is said to be here, and has left.
+func (l *Local) leftHealth(v Volume) []blockdev.Problem {
+	if v.Left == "" {
+		return nil
+	}
+	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: ReasonMovedAway, Message: l.hasLeft(v.ID, v.Left)}}
 }
 
 // Depart removes a volume that has moved to another node, as it was sealed then, and arrived there; that it is not here is success. ErrPrecondition if it is not
@@ -319,22 +378,39 @@ func (l *Local) BroughtSince(ctx context.Context, id ID) (since time.Time, is bo
 	return since, is, nil
 }
 
-// dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and its home has counted as many claims since, or more.
-// ErrExists for anything else.
-func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, claims int64) error {
-	id := IDOf(pool.Name(), record)
+// dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and the volume came from that very seal, as cameBy says (labelCame), so
+// it has all of that and what was written since. Counts of claims alone do not tell: they begin anew with an object that was adopted, and go back with the API server. But no node
+// decides alone what goes here: the object has to have counted as many claims as the seal, or more. ErrExists for anything else, which may be newer than the volume.
+func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, cameBy string, claims int64) error {
 	s, err := sealOf(record)
-	if err != nil || s.claims > claims {
-		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
+	if err != nil || s.claims > claims || !cameFrom(cameBy, s.since) {
+		id, at := IDOf(pool.Name(), record), pool.Name()
+		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own, which may be newer, and is not removed; if it is the one to be kept, take the move back, delete the object of the volume, "+
+			"which deletes no bytes, and adopt that one: kubectl ashlar adopt %s.%s/%s", errdefs.ErrExists, at, l.node, id, l.node, at, id)
 	}
 	return l.leave(ctx, pool, record, s)
 }
 
+// carriedLabel is the label of what was completed while its user went on (labelCarried), by the object of an origin.
+func carriedLabel(from Origin) string {
+	if from.Object == "" {
+		return ""
+	}
+	return from.Object + "/" + strconv.FormatInt(from.Generation, 10)
+}
+
+// carriedBy is the UID of the object by which what a record is of was completed while its user went on, and its generation then; empty for anything else.
+func carriedBy(r blockdev.Record) (object string, generation int64) {
+	object, counted, _ := strings.Cut(r.Labels[labelCarried], "/")
+	generation, _ = strconv.ParseInt(counted, 10, 64) // 0 by drivers of before
+	return object, generation
+}
+
 // dropCopy removes an unfinished copy of what moves here, to make room for what it is now. ErrExists for what may be all there is of what was written to a volume since it moved:
-// another object than now said so, and is gone.
+// another object than now said so, and is gone, or this one later than it is now, as it went back with the API server.
 func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) error {
-	if by := record.Labels[labelCarried]; by != "" && by != from.Object {
-		return fmt.Errorf("%w: pool %s of node %s has what may have been written to volume %s since it moved there by an object that is gone; take the move back, which makes a stray of that, "+
+	if by, generation := carriedBy(record); by != "" && (by != from.Object || generation > from.Generation) {
+		return fmt.Errorf("%w: pool %s of node %s has what may have been written to volume %s since it moved there by an object that is gone, or was later than it is now; take the move back, which makes a stray of that, "+
 			"and look which one is to be kept", errdefs.ErrExists, pool.Name(), l.node, IDOf(pool.Name(), record))
 	}
 	return l.dropUnfinished(ctx, pool, record.Ref)
@@ -375,7 +451,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		case ref.Kind == blockdev.Snapshot:
 			err = fmt.Errorf("%w: pool %s of node %s has a snapshot %s of its own", errdefs.ErrExists, pool.Name(), l.node, from.ID)
 		default:
-			err = l.dropLeft(ctx, pool, record, from.Claims)
+			err = l.dropLeft(ctx, pool, record, from.Labels[labelCame], from.Claims)
 		}
 		if err != nil {
 			return err
@@ -494,6 +570,11 @@ func came(before string, since time.Time) string {
 	return strings.Join(all[max(0, len(all)-mostCame):], "/")
 }
 
+// cameFrom reports whether a label says that a volume was brought by a seal.
+func cameFrom(label string, since time.Time) bool {
+	return slices.Contains(strings.Split(label, "/"), since.UTC().Format(time.RFC3339Nano))
+}
+
 // CameBy reports whether this node has a volume whole that was brought, be it to here or to where it came here from, as it was sealed at a time on a node that it has left. So what
 // it is has all that is sealed there, and what was written since.
 func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, error) {
@@ -505,7 +586,7 @@ func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, erro
 	if err != nil || slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Severity == blockdev.DataLoss }) {
 		return false, err
 	}
-	return slices.Contains(strings.Split(record.Labels[labelCame], "/"), sealed.UTC().Format(time.RFC3339Nano)), nil
+	return cameFrom(record.Labels[labelCame], sealed), nil
 }
 
 // DropMoved removes what a pool has left of a volume that has moved to another node, if that returns nil for when it was sealed: it has all of that, and what was written since.

@@ -142,6 +142,54 @@ func TestMoveGrows(t *testing.T) {
 	holds(t, b, moved)
 }
 
+// TestMoveLeft: what a node knows that the volume has left is not used, whoever says that it stays, before somebody adopts it. What is sealed at another time has not left.
+func TestMoveLeft(t *testing.T) {
+	restart := twoHomes(t, "a")
+	a, _ := restart()
+	a.SetMoves(&stays{})
+	v, _ := withContents(t, a)
+	check.OK(t, a.Left(t.Context(), v.ID, time.Time{}, "node-2"))
+	from, err := a.Seal(t.Context(), v.ID, 3)
+	check.OK(t, err)
+	check.OK(t, a.Left(t.Context(), v.ID, from.Created.Add(-time.Microsecond), "node-2"))
+	check.OK(t, a.Unseal(t.Context(), v.ID))
+	from, err = a.Seal(t.Context(), v.ID, 3)
+	check.OK(t, err)
+	for range 2 {
+		check.OK(t, a.Left(t.Context(), v.ID, from.Created, "node-2"))
+	}
+	a, b := restart()
+	a.SetMoves(&stays{})
+	if have, err := a.Get(t.Context(), v.ID); err != nil || have.Left != "node-2" {
+		t.Errorf("it is %+v, %v", have, err)
+	}
+	ails(t, a, v.ID, volume.ReasonMovedAway)
+	for name, err := range map[string]error{
+		"Unseal":         a.Unseal(t.Context(), v.ID),
+		"AttachRaw":      second(a.AttachRaw(t.Context(), v, nil, true)),
+		"CreateSnapshot": second(a.CreateSnapshot(t.Context(), "late", v.ID)),
+		"a clone":        second(a.Create(t.Context(), volume.Spec{Name: "clone", Pool: v.ID.Pool, Source: v.ID})),
+		"Seal":           second(a.Seal(t.Context(), v.ID, 3)),
+	} {
+		fails(t, err, errdefs.ErrPrecondition, name+" of what has left")
+	}
+	// Its new node brings it still, and knows nothing of that.
+	again, err := a.Seal(t.Context(), v.ID, volume.AnyClaims)
+	check.OK(t, err)
+	if !again.Created.Equal(from.Created) {
+		t.Errorf("it is sealed at %v, before at %v", again.Created, from.Created)
+	}
+	check.OK(t, errors.Join(b.Bring(t.Context(), "a", v.Name, blockdev.Thin, again), b.Arrive(t.Context(), v.ID)))
+	if there, err := b.Get(t.Context(), v.ID); err != nil || there.Left != "" {
+		t.Errorf("on its new node it is %+v, %v", there, err)
+	}
+	check.OK(t, a.Readopt(t.Context(), "a", v.ID))
+	ails(t, a, v.ID)
+	device, err := a.AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
+}
+
 // TestMoveSealed: what is sealed is used again only if it stays, and what is not sealed does not depart.
 func TestMoveSealed(t *testing.T) {
 	a, b := twoHomes(t, "a")()

@@ -133,7 +133,7 @@ func (l *Local) alone(ctx context.Context, in blockdev.Pool, from Origin) error 
 		case err == nil && unfinished(record):
 			err = l.dropCopy(ctx, pool, record, from)
 		case err == nil:
-			err = l.dropLeft(ctx, pool, record, from.Claims)
+			err = l.dropLeft(ctx, pool, record, from.Labels[labelCame], from.Claims)
 		}
 		if err != nil {
 			return fmt.Errorf("make room in pool %s for a volume of which pool %s has something: %w", in.Name(), pool.Name(), err)
@@ -157,5 +157,9 @@ func (l *Local) DropLeft(ctx context.Context, in string, id ID, claims int64) er
 	if err != nil {
 		return err
 	}
-	return l.dropLeft(ctx, pool, record, claims)
+	_, is, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return err
+	}
+	return l.dropLeft(ctx, pool, record, is.Labels[labelCame], claims)
 }

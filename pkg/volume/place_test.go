@@ -351,6 +351,16 @@ func TestDropLeft(t *testing.T) {
 	}
 	fails(t, l.DropLeft(t.Context(), "first", id, 3), errdefs.ErrPrecondition, "DropLeft of the volume itself")
 	fails(t, l.DropLeft(t.Context(), "second", id, 2), errdefs.ErrExists, "DropLeft of what was used since")
+	reseal := func(label string) (was string) {
+		check.OK(t, second(late.Open("second", nil).SetLabels(t.Context(), blockdev.Ref{Kind: id.Kind, Key: id.Key}, func(labels map[string]string) error {
+			was, labels["sealed"] = labels["sealed"], label
+			return nil
+		})))
+		return was
+	}
+	was := reseal("2020-01-02T03:04:05Z/1")
+	fails(t, l.DropLeft(t.Context(), "second", id, 3), errdefs.ErrExists, "DropLeft of what the volume did not come from")
+	reseal(was)
 	check.OK(t, second(l.Seal(t.Context(), id, 3)))
 	fails(t, l.DropLeft(t.Context(), "second", id, 3), errdefs.ErrPrecondition, "DropLeft while the volume may have moved")
 	check.OK(t, l.Unseal(t.Context(), id))

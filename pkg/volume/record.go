@@ -43,8 +43,9 @@ const (
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export
 	labelRead       = "read"        // many read it: see reading
 	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
+	labelLeft       = "left"        // the node that it has moved to, by the cluster's word: see Left
 	labelTold       = "told"        // the last time that its seal or its description was said to be of: see sealTime
-	labelCarried    = "carried"     // what is here of a volume that moves here was completed while its user went on, who may use it since: the UID of the object that said so
+	labelCarried    = "carried"     // what is here of a volume that moves here was completed while its user went on, who may use it since: the UID of the object that said so, and its generation: see carriedBy
 	labelMarks      = "marks"       // whether all that was written to a leg is marked: see marking
 	labelMade       = "made"        // when a volume was made, or a snapshot cut, that has moved since
 	labelCame       = "came"        // which seals a volume that has moved was brought by: see came
@@ -78,6 +79,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	v.Sealed = r.Labels[labelSealed] != ""
 	s, _ := sealOf(r)
 	v.Kept = s.claims == keptClaims
+	v.Left = r.Labels[labelLeft]
 	v.Stale = r.Stale
 	if made, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		v.Created = made

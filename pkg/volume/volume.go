@@ -117,6 +117,8 @@ type Volume struct {
 	Sealed bool
 	// Kept: it is sealed by KeepLeftover.
 	Kept bool
+	// Left is the node that it has moved to from here: see Local.Left. Empty: it has not, as far as this node knows.
+	Left string
 	// Stale: this is as it was last, as the node that has it does not answer now.
 	Stale     bool
 	Node      string

@@ -250,7 +250,7 @@ func settledOn(o cluster.Object, node string) bool {
 // broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written
 // since. ErrNotFound if it is not here. ErrUnavailable if the old node has sealed it anew, or not at all: the API server went back to a move that was given up, and
 // the volume was used there since. A node that is away is not waited for, nor one that cannot read what it has.
-func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime) (metav1.MicroTime, error) {
+func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime, one *arrival) (metav1.MicroTime, error) {
 	id := cluster.VolumeID(v)
 	here, err := a.local.Brought(ctx, id, sealed.Time)
 	if err != nil {
@@ -262,10 +262,15 @@ func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed met
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	var since time.Time
-	switch err := a.atNode(ctx, v.Spec.Move.Node, func(c grpc.ClientConnInterface) (err error) {
-		since, err = move.OldAt(c).Sealed(ctx, id)
-		return err
-	}); {
+	if failure := one.asking(func() {
+		err = a.atNode(ctx, v.Spec.Move.Node, func(c grpc.ClientConnInterface) (err error) {
+			since, err = move.OldAt(c).Sealed(ctx, id)
+			return err
+		})
+	}); failure != nil {
+		return sealed, failure
+	}
+	switch {
 	case err != nil && mayKnowBetter(err):
 		return sealed, errdefs.Recast(errdefs.ErrUnavailable, err, "ask node %s how it has sealed volume %s", v.Spec.Move.Node, id)
 	case err != nil: // it is away, or has nothing that it can read

@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
@@ -75,12 +76,13 @@ func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, erro
 }
 
 // mayHaveMoved reports whether a leftover may be what a volume is: its user went on, and the object is gone that would say that the volume has not moved here. Another one, of the same name, was
-// made since, perhaps for what the old node has.
+// made since, perhaps for what the old node has; or it went back with the API server to before the move: it has an earlier generation, or the old node says that the volume has left it.
 func (a *Agent) mayHaveMoved(ctx context.Context, left volume.Leftover) (bool, error) {
 	if left.Carried == "" {
 		return false, nil
 	}
 	v := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: left.For}, v)
-	return apierrors.IsNotFound(err) || err == nil && string(v.UID) != left.Carried, client.IgnoreNotFound(err)
+	wentBack := v.Generation < left.Generation || slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == volume.ReasonMovedAway })
+	return apierrors.IsNotFound(err) || err == nil && (string(v.UID) != left.Carried || wentBack), client.IgnoreNotFound(err)
 }

@@ -140,11 +140,14 @@ func (a *Agent) arrives(o cluster.Object) bool {
 	return o.Node() == a.local.Node() && a.comesHere(o) && !arrived(o)
 }
 
-// hasLeft reports whether an object says that it has left this node for another one, which has taken it over.
-func (a *Agent) hasLeft(o cluster.Object) bool {
+// left reports whether an object says that it has left this node for another one.
+func (a *Agent) left(o cluster.Object) bool {
 	m, _ := o.Moves()
-	return m != nil && m.Left && m.Node == a.local.Node() && o.Node() != a.local.Node() && arrived(o)
+	return m != nil && m.Left && m.Node == a.local.Node() && o.Node() != a.local.Node()
 }
+
+// hasLeft reports whether an object says that it has left this node for another one, which has taken it over.
+func (a *Agent) hasLeft(o cluster.Object) bool { return a.left(o) && arrived(o) }
 
 // arrived reports whether what has moved was taken over by its new node.
 func arrived(o cluster.Object) bool {
@@ -536,8 +539,8 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alph
 // sealed, or in another pool, is not that, but left of an earlier move. As a rule all are here. Those
 // that are not (the copy was on a disk that failed, or the API server went back to a move of before) are with the node that the volume has left, until this one
 // takes it over: so that is asked, and if it is away, or cannot read what it has, what was said before the volume moved holds. Where the object does not say that (it was restored without its
-// status), and the old node has what its user went on from, it has to be what is here. ErrNotFound if neither has them.
-func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
+// status), and the old node has what its user went on from, it has to be what is here. ErrNotFound if neither has them; errOrigin as of arrival.asking.
+func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume, one *arrival) (sealed metav1.MicroTime, err error) {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if left := err == nil && (have.Sealed || have.Pool != v.Spec.Pool); !left && !errors.Is(err, errdefs.ErrNotFound) {
@@ -548,11 +551,14 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 		copied = s.Copied
 	}
 	if copied != nil && copied.Claim != 0 {
-		return a.broughtInUse(ctx, v, copied.Sealed)
+		return a.broughtInUse(ctx, v, copied.Sealed, one)
 	}
 	working, end := a.making(ctx, r)
 	defer end()
-	from, err := a.askLeft(working, v)
+	var from volume.Origin
+	if failure := one.asking(func() { from, err = a.askLeft(working, v) }); failure != nil {
+		return sealed, failure
+	}
 	if err == nil {
 		err = a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
 			return a.local.Bring(ctx, v.Spec.Pool, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
@@ -562,7 +568,7 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 	if mayKnowBetter(err) {
 		since, is, failure := a.local.BroughtSince(ctx, id)
 		if is {
-			return a.broughtInUse(ctx, v, metav1.NewMicroTime(since))
+			return a.broughtInUse(ctx, v, metav1.NewMicroTime(since), one)
 		}
 		return sealed, errors.Join(err, failure)
 	}
@@ -599,7 +605,7 @@ func askMove(ctx context.Context, agent grpc.ClientConnInterface, v *v1alpha1.Vo
 
 // heldTo is what another node says of a volume that moves here, held to what the object says: neither its home nor its user decides what goes here.
 func heldTo(v *v1alpha1.Volume, from volume.Origin) volume.Origin {
-	from.Object, from.Claims = string(v.UID), min(from.Claims, v.Spec.Claims)
+	from.Object, from.Generation, from.Claims = string(v.UID), v.Generation, min(from.Claims, v.Spec.Claims)
 	return from
 }
 
@@ -613,16 +619,16 @@ func asSaid(v *v1alpha1.Volume, from volume.Origin) error {
 
 // takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere; errOrigin as of beginArrival.
 func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) error {
-	end, err := a.beginArrival(v)
+	one, err := a.beginArrival(v)
 	if err != nil {
 		return err
 	}
-	defer end()
-	sealed, err := a.bringRest(ctx, r, v)
+	defer one.end()
+	sealed, err := a.bringRest(ctx, r, v, one)
 	if err == nil {
 		return a.arrive(ctx, v, sealed)
 	}
-	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil {
+	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errOrigin) || ctx.Err() != nil {
 		return err
 	}
 	return errors.Join(err, a.reportWaits(ctx, v, notAllHere, err))
@@ -677,12 +683,40 @@ func (a *Agent) comes(v *v1alpha1.Volume) error {
 
 // giveBack removes the bytes of a volume that has left this node, once its new one has taken it over.
 func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
-	return giveBack(ctx, a, v, &v1alpha1.Volume{}, keylock.Volume(v.Name), func(v *v1alpha1.Volume) error {
-		sealed := time.Time{} // which nothing is
-		if copied := v.Status.Move.Copied; copied != nil {
-			sealed = copied.Sealed.Time
+	if !arrived(v) {
+		err := a.noteLeft(ctx, v)
+		if errors.Is(err, errdefs.ErrBusy) {
+			return reconcile.Result{RequeueAfter: inUseRetry}, nil
 		}
-		return a.depart(ctx, v, sealed)
+		return reconcile.Result{}, err
+	}
+	return giveBack(ctx, a, v, &v1alpha1.Volume{}, keylock.Volume(v.Name), func(v *v1alpha1.Volume) error { return a.depart(ctx, v, copiedAt(v)) })
+}
+
+// copiedAt is how a volume that has moved was sealed; zero, as nothing is, if its object does not say that.
+func copiedAt(v *v1alpha1.Volume) time.Time {
+	if s := v.Status.Move; s != nil && s.Copied != nil {
+		return s.Copied.Sealed.Time
+	}
+	return time.Time{}
+}
+
+// noteLeft has the record of a volume say that it has left this node (volume.Left), as soon as the API server says so: who uses it may write on the new node before that has taken it over. errOrigin as of giveBack.
+func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
+	end, err := a.leaving.begin(a.local.Node(), leftPool(v))
+	if err != nil {
+		return err
+	}
+	defer end()
+	if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err != nil || have.Left != "" {
+		return errdefs.IgnoreNotFound(err)
+	}
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, a.left)
+		if err != nil {
+			return err
+		}
+		return a.local.Left(ctx, cluster.VolumeID(now), copiedAt(now), now.Spec.NodeName)
 	})
 }
 
@@ -728,7 +762,7 @@ func (a *Agent) depart(ctx context.Context, v *v1alpha1.Volume, sealed time.Time
 	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {
 		return err
 	} else if is && since.Equal(sealed) {
-		if err := a.local.Unexport(ctx, id, 0); err != nil {
+		if err := errors.Join(a.local.Left(ctx, id, sealed, home), a.local.Unexport(ctx, id, 0)); err != nil {
 			return err
 		}
 		asking, cancel := context.WithTimeout(ctx, homeTime)

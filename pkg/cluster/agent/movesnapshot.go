@@ -169,11 +169,11 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if !a.arrives(s) {
 		return nil
 	}
-	end, err := a.beginArrival(s)
+	one, err := a.beginArrival(s)
 	if err != nil {
 		return err
 	}
-	defer end()
+	defer one.end()
 	here, err := a.broughtSnapshot(ctx, s)
 	if err == nil && !here {
 		_, err = a.bringSnapshot(ctx, requestOf(s), s, s.Spec.Move.Node)

@@ -47,20 +47,50 @@ func (o *origins) begin(node, pool string) (end func(), _ error) {
 	}, nil
 }
 
-// beginArrival has something be taken over that has moved here, until end is called; errOrigin if as many are from that pool of its old node, or in the pool here: the disk of either may
+// arrival is something that has moved here, and is taken over.
+type arrival struct {
+	arriving   *origins
+	node, pool string // where it is
+	left, in   func() // end that it is from a pool of its old node, and in one here
+}
+
+// beginArrival has something be taken over that has moved here, until it ends; errOrigin if as many are from that pool of its old node, or in the pool here: the disk of either may
 // hang, and who takes over works for all that the node has.
-func (a *Agent) beginArrival(o cluster.Object) (end func(), _ error) {
+func (a *Agent) beginArrival(o cluster.Object) (*arrival, error) {
 	m, _ := o.Moves()
-	from, err := a.arriving.begin(m.Node, leftPool(o))
+	left, err := a.arriving.begin(m.Node, leftPool(o))
 	if err != nil {
 		return nil, err
 	}
-	in, err := a.arriving.begin(o.Node(), o.In())
-	if err != nil {
-		from()
+	one := &arrival{arriving: &a.arriving, node: o.Node(), pool: o.In(), left: left, in: func() {}}
+	if err := one.enter(); err != nil {
+		left()
 		return nil, err
 	}
-	return func() { from(); in() }, nil
+	return one, nil
+}
+
+// enter has it be in its pool again.
+func (t *arrival) enter() (err error) {
+	in, err := t.arriving.begin(t.node, t.pool)
+	if err == nil {
+		t.in = in
+	}
+	return err
+}
+
+// asking waits for the old node, which may be dead: meanwhile it is not in its pool, where others arrive. errOrigin if it cannot go on there then.
+func (t *arrival) asking(ask func()) error {
+	t.in()
+	t.in = func() {}
+	ask()
+	return t.enter()
+}
+
+// end ends it.
+func (t *arrival) end() {
+	t.left()
+	t.in()
 }
 
 // leftPool is the pool of its old node that something has left.

@@ -38,6 +38,7 @@ type stray struct {
 	taken  string         // what the object says that has its name; empty: there is none
 	sealed bool           // it was about to move to another node, or has moved: that may have all that was written since
 	kept   bool           // so it is, but this is the new node, which may have that (volume.KeepLeftover)
+	left   string         // so it is, and it has moved to that node (volume.Left)
 }
 
 // lookup is when the API server was asked for an object that the cache does not have, and what that said. It is
@@ -110,7 +111,12 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look loo
 	last, known := a.lookups[pool][id]
 	if cached || !known || time.Since(last.at) >= checkAgain {
 		var left bool
-		if last, left, err = a.lookUp(ctx, pool, id, o, cached); err != nil || !left || last.taken != "" && a.dropStray(ctx, pool, id, one.sealed, look) {
+		last, left, err = a.lookUp(ctx, pool, id, o, cached)
+		if err == nil && left && last.taken != "" {
+			a.endStray(ctx, id)
+			left = !a.dropStray(ctx, pool, id, one.sealed, look)
+		}
+		if err != nil || !left {
 			return nil, err
 		}
 	}
@@ -183,6 +189,29 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 		}
 		return err
 	})
+}
+
+// endStray ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has counted that: what its user writes is no part of the volume. Its user goes on for as long
+// as the object never heard of such a claim (as of wantsGiven): it may be one that was adopted, or went back, by mistake, and then this is what was written last.
+func (a *Agent) endStray(ctx context.Context, id volume.ID) {
+	to, is, err := a.given(ctx, id)
+	if err == nil && is {
+		err = a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+			v := &v1alpha1.Volume{}
+			if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+				return kube.APIError("read volume "+id.Key, err)
+			}
+			c := v.Spec.Claim
+			if v.Spec.NodeName == a.local.Node() || cluster.VolumeID(v) != id || v.Spec.Claims < to.Generation && (c == nil || c.Node == to.Node) {
+				return nil
+			}
+			klog.FromContext(ctx).Info("Taking back a stray that its user has still, while its volume is another node's", "id", id.String(), "node", to.Node, "generation", to.Generation, "volume", v.Spec.NodeName)
+			return a.unlessAlone(a.options.Exporter.Unexport(ctx, id, to.Generation))
+		})
+	}
+	if errdefs.IgnoreNotFound(err) != nil {
+		klog.FromContext(ctx).V(2).Info("A stray stays exported for now", "id", id.String(), "why", err.Error())
+	}
 }
 
 // dropStray removes what a pool has left of what has moved from this node to another one, which was taken for gone until the move had ended: nobody gave it back. It stays unless the API server
@@ -281,7 +310,7 @@ func (a *Agent) strayVolume(ctx context.Context, pool string, id volume.ID) (*st
 		o.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: v.For.Namespace, Name: v.For.Name}
 	}
 	return &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: v.Name, Size: v.Size, Filesystem: o.Spec.Filesystem, ClaimRef: o.Spec.ClaimRef,
-		PersistentVolume: o.Spec.PersistentVolume}, object: o, sealed: v.Sealed, kept: v.Kept}, nil
+		PersistentVolume: o.Spec.PersistentVolume}, object: o, sealed: v.Sealed, kept: v.Kept, left: v.Left}, nil
 }
 
 func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*stray, error) {
@@ -318,7 +347,10 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 			left = append(left, one)
 			continue
 		}
-		err := a.kube.Client.Create(ctx, one.object)
+		err := a.readopt(ctx, one)
+		if err == nil {
+			err = a.kube.Client.Create(ctx, one.object)
+		}
 		switch {
 		case apierrors.IsAlreadyExists(err): // of another node or pool, or the cache is not that far
 			left = append(left, one)
@@ -337,6 +369,15 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 	return left, a.kube.Client.Patch(ctx, pool, client.MergeFrom(before))
 }
 
+// readopt has what is here of a volume that has moved to another node be used again, as somebody adopts it by its ID.
+func (a *Agent) readopt(ctx context.Context, one stray) error {
+	v, is := one.object.(*v1alpha1.Volume)
+	if !is || one.left == "" || one.taken != "" {
+		return nil
+	}
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Readopt(ctx, v.In(), cluster.VolumeID(v)) })
+}
+
 // reportStrays says in the status of a pool what has no object.
 func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 	s := &pool.Status
@@ -352,6 +393,8 @@ func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 			switch {
 			case one.kept:
 				one.ID += " (it has come here while it was used, and may have what was written last: find out which node its user is connected to, or was; to adopt it name its ID)"
+			case one.left != "":
+				one.ID += " (it has moved to node " + one.left + ", which has what was written since: adopt that one, or if it is gone for good this one by its ID)"
 			case one.sealed:
 				one.ID += " (it was about to move to another node, and may have: if no other node has it, name its ID to adopt it)"
 			}

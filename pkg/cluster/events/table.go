@@ -82,6 +82,7 @@ var Table = []Entry{
 	{"FilesystemErrors", warning, volumes, "The mounted filesystem has found errors."},
 	{"DeviceSuspended", warning, volumes, "The volume's device is suspended, so that all that uses it waits."},
 	{"NotExported", warning, volumes, "Another node uses the volume, and its home cannot export it, so that all that uses it waits."},
+	{"MovedAway", warning, volumes, "The volume has moved to another node, and its object says that it is where it was before: the API server went back."},
 	{HomeAway, warning, volumes, "The node of the volume does not answer the node that uses it, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
 	{"MarksLost", warning, volumes, "What is written to the volume, which is a leg, is not marked any more."},

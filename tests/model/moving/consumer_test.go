@@ -318,6 +318,15 @@ func (m *model) wrong(s state) string {
 		return ""
 	}
 	home := s.api.home
+	if s.back {
+		switch has := func(d int8) bool { return s.disks[d].there && s.disks[d].kind != prepared && s.acknowledged(d) }; {
+		case !has(home) && !has(1-home):
+			return "what was written last is gone"
+		case s.again && s.disks[home].gone && !has(home):
+			return "the old home, which knows that it is that, is used"
+		}
+		return ""
+	}
 	d := &s.disks[home]
 	if !d.there {
 		return "the home has no bytes"
@@ -361,7 +370,7 @@ func (m *model) wrong(s state) string {
 
 // done reports whether no move is under way, and nothing of one is left.
 func (m *model) done(s state) bool {
-	if s.lost { // for a person to decide
+	if s.lost || s.back { // for a person to decide
 		return true
 	}
 	a := &s.api

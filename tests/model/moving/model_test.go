@@ -11,7 +11,8 @@
 // write; or if there is a state from which, though nothing fails any more, nobody can end the move and leave nothing of it.
 //
 // Not modelled: the steps within one act of a driver (ioctls, renames: pkg/device tests those), regions and ranges beyond two blocks, growth and snapshots,
-// disks that are lost before a volume has arrived, API servers that are restored to before, nodes that never come back.
+// disks that are lost before a volume has arrived, nodes that never come back. Of an API server that goes back to before the flip only what the homes do then by themselves, until somebody decides:
+// an old home that does not know yet that the volume has left it is used.
 package moving
 
 import (
@@ -114,6 +115,8 @@ const (
 	two     = "two nodes can write"
 	stuck   = "nobody can end this"
 	last    = "the last bytes are given back"
+	newest  = "what was written last is gone"
+	older   = "the old home, which knows that it is that, is used"
 )
 
 // TestEachRule shows that the model finds what is wrong: without any of the rules something is lost, or stuck.
@@ -134,6 +137,8 @@ func TestEachRule(t *testing.T) {
 		"SealOpen":      {"2 0 1  1 1 0 0", lacks},
 		"SealWrite":     {"2 0 1  2 1 0 0", lacks},
 		"DepartAsks":    {"2 0 1  1 0 0 0", last},
+		"BackKept":      {"2 0 1  1 1 0 0", newest},
+		"BackLeft":      {"2 0 1  1 1 0 0", older},
 		"GarbageLive":   {"2 0 1  1 0 0 0", missing},
 		"Pin":           {"2 0 1  1 0 0 0", missing},
 		"PinVersion":    {"2 0 1  2 1 0 0", missing},

@@ -75,6 +75,10 @@ func (m *model) steps(s state) []explore.Step[state] {
 		x.home(s.api.move)
 		return x.all
 	}
+	if s.back {
+		x.back()
+		return x.all
+	}
 	x.people()
 	x.controller()
 	x.network()
@@ -463,6 +467,9 @@ func (x *next) home(n int8) {
 			})
 		}
 	}
+	if a.left && a.move == n && d.there && d.seal == a.sealed && !d.gone {
+		x.do(who, "notes that the volume has left it", func(t *state) { t.disks[n].gone = true })
+	}
 	if a.left && a.move == n && !a.cleared {
 		asked := !x.DepartAsks || x.s.disks[a.home].there && x.s.disks[a.home].kind == whole
 		if d.there && (a.arrived || !x.DepartArrived) && asked && d.seal == a.sealed && !x.s.attachedHere(n) {
@@ -471,6 +478,19 @@ func (x *next) home(n int8) {
 		if !d.there && a.arrived {
 			x.do(who, "writes that it has given its bytes back", func(t *state) { t.api.cleared = true; t.changed() })
 		}
+	}
+}
+
+// back is what the homes do when the API server says again that the volume is on its old one, and that it does not move.
+func (x *next) back() {
+	home := x.s.api.home
+	old, fresh := &x.s.disks[home], &x.s.disks[1-home]
+	carried := fresh.kind == brought && fresh.word != 0
+	if fresh.there && fresh.kind != whole && !(x.BackKept && carried) {
+		x.do(names[1-home], "removes what is unfinished, and not asked for", func(t *state) { t.remove(1 - home) })
+	}
+	if old.there && !(x.BackLeft && old.gone) && !x.s.again {
+		x.do(names[home], "has what it has used", func(t *state) { t.again = true })
 	}
 }
 
@@ -553,6 +573,12 @@ func (x *next) broken(n int8) {
 	}
 	if a := &x.s.api; a.home == n && a.left && a.arrived && x.s.disks[a.move].there {
 		x.fault(names[n], "the disk is lost", func(t *state) { t.remove(n); t.lost = true })
+	}
+	if a := &x.s.api; a.home == n && a.left {
+		x.fault("the API server", "goes back to before the flip", func(t *state) {
+			t.back = true
+			t.api.home, t.api.move, t.api.left = a.move, none, false
+		})
 	}
 	x.fault(names[n], "the driver dies, and starts again", func(t *state) {
 		reset(t)

@@ -20,6 +20,8 @@ type state struct {
 	write write
 	truth [blocks]truth
 	lost  bool // the new home has lost what had arrived: there is nothing but what the old one has
+	back  bool // the API server went back to before the flip
+	again bool // and the old home has what it has used
 	user  int8 // who read the volume last, when it staged it; none: nobody
 	left  budget
 }
@@ -64,6 +66,7 @@ type disk struct {
 	seal   int8 // label sealed; 0: not sealed
 	forGen int8 // of SealFor: the generation whose use goes on; 0: nobody uses it
 	after  int8 // of Seal: after how many claims
+	gone   bool // label left: the volume has left it, as it knows
 }
 
 // leg is a device that a consumer's kernel has: a disk over the network, or its own.
@@ -262,6 +265,16 @@ func (s *state) remove(d int8) {
 			l.dead = true
 		}
 	}
+}
+
+// acknowledged reports whether a disk has what was acknowledged.
+func (s *state) acknowledged(d int8) bool {
+	for b, t := range s.truth {
+		if t.now&(1<<s.disks[d].cache[b]) == 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // attachedHere reports whether a home's own consumer has its disk.

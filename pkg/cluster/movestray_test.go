@@ -1,0 +1,242 @@
+package cluster_test
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// backup has the API server be what it is now again, when that is called.
+func (w *environment) backup(v volume.Volume) (rollback func()) {
+	w.Helper()
+	as, err := client.New(apitest.Get(w).Agent(w, "node-1"), client.Options{Scheme: w.Scheme()})
+	check.OK(w, err)
+	answers := func() {
+		w.eventually("the API server answers, agents too", func() bool {
+			return errors.Join(w.Get(w.ctx, client.ObjectKey{Name: v.ID.Key}, &v1alpha1.Volume{}), as.Get(w.ctx, client.ObjectKey{Name: v.ID.Key}, &v1alpha1.Volume{})) == nil
+		})
+	}
+	restore := apitest.Get(w).Backup(w)
+	answers()
+	return func() { restore(); answers() }
+}
+
+// TestMoveNewerStray: what node-2 has of a volume, and was about to give to a third node, is newer than what is the volume again on node-1: somebody adopted that when the object was lost, or the
+// API server went back to before the volume moved. However often that is claimed then, it does not move to node-2 over what is there.
+func TestMoveNewerStray(t *testing.T) {
+	for _, how := range []string{"adopted", "rolled back"} {
+		t.Run(how, func(t *testing.T) {
+			w, a, b, v, _ := atHome(t)
+			rollback := w.backup(v)
+			w.movesTo("v", b.name)
+			w.copied("v")
+			w.leftGone(v, a, b)
+			check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
+			want := w.content(b, v.ID)
+			b.stop()
+			check.OK(t, second(b.local.Seal(w.ctx, v.ID, 1)))
+			if how == "adopted" {
+				check.OK(t, w.Delete(w.ctx, w.object("v")))
+				w.comesBack(a)
+				w.adoptOn(a.name, "default", v.ID.String())
+			} else {
+				rollback()
+				w.start(a)
+			}
+			w.eventually("it is the volume", func() bool {
+				o := w.object("v")
+				return o != nil && o.Spec.NodeName == a.name && o.Status.Created != nil
+			})
+			for range 2 {
+				w.claimFor(v.ID, a.name)
+				w.attaches(a, v.ID)
+				w.claimFor(v.ID, "")
+			}
+			w.start(b)
+			w.movesTo("v", b.name)
+			w.eventually("it is refused, or has moved", func() bool {
+				o := w.object("v")
+				return o.Spec.NodeName == b.name || o.Status.Move != nil && strings.Contains(o.Status.Move.Message, "which may be newer")
+			})
+			if have := w.content(b, v.ID); string(have) != string(want) {
+				t.Error("what was written since is gone")
+			}
+		})
+	}
+}
+
+// saysMovedAway waits until the object of a volume says that it has left the node that it names.
+func (w *environment) saysMovedAway() {
+	w.Helper()
+	w.eventually("its object says that it has left", func() bool {
+		o := w.object("v")
+		return len(o.Status.Health) == 1 && o.Status.Health[0].Reason == volume.ReasonMovedAway
+	})
+}
+
+// hasObject waits until a volume has an object again, on a node.
+func (w *environment) hasObject(m *machine) {
+	w.Helper()
+	w.eventually("it has an object again", func() bool {
+		o := w.object("v")
+		return o != nil && o.Spec.NodeName == m.name && o.Status.Created != nil
+	})
+}
+
+// TestMoveRolledBack: a volume has moved, and was used on its new node, and its old one could not delete what it had. The API server goes back to before that, while the new node is away. The old one knows that the volume has left it: nobody
+// uses what is there before a person has decided.
+func TestMoveRolledBack(t *testing.T) {
+	for _, adopted := range []string{"node-2", "node-1"} {
+		t.Run(adopted+" is adopted", func(t *testing.T) {
+			w, a, b, v, want := atHome(t)
+			rollback := w.backup(v)
+			w.movesTo("v", b.name)
+			w.copied("v")
+			a.stop()
+			a.hook = func(operation string, _ blockdev.Ref) error {
+				if operation == "Delete" {
+					return errdefs.ErrUnavailable
+				}
+				return nil
+			}
+			w.start(a)
+			w.flipped("v", b)
+			w.movesays("v", "the bytes that node node-1 had are still there")
+			check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
+			since := w.content(b, v.ID)
+			a.stop()
+			b.stop()
+			rollback()
+			a.hook = nil
+			w.start(a)
+			generation := w.claimFor(v.ID, a.name)
+			here, err := a.local.Get(w.ctx, v.ID)
+			check.OK(t, err)
+			_, err = a.local.Attach(w.ctx, here, nil)
+			fails(t, err, errdefs.ErrPrecondition)
+			fails(t, second(a.local.CreateSnapshot(w.ctx, "cut", v.ID)), errdefs.ErrPrecondition)
+			fails(t, second(a.local.Seal(w.ctx, v.ID, generation)), errdefs.ErrPrecondition)
+			w.saysMovedAway()
+			w.claimFor(v.ID, "")
+			check.OK(t, w.Delete(w.ctx, w.object("v")))
+			w.strays("default", 1)
+			if adopted == a.name {
+				w.adoptOn(a.name, "default", v.ID.String())
+				w.hasObject(a)
+				w.claimFor(v.ID, a.name)
+				w.attaches(a, v.ID)
+				if have := w.content(a, v.ID); string(have) != string(want) {
+					t.Error("its bytes are others")
+				}
+				return
+			}
+			w.start(b)
+			w.eventually("node-2 has a stray", func() bool { return w.pool(b.name, "default").Status.StrayCount == 1 })
+			w.adoptOn(b.name, "default", v.ID.String())
+			w.hasObject(b)
+			w.claimFor(v.ID, b.name)
+			w.attaches(b, v.ID)
+			if have := w.content(b, v.ID); string(have) != string(since) {
+				t.Error("its bytes are others")
+			}
+			w.claimFor(v.ID, "")
+			w.eventually("what was left is gone", func() bool {
+				a.stop() // while node-2 does not answer yet, it asks again after minutes
+				w.start(a)
+				time.Sleep(time.Second)
+				return errors.Is(second(a.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
+			})
+		})
+	}
+}
+
+// TestMoveInUseRolledBack: so has one that moved while it was used, whose new node has not taken it over yet, and has all that was written since. What that has is kept, whatever was asked for since the API server went back.
+func TestMoveInUseRolledBack(t *testing.T) {
+	for _, changed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("changed=%v", changed), func(t *testing.T) {
+			c, _ := carried(t)
+			c.movesTo("v", "")
+			rollback := c.backup(volume.Volume{ID: c.id})
+			c.movesTo("v", c.b.name)
+			c.usedSince()
+			c.eventually("the old node knows that it has left", func() bool {
+				have, err := c.a.local.Get(c.ctx, c.id)
+				return err == nil && have.Left == c.b.name
+			})
+			rollback()
+			c.saysMovedAway()
+			if changed { // its object has another generation
+				c.movesTo("v", c.b.name)
+				c.movesTo("v", "")
+			}
+			c.eventually("nobody uses what the old one has", func() bool {
+				_, err := c.home.Open(c.ctx, c.id, 1)
+				return err != nil && strings.Contains(err.Error(), "has moved from node node-1 to node node-2")
+			})
+			c.start(c.b)
+			c.isStray(c.b)
+			want := c.keptSince()
+			check.OK(t, c.Delete(c.ctx, c.object("v")))
+			c.adoptOn(c.b.name, "default", c.id.String())
+			c.hasObject(c.b)
+			if have := c.content(c.b, c.id); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+		})
+	}
+}
+
+// TestMoveInUseStrayEnds: what the new node of a volume has kept is exported to its user still, when somebody adopts what the old node has. The user goes on until another node claims the volume, or it is claimed anew; then the export ends, and the
+// bytes stay.
+func TestMoveInUseStrayEnds(t *testing.T) {
+	for _, claims := range []int{1, 2} {
+		t.Run(fmt.Sprintf("claims=%d", claims), func(t *testing.T) {
+			c, _ := carried(t)
+			c.usedSince()
+			check.OK(t, c.Delete(c.ctx, c.object("v")))
+			c.isStray(c.a)
+			c.adoptOn(c.a.name, "default", c.id.String())
+			c.hasObject(c.a)
+			exported := func() int {
+				all := 0
+				for _, name := range c.b.network.Exported() {
+					if strings.Contains(name, ":2:") {
+						all++
+					}
+				}
+				return all
+			}
+			c.start(c.b)
+			c.isStray(c.b)
+			c.claimFor(c.id, c.name)
+			c.b.stop() // it looks anew when it starts, or after some minutes
+			c.start(c.b)
+			c.isStray(c.b)
+			want := c.content(c.b, c.id)
+			if n := exported(); n != 1 {
+				t.Errorf("claimed for its user, %d are exported: %v", n, c.b.network.Exported())
+			}
+			c.claimFor(c.id, "")
+			c.claimFor(c.id, map[int]string{1: c.a.name, 2: c.name}[claims])
+			c.b.stop()
+			c.start(c.b)
+			c.eventually("it is not exported any more", func() bool { return exported() == 0 })
+			c.isStray(c.b)
+			if have := c.content(c.b, c.id); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+		})
+	}
+}
