@@ -188,7 +188,7 @@ func (p *pool) spaceHealth() []blockdev.Problem {
 	}
 	copying := 0
 	for _, o := range p.Objects {
-		if o.copying {
+		if o.use.copying {
 			copying++
 		}
 	}
