@@ -143,15 +143,16 @@ func (o objects) serve(nodes, volumes int) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		kind, known := kinds[r.URL.Path]
 		w.Header().Set("Content-Type", "application/json")
-		if !known { // what is listed once
-			fmt.Fprint(w, `{"kind":"List","apiVersion":"v1","metadata":{"resourceVersion":"1"},"items":[]}`)
+		say := func(format string, args ...any) { _, _ = fmt.Fprintf(w, format+"\n", args...) } // nobody may listen any more
+		if !known {                                                                             // what is listed once
+			say(`{"kind":"List","apiVersion":"v1","metadata":{"resourceVersion":"1"},"items":[]}`)
 			return
 		}
 		if r.URL.Query().Get("sendInitialEvents") == "true" {
 			for i := range kind.n {
-				fmt.Fprintf(w, "{\"type\":\"ADDED\",\"object\":%s}\n", bytes.TrimSpace(kind.at(i)))
+				say(`{"type":"ADDED","object":%s}`, bytes.TrimSpace(kind.at(i)))
 			}
-			fmt.Fprintf(w, `{"type":"BOOKMARK","object":{"kind":%q,"apiVersion":%q,"metadata":{"resourceVersion":"100","annotations":{%q:"true"}}}}`+"\n", kind.kind, kind.version, metav1.InitialEventsAnnotationKey)
+			say(`{"type":"BOOKMARK","object":{"kind":%q,"apiVersion":%q,"metadata":{"resourceVersion":"100","annotations":{%q:"true"}}}}`, kind.kind, kind.version, metav1.InitialEventsAnnotationKey)
 			w.(http.Flusher).Flush()
 		}
 		<-r.Context().Done()

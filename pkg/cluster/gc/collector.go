@@ -59,7 +59,7 @@ type Collector struct {
 	nodes   chan struct{} // there may be news of nodes that are gone
 }
 
-// New returns a collector. Its connection's cache has volumes, snapshots, with the index cluster.ByGroup, pools and nodes.
+// New returns a collector. Its connection's cache has volumes, snapshots and pools, with the index cluster.ByNode, of snapshots also cluster.ByGroup, and nodes.
 func New(c kube.Connection, agents Agents, o Options) *Collector {
 	return &Collector{kube: c, agents: agents, options: o, pending: workqueue.NewTypedDelayingQueue[candidate](), nodes: make(chan struct{}, 1)}
 }
