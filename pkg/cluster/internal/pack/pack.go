@@ -1,5 +1,5 @@
 // Package pack keeps objects in little memory: the fields of one that are not zero, one after the other, as a text. It is for caches of many objects of which
-// few are looked at at a time: a Volume takes a fifth of what it takes as a struct, and a microsecond to unpack.
+// few are looked at at a time: a Volume takes a sixth of what it takes as a struct, and two microseconds to unpack.
 package pack
 
 import (
