@@ -39,7 +39,7 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 	if ready {
 		o.Changing.Lock()
 		defer o.Changing.Unlock()
-		return catalog.Copy(o.Record), p.completeSlots(o)
+		return o.Record(), p.completeSlots(o)
 	}
 	if o == nil {
 		if o, err = p.begin(ctx, spec); err != nil {
@@ -109,7 +109,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	}); err != nil {
 		return nil, err
 	}
-	at, err := recordfile.Create(p.root, layout.Record(spec.Ref), recordfile.New(o.Record, o.State, 0))
+	at, err := recordfile.Create(p.root, layout.Record(spec.Ref), recordfile.New(o.Record(), o.State, 0))
 	p.Mu.Lock()
 	p.place(o, at)
 	p.Mu.Unlock()
@@ -145,7 +145,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	if err := p.checkOwner(spec.Ref, image, true); err != nil {
 		return blockdev.Record{}, err
 	}
-	cut := o.Record.Created
+	cut := o.Record().Created
 	if spec.Origin == (blockdev.Ref{}) {
 		err = p.allocate(ctx, o, image, spec.Size, keepsHoles(spec))
 	} else {
@@ -168,7 +168,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	if err := p.directories[spec.Kind].Sync(); err != nil {
 		return blockdev.Record{}, fmt.Errorf("sync the directory: %w", errdefs.FromErrno(err))
 	}
-	record := o.Record
+	record := o.Record()
 	record.Created = cut
 	if spec.Origin == (blockdev.Ref{}) && spec.Sector == 0 {
 		record.Sector = directSector(image)
@@ -176,7 +176,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	if err := p.save(o, record, catalog.Ready, 0); err != nil {
 		return blockdev.Record{}, err
 	}
-	record = catalog.Copy(o.Record)
+	record = o.Record()
 	p.Release(o, false)
 	return record, nil
 }
@@ -263,7 +263,7 @@ func (p *pool) CutsAtOnce(origin blockdev.Ref) bool {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	o := p.Objects[origin]
-	return p.reflink && o != nil && !o.copying
+	return p.reflink && o != nil && !o.use.copying
 }
 
 // keepsHoles reports whether an object takes only the space of its data. Snapshots never grow.
@@ -454,7 +454,7 @@ func (p *pool) promisedTo(o *object) (size, growing int64) {
 func (p *pool) saveSize(o *object, size, growing int64) error {
 	o.Changing.Lock()
 	defer o.Changing.Unlock()
-	record := o.Record
+	record := o.Record()
 	record.Size = size
 	return p.save(o, record, catalog.Ready, growing)
 }

@@ -73,12 +73,11 @@ type object struct {
 	growing int64               // the size that it is being grown to, or 0
 	at      recordfile.Position // of the record
 	cut     time.Time           // of the origin of an unfinished copy
-	copying bool                // btrfs writes the image to new places (an older driver made it)
 	use     use                 // of the filesystem
 }
 
 // size is what is promised to an object, in bytes.
-func (o *object) size() int64 { return max(o.Record.Size, o.growing) }
+func (o *object) size() int64 { return max(o.Size(), o.growing) }
 
 // Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
 // Location.Create, or what is known of it, lets it; else it is errdefs.ErrUnavailable.
@@ -173,7 +172,7 @@ func (p *pool) insert(o *object) {
 	p.Put(o)
 	p.alone += one(o.at.Alone)
 	p.space.promised += o.size()
-	o.use.shared = p.reflink && o.Record.Origin != (blockdev.Ref{})
+	o.use.shared = p.reflink && o.Origin() != (blockdev.Ref{})
 }
 
 // place notes where the record of an object is. The caller holds Mu.
@@ -195,7 +194,7 @@ func (p *pool) forget(o *object) {
 	defer p.Mu.Unlock()
 	p.Forget(o)
 	p.alone -= one(o.at.Alone)
-	p.copying -= one(o.copying)
+	p.copying -= one(o.use.copying)
 	p.space.promised -= o.size()
 	p.space.allocated -= o.use.counted
 	if o.use.shared {
@@ -245,7 +244,7 @@ func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[st
 	}
 	o.Changing.Lock()
 	defer o.Changing.Unlock()
-	before := o.Record
+	before := o.Record()
 	record, err := catalog.ChangeLabels(before, change)
 	switch {
 	case err != nil:
@@ -257,7 +256,7 @@ func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[st
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(record), nil
+	return record, nil
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
@@ -293,7 +292,7 @@ func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
 	erase, end, err := p.BeginErase(ctx, o, erased)
 	defer end()
 	if err == nil && erase { // before its record says that it is deleted: a start would not know that
-		err = p.Erased(ctx, o.Record.Ref, p.erase(ctx, o.Record.Ref))
+		err = p.Erased(ctx, o.Ref(), p.erase(ctx, o.Ref()))
 	}
 	if err == nil {
 		err = p.removeFiles(ctx, o)
@@ -311,10 +310,10 @@ func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
 // the image goes without that; should a crash come in between, the object has lost its bytes,
 // which is reported (errdefs.ErrDataLoss), and the retry of the deletion removes the rest.
 func (p *pool) removeFiles(ctx context.Context, o *object) error {
-	ref := o.Record.Ref
+	ref := o.Ref()
 	o.Copied = 0 // there is nothing to go on with any more
 	if o.State == catalog.Ready {
-		if err := p.save(o, o.Record, catalog.Deleting, o.growing); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
+		if err := p.save(o, o.Record(), catalog.Deleting, o.growing); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 			return err
 		}
 	}

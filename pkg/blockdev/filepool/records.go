@@ -127,7 +127,7 @@ func (p *pool) completeSlots(o *object) error {
 	if !o.at.Alone {
 		return nil
 	}
-	return p.save(o, o.Record, o.State, o.growing)
+	return p.save(o, o.Record(), o.State, o.growing)
 }
 
 // completeAllSlots does so for all, when the pool is opened: what a crash left between the slots, what
@@ -170,8 +170,8 @@ func (p *pool) prepareInPlace(ctx context.Context) error {
 		image, err := layout.Open(p.root, layout.Image(ref))
 		if err == nil {
 			inPlace, failure := nocow.InPlace(image)
-			o.copying, err = !inPlace && failure == nil, errors.Join(failure, image.Close())
-			p.copying += one(o.copying)
+			o.use.copying, err = !inPlace && failure == nil, errors.Join(failure, image.Close())
+			p.copying += one(o.use.copying)
 		}
 		if err == nil || errors.Is(err, fs.ErrNotExist) {
 			err = p.moveRecord(layout.Record(ref))

@@ -49,8 +49,9 @@ type use struct {
 	counted int64 // in the account: never more than it takes and no other image is counted with
 	blocks  int64 // the least that stat(2) said since that was counted
 	shared  bool  // it was copied, or was copied from: it may share blocks with another
+	copying bool  // btrfs writes the image to new places (an older driver made it)
 	// When its inode last changed, and that of the last survey: what did not change has the same blocks.
-	changed, surveyed time.Time
+	changed, surveyed unix.Timespec
 	extents, surveys  int // at the last survey; how many there were
 }
 
@@ -66,14 +67,14 @@ func (p *pool) entangled() func(o *object) bool {
 	}
 	origins, all := map[blockdev.Ref]bool{}, false
 	for _, o := range p.Objects {
-		if origin := o.Record.Origin; origin != (blockdev.Ref{}) {
+		if origin := o.Origin(); origin != (blockdev.Ref{}) {
 			origins[origin] = true
 			all = all || p.Objects[origin] == nil
 		}
 	}
 	return func(o *object) bool {
 		// Of an image that btrfs copies as it is written, and may compress, stat(2) tells too little.
-		return all || o.copying || o.Record.Origin != (blockdev.Ref{}) || origins[o.Record.Ref]
+		return all || o.use.copying || o.Origin() != (blockdev.Ref{}) || origins[o.Ref()]
 	}
 }
 
@@ -109,11 +110,11 @@ func (p *pool) measureImages() error {
 // countImage counts what an image takes. The caller holds Mu.
 func (p *pool) countImage(o *object, st unix.Stat_t, shared bool) {
 	blocks := st.Blocks * 512
-	o.use.shared, o.use.changed = shared, time.Unix(st.Ctim.Unix())
+	o.use.shared, o.use.changed = shared, st.Ctim
 	if shared {
 		p.count(o, max(0, o.use.counted-max(0, o.use.blocks-blocks))) // what went may all have been counted
 		o.use.blocks = min(o.use.blocks, blocks)
-		p.space.survey.stale = p.space.survey.stale || !o.use.changed.Equal(o.use.surveyed)
+		p.space.survey.stale = p.space.survey.stale || o.use.changed != o.use.surveyed
 		return
 	}
 	p.count(o, blocks)

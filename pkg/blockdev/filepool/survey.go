@@ -187,7 +187,7 @@ func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error)
 			left++
 		}
 		budget = max(0, budget-it.use.extents)
-		it.use.blocks, it.use.surveyed = st.Blocks*512, time.Unix(st.Ctim.Unix())
+		it.use.blocks, it.use.surveyed = st.Blocks*512, st.Ctim
 	}
 	p.Mu.Lock()
 	defer p.Mu.Unlock()

@@ -47,7 +47,7 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		p.giveUp(ctx, o, spec, err)
 		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
 	}
-	record := catalog.Copy(o.Record)
+	record := o.Record()
 	p.Release(o, false)
 	return record, nil
 }
@@ -97,7 +97,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 	o := &logical{Entry: catalog.Begun(blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.location.Thin != "", Origin: spec.Origin,
 		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)})}
 	var err error
-	if o.tags, err = tagsOf(o.Record, o.State); err != nil {
+	if o.tags, err = tagsOf(o.Record(), o.State); err != nil {
 		return nil, err
 	}
 	if err := p.reserve(ctx, spec.Size, func() {
@@ -180,7 +180,7 @@ func (p *pool) giveUp(ctx context.Context, o *logical, spec blockdev.Spec, cause
 // not make up for that when it finds one that a crash left so.
 func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	if p.atOnce(spec, p.known(o).size) {
-		return p.save(ctx, o, o.Record)
+		return p.save(ctx, o, o.Record())
 	}
 	d, err := p.activateObject(ctx, o, spec.Ref)
 	if err != nil {
@@ -195,7 +195,7 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	if _, err := dm.Remove(d.Name); err != nil {
 		return err
 	}
-	record := o.Record
+	record := o.Record()
 	switch {
 	case p.location.Thin == "" && spec.Origin == (blockdev.Ref{}):
 		progress.Begin(ctx, o.Copied, spec.Size)
@@ -313,7 +313,7 @@ const cutPrefix = "cut."
 
 // makeCut fixes the bytes of the origin in a snapshot of lvm2's, which is no object.
 func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) error {
-	size := p.cutSize(o.Record.Size)
+	size := p.cutSize(o.Size())
 	if err := p.reserve(ctx, size, func() {}); err != nil {
 		return fmt.Errorf("it is written to while it is copied, and there is no room for what changes: %w", err)
 	}
@@ -356,7 +356,7 @@ func (p *pool) dropCut(ctx context.Context, o *logical) error {
 	if o.source == "" {
 		return nil
 	}
-	if err := p.endCut(ctx, o.source, p.cutSize(o.Record.Size)); err != nil {
+	if err := p.endCut(ctx, o.source, p.cutSize(o.Size())); err != nil {
 		return err
 	}
 	o.source, o.Copied = "", 0
@@ -470,7 +470,7 @@ func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, siz
 func (p *pool) saveSize(ctx context.Context, o *logical, size int64) error {
 	o.Changing.Lock()
 	defer o.Changing.Unlock()
-	record := o.Record
+	record := o.Record()
 	record.Size = size
 	return p.save(ctx, o, record)
 }
@@ -482,7 +482,7 @@ func (p *pool) dropSpare(ctx context.Context, o *logical) error {
 	if !o.spare {
 		return nil
 	}
-	if err := p.drop(ctx, spareOf(o.Record.Ref), 0); err != nil {
+	if err := p.drop(ctx, spareOf(o.Ref()), 0); err != nil {
 		return err
 	}
 	p.Mu.Lock()

@@ -27,7 +27,7 @@ func (p *pool) Erase(ctx context.Context, ref blockdev.Ref) error {
 
 // erase overwrites the beginning of an object on the disks.
 func (p *pool) erase(ctx context.Context, o *logical) error {
-	ref := o.Record.Ref
+	ref := o.Ref()
 	d, err := p.activate(ctx, ref.String())
 	if errors.Is(err, lvm2.ErrNoLV) {
 		return nil

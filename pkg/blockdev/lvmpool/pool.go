@@ -449,7 +449,7 @@ func (p *pool) recoverUnfinished(ctx context.Context, leftovers []string) {
 	p.Mu.Lock()
 	grown := map[blockdev.Ref]int64{}
 	for ref, o := range p.Objects {
-		if o.State == catalog.Ready && o.size > o.Record.Size && ref.Kind == blockdev.Volume { // a snapshot of such a volume is as large
+		if o.State == catalog.Ready && o.size > o.Size() && ref.Kind == blockdev.Volume { // a snapshot of such a volume is as large
 			grown[ref] = o.size
 		}
 	}
@@ -518,14 +518,14 @@ func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[
 	}
 	o.Changing.Lock()
 	defer o.Changing.Unlock()
-	record, err := catalog.ChangeLabels(o.Record, change)
+	record, err := catalog.ChangeLabels(o.Record(), change)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
 	if err := p.save(ctx, o, record); err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(record), nil
+	return record, nil
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
@@ -549,7 +549,7 @@ func (p *pool) remove(ctx context.Context, o *logical) error {
 
 // removeAs is remove; what is ready is erased first if the caller says so.
 func (p *pool) removeAs(ctx context.Context, o *logical, erased bool) error {
-	ref := o.Record.Ref
+	ref := o.Ref()
 	erase, end, err := p.BeginErase(ctx, o, erased)
 	defer end()
 	if err == nil {
@@ -584,9 +584,9 @@ func (p *pool) removeAs(ctx context.Context, o *logical, erased bool) error {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	p.Forget(o)
-	p.space.promised -= o.Record.Size
+	p.space.promised -= o.Size()
 	if !o.made {
-		p.space.pending -= o.Record.Size
+		p.space.pending -= o.Size()
 	}
 	return nil
 }

@@ -91,7 +91,7 @@ type entry struct {
 	said  time.Time // zero: not yet
 }
 
-// New returns an announcer. Its connection's cache has volumes, by node and with the index cluster.ByReplicaOf, replicated volumes, pools, nodes and Leases.
+// New returns an announcer. Its connection's cache has volumes, with the indexes cluster.ByNode, cluster.ByMove and cluster.ByReplicaOf, replicated volumes, pools, with cluster.ByNode, nodes and Leases.
 func New(c kube.Connection, agents Agents, o Options) *Announcer {
 	if o.Again == 0 {
 		o.Again = again

@@ -2,7 +2,6 @@ package events
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -27,41 +26,59 @@ const (
 func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
 	a.mu.Lock() // so that what is in the cache now is not older than what was told of before
 	defer a.mu.Unlock()
-	var pools v1alpha1.PoolList
-	var volumes v1alpha1.VolumeList
-	if err := errors.Join(a.kube.Cache.List(ctx, &pools, client.UnsafeDisableDeepCopy), a.kube.Cache.List(ctx, &volumes, client.UnsafeDisableDeepCopy)); err != nil {
-		if ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "Could not look at the nodes for events; trying again")
-		}
-		return lookAgain
-	}
-	has := map[string][]*v1alpha1.Volume{}
-	for i := range pools.Items {
-		has[pools.Items[i].Spec.NodeName] = nil
-	}
-	for i := range volumes.Items {
-		v := &volumes.Items[i]
-		has[v.Spec.NodeName] = append(has[v.Spec.NodeName], v)
-		if m := v.Spec.Move; m != nil {
-			has[m.Node] = append(has[m.Node], v)
-		}
-	}
+	has, err := a.nodesWithSomething(ctx)
 	for name := range a.nodes {
-		if _, there := has[name]; !there {
+		if err == nil && !has[name] {
 			a.setNode(kube.Node(name), true, nodeState{}, nil)
 		}
 	}
 	next := lookAgain
-	for name, its := range has {
+	for name := range has {
 		node, state, left := a.stateOf(ctx, name)
 		if left > 0 {
 			next = min(next, left)
 		}
-		if state != a.nodes[name] {
-			a.setNode(node, state.reason == NodeGone, state, its)
+		if state != a.nodes[name] && err == nil {
+			var its []*v1alpha1.Volume
+			if its, err = a.volumesOf(ctx, name); err == nil {
+				a.setNode(node, state.reason == NodeGone, state, its)
+			}
 		}
 	}
+	if err != nil && ctx.Err() == nil {
+		klog.FromContext(ctx).Error(err, "Could not look at the nodes for events; trying again")
+	}
 	return next
+}
+
+// nodesWithSomething returns the nodes that have pools or volumes, or that volumes move to or have left.
+func (a *Announcer) nodesWithSomething(ctx context.Context) (map[string]bool, error) {
+	has := map[string]bool{}
+	for _, index := range []struct {
+		of    client.Object
+		field string
+	}{{&v1alpha1.Pool{}, cluster.ByNode}, {&v1alpha1.Volume{}, cluster.ByNode}, {&v1alpha1.Volume{}, cluster.ByMove}} {
+		names, err := kube.Values(ctx, a.kube.Cache, index.of, index.field)
+		if err != nil {
+			return nil, err
+		}
+		for _, name := range names {
+			has[name] = true
+		}
+	}
+	return has, nil
+}
+
+// volumesOf returns the volumes that a node has, or that move to it or have left it.
+func (a *Announcer) volumesOf(ctx context.Context, node string) (its []*v1alpha1.Volume, _ error) {
+	for _, index := range []string{cluster.ByNode, cluster.ByMove} {
+		var list v1alpha1.VolumeList
+		if err := a.kube.Cache.List(ctx, &list, client.MatchingFields{index: node}, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, err
+		}
+		its = append(its, list.Pointers()...)
+	}
+	return its, nil
 }
 
 // setNode says what there is to say of a node, and of volumes that it has, or that move to it or have left it. The caller has the lock.

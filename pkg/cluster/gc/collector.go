@@ -59,7 +59,7 @@ type Collector struct {
 	nodes   chan struct{} // there may be news of nodes that are gone
 }
 
-// New returns a collector. Its connection's cache has volumes, snapshots, with the index cluster.ByGroup, pools and nodes.
+// New returns a collector. Its connection's cache has volumes, snapshots and pools, with the index cluster.ByNode, of snapshots also cluster.ByGroup, and nodes.
 func New(c kube.Connection, agents Agents, o Options) *Collector {
 	return &Collector{kube: c, agents: agents, options: o, pending: workqueue.NewTypedDelayingQueue[candidate](), nodes: make(chan struct{}, 1)}
 }
@@ -94,6 +94,9 @@ func provisioned(v *v1alpha1.Volume) bool {
 	return v.Spec.ClaimRef != nil && strings.HasPrefix(v.Spec.Name, cluster.ProvisionedPrefix)
 }
 
+// wanted reports whether somebody uses a volume, or moves it.
+func wanted(v *v1alpha1.Volume) bool { return len(v.Claimants()) > 0 || v.Spec.Move != nil }
+
 // VolumeChanged sees to it that every volume is looked at when it is old enough.
 func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 	c.objectChanged(o, gone)
@@ -103,7 +106,7 @@ func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 	}
 	if gone {
 		c.named.Delete(v.UID)
-	} else if _, known := c.named.Load(v.UID); !known {
+	} else if _, known := c.named.Load(v.UID); !known && (!wanted(v) || v.Spec.Abandoned) { // else it is looked at when that changes
 		c.pending.AddAfter(candidate{aVolume, v.Name}, time.Until(v.CreationTimestamp.Add(c.options.AbandonGrace)))
 	}
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
 // IsGone: nobody will see the node again. Either it has no object, by the error of who looked for it, or an operator said so.
@@ -29,17 +30,23 @@ func IsGone(node *corev1.Node, err error) bool {
 // collectNodes gives up what was deleted on nodes that have been gone for long enough, and their
 // pools. It returns when to look again, 0 for when there is news. since says when each node was first seen to be gone.
 func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time) (next time.Duration, err error) {
-	left, err := c.objectsByNode(ctx)
-	if err != nil {
-		return 0, err
+	names := map[string]bool{} // of nodes that have something
+	for _, kind := range []client.Object{&v1alpha1.Volume{}, &v1alpha1.Snapshot{}, &v1alpha1.Pool{}} {
+		some, err := kube.Values(ctx, c.kube.Cache, kind, cluster.ByNode)
+		if err != nil {
+			return 0, err
+		}
+		for _, name := range some {
+			names[name] = true
+		}
 	}
 	for name := range since {
-		if len(left[name]) == 0 {
+		if !names[name] {
 			delete(since, name)
 		}
 	}
-	for name, objects := range left {
-		again, err := c.collectNode(ctx, name, objects, since)
+	for name := range names {
+		again, err := c.collectNode(ctx, name, since)
 		if err != nil {
 			return 0, err
 		}
@@ -50,30 +57,30 @@ func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time
 	return next, nil
 }
 
-// objectsByNode returns all volumes, snapshots and pools, by their nodes.
-func (c *Collector) objectsByNode(ctx context.Context) (map[string][]client.Object, error) {
-	objects, err := cluster.Cached(ctx, c.kube.Cache)
-	if err != nil {
-		return nil, err
+// objectsOf returns all volumes, snapshots and pools of a node. They are the cache's own.
+func (c *Collector) objectsOf(ctx context.Context, node string) (objects []client.Object, err error) {
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	var pools v1alpha1.PoolList
+	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
+		if err := c.kube.Cache.List(ctx, list, client.MatchingFields{cluster.ByNode: node}, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, err
+		}
 	}
-	found := map[string][]client.Object{}
-	for i := range objects.Volumes {
-		v := &objects.Volumes[i]
-		found[v.Spec.NodeName] = append(found[v.Spec.NodeName], v)
+	for i := range volumes.Items {
+		objects = append(objects, &volumes.Items[i])
 	}
-	for i := range objects.Snapshots {
-		s := &objects.Snapshots[i]
-		found[s.Spec.NodeName] = append(found[s.Spec.NodeName], s)
+	for i := range snapshots.Items {
+		objects = append(objects, &snapshots.Items[i])
 	}
-	for i := range objects.Pools {
-		p := &objects.Pools[i]
-		found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p)
+	for i := range pools.Items {
+		objects = append(objects, &pools.Items[i])
 	}
-	return found, nil
+	return objects, nil
 }
 
-// collectNode is collectNodes for one node and its objects.
-func (c *Collector) collectNode(ctx context.Context, name string, objects []client.Object, since map[string]time.Time) (again time.Duration, err error) {
+// collectNode is collectNodes for one node.
+func (c *Collector) collectNode(ctx context.Context, name string, since map[string]time.Time) (again time.Duration, err error) {
 	var node corev1.Node
 	if !IsGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
 		delete(since, name)
@@ -94,6 +101,10 @@ func (c *Collector) collectNode(ctx context.Context, name string, objects []clie
 	lives := beats && silent > 0 // its agent would make its Pools anew, and again
 	if lives {
 		again = silent
+	}
+	objects, err := c.objectsOf(ctx, name)
+	if err != nil {
+		return 0, err
 	}
 	for _, o := range objects {
 		if _, pool := o.(*v1alpha1.Pool); pool && lives {

@@ -2,10 +2,12 @@ package gc
 
 import (
 	"context"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -41,7 +43,7 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
 	case v.Spec.Abandoned:
 		return nil // the node is thinking
-	case len(v.Claimants()) > 0, v.Spec.Move != nil: // somebody wants it; and it may be on two nodes
+	case wanted(v): // and it may be on two nodes
 		return nil
 	}
 	if age := time.Since(v.CreationTimestamp.Time); age < c.options.AbandonGrace {
@@ -53,7 +55,7 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return err
 	}
 	if len(volumes[cluster.VolumeID(v).String()]) > 0 {
-		c.named.Store(v.UID, true) // whoever deletes that deletes this
+		c.named.Store(types.UID(strings.Clone(string(v.UID))), true) // whoever deletes that deletes this; without a copy, all of the object would stay
 		return nil
 	}
 	pvc := &corev1.PersistentVolumeClaim{}

@@ -132,7 +132,7 @@ func claimed(v *v1alpha1.Volume, want v1alpha1.Claim) *v1alpha1.Claim {
 // node without any.
 func (s *Store) nodePools(ctx context.Context, node string) ([]v1alpha1.Pool, int64, error) {
 	var pools v1alpha1.PoolList
-	if err := s.kube.Client.List(ctx, &pools, client.MatchingFields{byNode: node}); err != nil {
+	if err := s.kube.Client.List(ctx, &pools, client.MatchingFields{cluster.ByNode: node}); err != nil {
 		return nil, 0, kube.APIError("list pools", err)
 	}
 	if len(pools.Items) == 0 {

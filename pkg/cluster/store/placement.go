@@ -128,7 +128,7 @@ func preferredDefault(a, b *v1alpha1.Pool) bool {
 func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.Requester) error {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
-	onNode := client.MatchingFields{byNode: node}
+	onNode := client.MatchingFields{cluster.ByNode: node}
 	if err := s.kube.Client.List(ctx, &volumes, onNode, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list volumes", err)
 	}
@@ -297,7 +297,7 @@ func (s *Store) Networks(ctx context.Context) (map[string]string, error) {
 func (s *Store) Mirrors(ctx context.Context) func(node string) bool {
 	return func(node string) bool {
 		var pools v1alpha1.PoolList
-		err := s.kube.Client.List(ctx, &pools, client.MatchingFields{byNode: node}, client.UnsafeDisableDeepCopy)
+		err := s.kube.Client.List(ctx, &pools, client.MatchingFields{cluster.ByNode: node}, client.UnsafeDisableDeepCopy)
 		return err == nil && v1alpha1.Mirrors(pools.Items)(node)
 	}
 }

@@ -112,7 +112,6 @@ func New(config *rest.Config, o Options) (*Store, error) {
 
 // Indexes of the cache, beside those of package cluster.
 const (
-	byNode  = "node"
 	byClaim = "claim"
 	byPool  = "pool"
 )
@@ -123,7 +122,13 @@ func index(c cache.Cache) error {
 		field string
 		value client.IndexerFunc
 	}{
-		{&v1alpha1.Volume{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Volume).Spec.NodeName} }},
+		{&v1alpha1.Volume{}, cluster.ByNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Volume).Spec.NodeName} }},
+		{&v1alpha1.Volume{}, cluster.ByMove, func(o client.Object) []string {
+			if m := o.(*v1alpha1.Volume).Spec.Move; m != nil {
+				return []string{m.Node}
+			}
+			return nil
+		}},
 		{&v1alpha1.Volume{}, byClaim, func(o client.Object) []string {
 			if v := o.(*v1alpha1.Volume); v.Spec.ReplicaOf == "" {
 				return v.Claimants()
@@ -144,10 +149,10 @@ func index(c cache.Cache) error {
 			}
 			return nil
 		}},
-		{&v1alpha1.Snapshot{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.NodeName} }},
+		{&v1alpha1.Snapshot{}, cluster.ByNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.NodeName} }},
 		{&v1alpha1.Snapshot{}, cluster.BySource, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.Source} }},
 		{&v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup},
-		{&v1alpha1.Pool{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.NodeName} }},
+		{&v1alpha1.Pool{}, cluster.ByNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.NodeName} }},
 		{&v1alpha1.Pool{}, byPool, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.Pool} }},
 	} {
 		if err := c.IndexField(context.Background(), index.of, index.field, index.value); err != nil { // it does not wait

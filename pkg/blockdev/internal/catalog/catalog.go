@@ -52,7 +52,9 @@ const AbandonedAfter = 15 * time.Minute
 
 // Entry is what every pool knows of an object; a pool's own type of objects embeds it.
 type Entry struct {
-	Record blockdev.Record
+	record blockdev.Record // but for its labels
+	labels string          // those, packed
+
 	State  State
 	Copied int64 // bytes of an unfinished copy that are in place
 	// Released is when an unfinished copy was left for a retry to go on with; zero for what waits for its removal only.
@@ -65,14 +67,39 @@ type Entry struct {
 
 // Found is the entry of an object that is on the disk.
 func Found(record blockdev.Record, state State) Entry {
-	record.Ready = state == Ready
-	return Entry{Record: record, State: state, Changing: new(sync.Mutex)}
+	e := Entry{Changing: new(sync.Mutex)}
+	e.set(record, state)
+	return e
 }
 
 // Begun is the entry of a new object, claimed for the caller.
 func Begun(record blockdev.Record) Entry {
-	return Entry{Record: record, State: Creating, claimed: true, Changing: new(sync.Mutex)}
+	e := Found(record, Creating)
+	e.claimed = true
+	return e
 }
+
+func (e *Entry) set(record blockdev.Record, state State) {
+	e.labels, e.State = packLabels(record.Labels), state
+	record.Ready, record.Labels = state == Ready, nil
+	e.record = record
+}
+
+// Record returns the record. Its labels are the caller's.
+func (e *Entry) Record() blockdev.Record {
+	record := e.record
+	record.Labels = unpackLabels(e.labels)
+	return record
+}
+
+// Ref is that of the record.
+func (e *Entry) Ref() blockdev.Ref { return e.record.Ref }
+
+// Size is that of the record.
+func (e *Entry) Size() int64 { return e.record.Size }
+
+// Origin is that of the record.
+func (e *Entry) Origin() blockdev.Ref { return e.record.Origin }
 
 func (e *Entry) entry() *Entry { return e }
 
@@ -102,7 +129,7 @@ func New[T Object](pool string) *Catalog[T] {
 
 // Put adds an object. The caller holds Mu.
 func (c *Catalog[T]) Put(o T) {
-	ref := o.entry().Record.Ref
+	ref := o.entry().record.Ref
 	c.Objects[ref] = o
 	if i, found := slices.BinarySearch(c.keys[ref.Kind], ref.Key); !found {
 		c.keys[ref.Kind] = slices.Insert(c.keys[ref.Kind], i, ref.Key)
@@ -112,23 +139,21 @@ func (c *Catalog[T]) Put(o T) {
 
 // Set gives an object the record and state that it has on the disk. The caller holds Mu.
 func (c *Catalog[T]) Set(o T, record blockdev.Record, state State) {
-	e := o.entry()
-	record.Ready = state == Ready
-	e.Record, e.State = record, state
+	o.entry().set(record, state)
 	c.noteState(o)
 }
 
 func (c *Catalog[T]) noteState(o T) {
 	if e := o.entry(); e.State == Ready {
-		delete(c.unfinished, e.Record.Ref)
+		delete(c.unfinished, e.record.Ref)
 	} else {
-		c.unfinished[e.Record.Ref] = true
+		c.unfinished[e.record.Ref] = true
 	}
 }
 
 // Forget removes an object that is gone from the disk, with its claim. The caller holds Mu.
 func (c *Catalog[T]) Forget(o T) {
-	ref := o.entry().Record.Ref
+	ref := o.entry().record.Ref
 	delete(c.Objects, ref)
 	delete(c.unfinished, ref)
 	if i, found := slices.BinarySearch(c.keys[ref.Kind], ref.Key); found {
@@ -143,7 +168,7 @@ func (c *Catalog[T]) Find(ref blockdev.Ref) T {
 	return c.Objects[ref]
 }
 
-// Lookup returns a ready object and its record, of which the labels are not to be changed. errdefs.ErrNotFound if there is none,
+// Lookup returns a ready object and its record. errdefs.ErrNotFound if there is none,
 // errdefs.ErrDataLoss if its record is damaged.
 func (c *Catalog[T]) Lookup(ref blockdev.Ref) (o T, record blockdev.Record, err error) {
 	var none T
@@ -158,13 +183,13 @@ func (c *Catalog[T]) Lookup(ref blockdev.Ref) (o T, record blockdev.Record, err 
 	if o = c.Objects[ref]; o == none || o.entry().State != Ready {
 		return none, blockdev.Record{}, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, c.pool)
 	}
-	return o, o.entry().Record, nil
+	return o, o.entry().Record(), nil
 }
 
 // Get: see blockdev.Pool.
 func (c *Catalog[T]) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error) {
 	_, record, err := c.Lookup(ref)
-	return Copy(record), err
+	return record, err
 }
 
 // List: see blockdev.Pool.
@@ -182,7 +207,7 @@ func (c *Catalog[T]) List(_ context.Context, kind blockdev.Kind, after string, l
 			break
 		}
 		if e := c.Objects[blockdev.Ref{Kind: kind, Key: key}].entry(); e.State == Ready {
-			records = append(records, Copy(e.Record))
+			records = append(records, e.Record())
 		}
 	}
 	return records, nil
@@ -204,7 +229,7 @@ func (c *Catalog[T]) Begin(ctx context.Context, spec blockdev.Spec, remove func(
 	case err != nil:
 		return none, false, fmt.Errorf("create %q in pool %s: %w", spec.Name, c.pool, err)
 	case ready:
-		return o, true, c.same(o.entry().Record, spec)
+		return o, true, c.same(o.entry().Record(), spec)
 	case o == none || o.entry().resumable(spec):
 		return o, false, nil
 	}
@@ -221,7 +246,7 @@ func (c *Catalog[T]) same(have blockdev.Record, spec blockdev.Spec) error {
 
 // resumable reports whether an unfinished copy is one that a spec can go on with.
 func (e *Entry) resumable(spec blockdev.Spec) bool {
-	r := e.Record
+	r := e.Record()
 	return e.State == Creating && e.Copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels) &&
 		(spec.Provisioning == blockdev.AnyProvisioning || spec.Provisioning == blockdev.ProvisioningOf(r.Thin))
 }
@@ -264,18 +289,18 @@ func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached
 // time is removed, until end is called: of two that share a block, the second must find that it has it alone. errdefs.ErrBusy while it is copied.
 func (c *Catalog[T]) BeginErase(ctx context.Context, o T, asked bool) (erase bool, end func(), err error) {
 	e := o.entry()
-	if erase = e.State == Ready && asked || e.State == Creating && e.Record.Origin != (blockdev.Ref{}); !erase {
+	if erase = e.State == Ready && asked || e.State == Creating && e.record.Origin != (blockdev.Ref{}); !erase {
 		return false, func() {}, nil
 	}
 	e.Copied = 0
-	if c.copied(e.Record.Ref) {
-		return true, func() {}, fmt.Errorf("%w: erase %s in pool %s: it is being copied", errdefs.ErrBusy, e.Record.Ref, c.pool)
+	if c.copied(e.record.Ref) {
+		return true, func() {}, fmt.Errorf("%w: erase %s in pool %s: it is being copied", errdefs.ErrBusy, e.record.Ref, c.pool)
 	}
 	select {
 	case c.erasing <- struct{}{}:
 		return true, func() { <-c.erasing }, nil
 	case <-ctx.Done():
-		return true, func() {}, fmt.Errorf("erase %s in pool %s, after others: %w", e.Record.Ref, c.pool, ctx.Err())
+		return true, func() {}, fmt.Errorf("erase %s in pool %s, after others: %w", e.record.Ref, c.pool, ctx.Err())
 	}
 }
 
@@ -284,7 +309,7 @@ func (c *Catalog[T]) copied(ref blockdev.Ref) bool {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
 	for copy := range c.unfinished {
-		if e := c.Objects[copy].entry(); e.claimed && e.State == Creating && e.Record.Origin == ref {
+		if e := c.Objects[copy].entry(); e.claimed && e.State == Creating && e.record.Origin == ref {
 			return true
 		}
 	}
@@ -297,7 +322,7 @@ func (c *Catalog[T]) OriginStays(o T) error {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
 	var none T
-	origin := o.entry().Record.Origin
+	origin := o.entry().record.Origin
 	if of := c.Objects[origin]; of != none && of.entry().claimed {
 		return fmt.Errorf("%w: %s, which it is to be a copy of, is being removed", errdefs.ErrBusy, origin)
 	}
@@ -335,7 +360,7 @@ func (c *Catalog[T]) ClaimCopies(origin blockdev.Ref) (copies []T, release func(
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
 	for ref := range c.unfinished {
-		if o := c.Objects[ref]; o.entry().Record.Origin == origin {
+		if o := c.Objects[ref]; o.entry().record.Origin == origin {
 			if o.entry().claimed {
 				return nil, nil, fmt.Errorf("%w: %s, a copy of %s that was not finished, is being removed", errdefs.ErrBusy, ref, origin)
 			}
@@ -401,12 +426,6 @@ func (c *Catalog[T]) Damage(elsewhere error) []blockdev.Problem {
 	return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "RecordDamaged", Message: fmt.Sprintf("pool %s: %s", c.pool, strings.Join(failures, "; "))}}
 }
 
-// Copy keeps callers away from the pool's own maps.
-func Copy(r blockdev.Record) blockdev.Record {
-	r.Labels = maps.Clone(r.Labels)
-	return r
-}
-
 // ChangeLabels returns a record with its labels changed (Pool.SetLabels).
 func ChangeLabels(r blockdev.Record, change func(map[string]string) error) (blockdev.Record, error) {
 	labels := map[string]string{}
@@ -414,6 +433,6 @@ func ChangeLabels(r blockdev.Record, change func(map[string]string) error) (bloc
 	if err := change(labels); err != nil {
 		return blockdev.Record{}, err
 	}
-	r.Labels = maps.Clone(labels) // change may have kept the other
+	r.Labels = labels
 	return r, nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"strings"
 	"testing"
 	"time"
@@ -76,7 +77,7 @@ func TestBusy(t *testing.T) {
 		t.Errorf("List of what is being made: %v, %v", records, err)
 	}
 	c.Mu.Lock()
-	c.Set(o, o.Record, Ready)
+	c.Set(o, o.Record(), Ready)
 	c.Mu.Unlock()
 	c.Release(o, false)
 	for range 2 { // it is not claimed by who finds it ready
@@ -198,7 +199,7 @@ func TestClaimCopies(t *testing.T) {
 		t.Errorf("Sweep beside the claims removed %d, want the one that is a copy of nothing", r.removed)
 	}
 	release()
-	if c.Sweep(t.Context(), r.remove); r.removed != 2 || c.Find(abandoned.Record.Ref) != nil || c.Find(waiting.Record.Ref) == nil {
+	if c.Sweep(t.Context(), r.remove); r.removed != 2 || c.Find(abandoned.Ref()) != nil || c.Find(waiting.Ref()) == nil {
 		t.Errorf("Sweep afterwards removed %d in all", r.removed)
 	}
 }
@@ -213,7 +214,7 @@ func TestErase(t *testing.T) {
 	ready := put(c, Found(recordOf("c"), Ready))
 	for _, o := range []*object{put(c, Found(recordOf("d"), Creating)), put(c, Found(copied, Deleting))} {
 		if erase, end, err := c.BeginErase(t.Context(), o, true); erase || err != nil {
-			t.Errorf("%s in state %s: %v, %v", o.Record.Ref, o.State, erase, err)
+			t.Errorf("%s in state %s: %v, %v", o.Record().Ref, o.State, erase, err)
 		} else {
 			end()
 		}
@@ -281,5 +282,21 @@ func TestEraseOrCopy(t *testing.T) {
 		t.Errorf("erase: %v, %v", erase, err)
 	} else {
 		end()
+	}
+}
+
+// TestLabels: labels are kept as they are, whatever is in them, and nobody who has them can change them.
+func TestLabels(t *testing.T) {
+	c := New[*object]("test")
+	record := recordOf("a")
+	record.Labels = map[string]string{"": "", "a": "b", "zero\x00": "\x00", "long": strings.Repeat("x", 300), "ä": "\xff"}
+	want := maps.Clone(record.Labels)
+	put(c, Found(record, Ready))
+	for range 2 {
+		_, is, err := c.Lookup(refOf("a"))
+		if err != nil || !maps.Equal(is.Labels, want) {
+			t.Fatalf("%q, %v, want %q", is.Labels, err, want)
+		}
+		is.Labels["a"], record.Labels["a"] = "c", "c"
 	}
 }

@@ -62,7 +62,7 @@ func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connec
 	}
 	var c Connection
 	if c.Cache, err = cache.New(config, cache.Options{HTTPClient: web, Scheme: scheme, Mapper: mapper, ByObject: only,
-		DefaultTransform: cache.TransformStripManagedFields()}); err != nil {
+		DefaultTransform: less, NewInformer: newInformer}); err != nil {
 		return c, err
 	}
 	options := client.Options{HTTPClient: web, Scheme: scheme, Mapper: mapper}
@@ -84,6 +84,17 @@ func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connec
 	}
 	c.Client = &fresh{Client: cached, cache: c.Cache, live: c.Live, only: selected, kinds: map[schema.GroupVersionKind]*written{}}
 	return c, nil
+}
+
+// less takes off an object what no part of the driver reads. Who changes one that it has from the cache writes no more than the difference.
+func less(v any) (any, error) {
+	if o, ok := v.(metav1.Object); ok { // else cache.DeletedFinalStateUnknown, or packed already
+		o.SetManagedFields(nil)
+	}
+	if node, ok := v.(*corev1.Node); ok { // which may have fifty images, and more
+		node.Annotations, node.Status = nil, corev1.NodeStatus{Conditions: node.Status.Conditions}
+	}
+	return v, nil
 }
 
 // Node is a Node object that has no more than its name.

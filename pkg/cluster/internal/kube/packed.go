@@ -1,0 +1,154 @@
+package kube
+
+import (
+	"reflect"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/pack"
+)
+
+// newInformer is cache.NewSharedIndexInformer. Of the kinds of which there may be very many, a volume and a snapshot, its store has the objects packed (package pack). Nobody else sees them so:
+// who reads, is told of, or indexes an object has a new one of its own.
+func newInformer(from cache.ListerWatcher, example runtime.Object, resync time.Duration, indexers cache.Indexers) cache.SharedIndexInformer {
+	switch example.(type) {
+	case *v1alpha1.Volume, *v1alpha1.Snapshot:
+		format, err := pack.New(reflect.TypeOf(example).Elem())
+		if err != nil {
+			panic(err) // TestPack packs them
+		}
+		delete(indexers, cache.NamespaceIndex) // they are in none
+		return &packing{cache.NewSharedIndexInformer(from, example, resync, indexers), format}
+	}
+	return cache.NewSharedIndexInformer(from, example, resync, indexers)
+}
+
+// packed is an object in a store.
+type packed struct {
+	format *pack.Format
+	name   string // the store's key: it stays when the object changes, and so must not be a part of its text
+	text   string
+}
+
+// GetObjectMeta is metav1.ObjectMetaAccessor, by which client-go gets along with it.
+func (p *packed) GetObjectMeta() metav1.Object { return p.unpack() }
+
+func (p *packed) unpack() metav1.Object {
+	o := p.format.Unpack(p.text).(metav1.Object)
+	o.SetName(p.name)
+	return o
+}
+
+// unpacked is what v is, packed or not.
+func unpacked(v any) any {
+	switch v := v.(type) {
+	case *packed:
+		return v.unpack()
+	case cache.DeletedFinalStateUnknown:
+		v.Obj = unpacked(v.Obj)
+		return v
+	}
+	return v
+}
+
+func allUnpacked(vs []any) []any {
+	for i := range vs {
+		vs[i] = unpacked(vs[i])
+	}
+	return vs
+}
+
+// packing is an informer whose store has packed objects.
+type packing struct {
+	cache.SharedIndexInformer
+	format *pack.Format
+}
+
+// SetTransform has objects packed after they were transformed.
+func (p *packing) SetTransform(transform cache.TransformFunc) error {
+	return p.SharedIndexInformer.SetTransform(func(v any) (any, error) {
+		if transform != nil {
+			var err error
+			if v, err = transform(v); err != nil {
+				return nil, err
+			}
+		}
+		o, ok := v.(metav1.Object)
+		if !ok {
+			return v, nil // it is packed, or cache.DeletedFinalStateUnknown
+		}
+		name := o.GetName()
+		o.SetName("")
+		return &packed{p.format, name, p.format.Pack(name, o)}, nil
+	})
+}
+
+// AddEventHandler has a handler told of objects as they are.
+func (p *packing) AddEventHandler(h cache.ResourceEventHandler) (cache.ResourceEventHandlerRegistration, error) {
+	return p.SharedIndexInformer.AddEventHandler(unpacking{h})
+}
+
+// AddEventHandlerWithResyncPeriod is AddEventHandler.
+func (p *packing) AddEventHandlerWithResyncPeriod(h cache.ResourceEventHandler, period time.Duration) (cache.ResourceEventHandlerRegistration, error) {
+	return p.SharedIndexInformer.AddEventHandlerWithResyncPeriod(unpacking{h}, period)
+}
+
+// AddEventHandlerWithOptions is AddEventHandler.
+func (p *packing) AddEventHandlerWithOptions(h cache.ResourceEventHandler, o cache.HandlerOptions) (cache.ResourceEventHandlerRegistration, error) {
+	return p.SharedIndexInformer.AddEventHandlerWithOptions(unpacking{h}, o)
+}
+
+// AddIndexers has objects indexed as they are.
+func (p *packing) AddIndexers(indexers cache.Indexers) error {
+	wrapped := cache.Indexers{}
+	for name, index := range indexers {
+		wrapped[name] = func(v any) ([]string, error) { return index(unpacked(v)) }
+	}
+	return p.SharedIndexInformer.AddIndexers(wrapped)
+}
+
+// GetStore returns the store, for readers.
+func (p *packing) GetStore() cache.Store { return p.GetIndexer() }
+
+// GetIndexer returns the store, for readers.
+func (p *packing) GetIndexer() cache.Indexer { return indexer{p.SharedIndexInformer.GetIndexer()} }
+
+// unpacking is a handler that is told of objects as they are.
+type unpacking struct{ cache.ResourceEventHandler }
+
+func (u unpacking) OnAdd(v any, initial bool) { u.ResourceEventHandler.OnAdd(unpacked(v), initial) }
+
+func (u unpacking) OnUpdate(before, after any) {
+	u.ResourceEventHandler.OnUpdate(unpacked(before), unpacked(after))
+}
+
+func (u unpacking) OnDelete(v any) { u.ResourceEventHandler.OnDelete(unpacked(v)) }
+
+// indexer is a store whose objects are read as they are.
+type indexer struct{ cache.Indexer }
+
+func (i indexer) Get(v any) (any, bool, error) {
+	have, is, err := i.Indexer.Get(v)
+	return unpacked(have), is, err
+}
+
+func (i indexer) GetByKey(key string) (any, bool, error) {
+	have, is, err := i.Indexer.GetByKey(key)
+	return unpacked(have), is, err
+}
+
+func (i indexer) List() []any { return allUnpacked(i.Indexer.List()) }
+
+func (i indexer) Index(name string, v any) ([]any, error) {
+	all, err := i.Indexer.Index(name, v)
+	return allUnpacked(all), err
+}
+
+func (i indexer) ByIndex(name, value string) ([]any, error) {
+	all, err := i.Indexer.ByIndex(name, value)
+	return allUnpacked(all), err
+}

@@ -1,0 +1,166 @@
+package cluster_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// BenchmarkMemory measures what the heap of a controller grows by with each volume, and with each node and its two pools. The objects are those of a real
+// API server (of one volume that was made for a claim and is in use, as many times as there are to be volumes), and come
+// as from one.
+func BenchmarkMemory(b *testing.B) {
+	like := sample(b)
+	for _, volumes := range []int{10000, 100000} {
+		b.Run(fmt.Sprintf("volumes=%d", volumes), func(b *testing.B) {
+			for b.Loop() {
+				none := like.heap(b, 0, 0)
+				nodes := like.heap(b, 500, 0)
+				all := like.heap(b, 500, volumes)
+				b.ReportMetric(float64(all-nodes)/float64(volumes), "B/volume")
+				b.ReportMetric(float64(nodes-none)/500, "B/node")
+			}
+		})
+	}
+}
+
+// objects are the JSON of one of each kind, as an API server gives it.
+type objects struct{ volume, pool, node []byte }
+
+// sampleUID is what all UIDs are made like.
+const sampleUID = "9f1b2c3d-4e5f-4a6b-8c7d-0e9f8a7b6c5d"
+
+// sample makes a volume in a cluster, has it claimed, and returns the objects.
+func sample(b *testing.B) objects {
+	w, m, s := newCluster(b)
+	v, err := s.Create(w.ctx, volume.Spec{Name: cluster.ProvisionedPrefix + sampleUID, Size: volume.Range{Required: 64 * mib}, Filesystem: filesystem.Ext4, Nodes: []string{m.name},
+		For: volume.Requester{Namespace: "the-namespace", Name: "data-database-0", PersistentVolume: cluster.ProvisionedPrefix + sampleUID}})
+	check.OK(b, err)
+	check.OK(b, s.Claim(w.ctx, v.ID, volume.Claim{Node: m.name, Mode: "mount/SINGLE_NODE_WRITER"}))
+	node := &corev1.Node{}
+	check.OK(b, w.Get(w.ctx, client.ObjectKey{Name: m.name}, node))
+	for i := range 50 { // what the kubelet tells of by default
+		image := fmt.Sprintf("registry.example.com/organization/image-%d", i)
+		node.Status.Images = append(node.Status.Images, corev1.ContainerImage{Names: []string{image + "@sha256:" + strings.Repeat("0", 64), image + ":v1.2.3"}, SizeBytes: 1 << 26})
+	}
+	check.OK(b, w.Status().Update(w.ctx, node))
+	kube, err := kubernetes.NewForConfig(apitest.Get(b).Config(apitest.Admin))
+	check.OK(b, err)
+	get := func(path string) []byte {
+		raw, err := kube.RESTClient().Get().AbsPath(path).DoRaw(w.ctx)
+		check.OK(b, err)
+		return raw
+	}
+	w.eventually("the volume is looked at", func() bool {
+		var o v1alpha1.Volume
+		return w.Get(w.ctx, client.ObjectKey{Name: v.ID.Key}, &o) == nil && o.Status.Used != nil
+	})
+	var o metav1.PartialObjectMetadata
+	raw := get("/apis/ashlar.dev/v1alpha1/volumes/" + v.ID.Key)
+	check.OK(b, json.Unmarshal(raw, &o))
+	raw = bytes.ReplaceAll(raw, []byte(o.Name), []byte("NAME"))
+	raw = bytes.ReplaceAll(raw, []byte(o.UID), []byte("UID"))
+	raw = bytes.ReplaceAll(raw, []byte(sampleUID), []byte("CLAIM"))
+	b.Logf("a volume: %s", raw)
+	return objects{volume: raw, pool: get("/apis/ashlar.dev/v1alpha1/pools/" + overview.PoolName(m.name, "b")), node: get("/api/v1/nodes/" + m.name)}
+}
+
+// heap returns what a controller has on its heap that watches a cluster with so many nodes, two pools on each, and volumes.
+func (o objects) heap(b *testing.B, nodes, volumes int) uint64 {
+	server := httptest.NewServer(o.serve(nodes, volumes))
+	defer server.Close()
+	s, err := store.New(&rest.Config{Host: server.URL}, store.Options{AbandonGrace: time.Second, GoneGrace: time.Hour, Driver: cluster.DefaultDriver})
+	check.OK(b, err)
+	ctx, stop := context.WithCancel(b.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- s.Run(ctx) }()
+	for s.Ready(ctx) != nil {
+		time.Sleep(50 * time.Millisecond)
+	}
+	used := settled()
+	runtime.KeepAlive(s)
+	stop()
+	if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
+		b.Error(err)
+	}
+	return used
+}
+
+// settled waits until the heap stays as it is, and returns what is on it.
+func settled() uint64 {
+	var is runtime.MemStats
+	for was := uint64(0); ; was = is.HeapAlloc {
+		time.Sleep(time.Second) // handlers have their turn
+		runtime.GC()
+		runtime.GC() // what pools of the first one kept
+		if runtime.ReadMemStats(&is); is.HeapAlloc < was+was/100 && was < is.HeapAlloc+was/100 {
+			return is.HeapAlloc
+		}
+	}
+}
+
+// serve stands for the API server: it has the objects, and tells a watch of them. It keeps none, so that it takes no memory itself.
+func (o objects) serve(nodes, volumes int) http.Handler {
+	none := func(int) []byte { return nil }
+	kinds := map[string]struct {
+		kind, version string
+		n             int
+		at            func(int) []byte
+	}{
+		"/apis/ashlar.dev/v1alpha1/volumes": {"Volume", "ashlar.dev/v1alpha1", volumes, func(i int) []byte {
+			return replaced(o.volume, "NAME", fmt.Sprintf("%032x", i), "UID", uid(i), "CLAIM", uid(i+1e8), nodeName, fmt.Sprintf("node-%d", i%nodes), "database-0", fmt.Sprintf("database-%d", i))
+		}},
+		"/apis/ashlar.dev/v1alpha1/pools": {"Pool", "ashlar.dev/v1alpha1", 2 * nodes, func(i int) []byte {
+			return replaced(o.pool, `.b"`, fmt.Sprintf(`.%c"`, 'a'+i%2), `"b"`, fmt.Sprintf(`"%c"`, 'a'+i%2), nodeName, fmt.Sprintf("node-%d", i/2))
+		}},
+		"/api/v1/nodes":                               {"Node", "v1", nodes, func(i int) []byte { return replaced(o.node, nodeName, fmt.Sprintf("node-%d", i)) }},
+		"/apis/ashlar.dev/v1alpha1/snapshots":         {"Snapshot", "ashlar.dev/v1alpha1", 0, none},
+		"/apis/ashlar.dev/v1alpha1/replicatedvolumes": {"ReplicatedVolume", "ashlar.dev/v1alpha1", 0, none},
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		kind, known := kinds[r.URL.Path]
+		w.Header().Set("Content-Type", "application/json")
+		say := func(format string, args ...any) { _, _ = fmt.Fprintf(w, format+"\n", args...) } // nobody may listen any more
+		if !known {                                                                             // what is listed once
+			say(`{"kind":"List","apiVersion":"v1","metadata":{"resourceVersion":"1"},"items":[]}`)
+			return
+		}
+		if r.URL.Query().Get("sendInitialEvents") == "true" {
+			for i := range kind.n {
+				say(`{"type":"ADDED","object":%s}`, bytes.TrimSpace(kind.at(i)))
+			}
+			say(`{"type":"BOOKMARK","object":{"kind":%q,"apiVersion":%q,"metadata":{"resourceVersion":"100","annotations":{%q:"true"}}}}`, kind.kind, kind.version, metav1.InitialEventsAnnotationKey)
+			w.(http.Flusher).Flush()
+		}
+		<-r.Context().Done()
+	})
+}
+
+func replaced(in []byte, oldnew ...string) []byte {
+	return []byte(strings.NewReplacer(oldnew...).Replace(string(in)))
+}
+
+func uid(i int) string { return fmt.Sprintf("%08x-4e5f-4a6b-8c7d-0e9f8a7b6c5d", i) }
