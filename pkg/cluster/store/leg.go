@@ -207,6 +207,19 @@ func isFurther(spec volume.Spec) bool {
 	return spec.ReplicaOf != "" && spec.ReplicaOf != volume.KeyOf(spec.Name)
 }
 
+// allFitting is fitting of all pools that there are, counted.
+func (s *Store) allFitting(ctx context.Context, spec volume.Spec) (fit []room, nodes map[string]*corev1.Node, unfit []string, err error) {
+	peersOf := spec.For
+	if spec.Spread == volume.NoSpread {
+		peersOf = volume.Requester{}
+	}
+	found, err := s.findRoom(ctx, spec.Pool, nil, peersOf)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	return s.fitting(ctx, spec, found, nil)
+}
+
 // roomForAll is ErrNoSpace if there are not as many places for legs in one network that seem to have room for one as a volume is to have legs. The nodes know better; but so that is known before anything is made. It returns the pools where
 // the first leg is not to be, as there could be no others beside it.
 func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, error) {
@@ -224,7 +237,7 @@ func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, err
 		return nil, err
 	}
 	spec.Nodes = nil
-	fit, nodes, why, err := s.fitting(ctx, spec, nil)
+	fit, nodes, why, err := s.allFitting(ctx, spec)
 	if err != nil {
 		return nil, err
 	}

@@ -28,6 +28,8 @@ import (
 type room struct {
 	*v1alpha1.Pool
 	volume.Room
+
+	counted bool // see count; else there may be less, and more peers
 }
 
 // encrypts reports whether a volume of the pool can have an encryption.
@@ -41,10 +43,18 @@ func (r room) limits(mutable map[string]string) bool {
 }
 
 // findRoom returns the pools of a set (poolset.Set), or with the empty one the default pools, of some nodes, or with
-// none of all; ErrInvalid if no node at all has such a pool. What was made or is being made
-// since a pool was measured is taken off, and peers of the volume are counted: that takes the longer the more volumes the node has,
+// none of all; ErrInvalid if no node at all has such a pool. They are counted (countAll): that takes the longer the more volumes the nodes have,
 // so nobody should ask for nodes that do not matter.
 func (s *Store) findRoom(ctx context.Context, set string, nodes []string, of volume.Requester) ([]room, error) {
+	found, err := s.rooms(ctx, set, nodes)
+	if err != nil {
+		return nil, err
+	}
+	return found, s.countAll(ctx, found, of)
+}
+
+// rooms is findRoom, but with what the pools themselves say: they are not counted.
+func (s *Store) rooms(ctx context.Context, set string, nodes []string) ([]room, error) {
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
 	}
@@ -55,23 +65,29 @@ func (s *Store) findRoom(ctx context.Context, set string, nodes []string, of vol
 	if !known {
 		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", errdefs.ErrInvalid, set)
 	}
-	byNode := map[string][]room{}
+	var found []room
 	for _, p := range pools {
-		r := room{p, volume.Room{Pool: p.Spec.Pool, Capacity: blockdev.Capacity{Total: p.Status.Total, Promised: p.Status.Promised, Used: p.Status.Used,
+		r := room{Pool: p, Room: volume.Room{Pool: p.Spec.Pool, Capacity: blockdev.Capacity{Total: p.Status.Total, Promised: p.Status.Promised, Used: p.Status.Used,
 			Available: p.Status.Available, MaxVolume: p.Status.MaxVolume, MinVolume: p.Status.MinVolume}}}
 		if r.Worst = worst(p); !r.Usable() {
 			r.Available, r.MaxVolume = 0, 0
 		}
-		byNode[p.Spec.NodeName] = append(byNode[p.Spec.NodeName], r)
-	}
-	var found []room
-	for node, rooms := range byNode {
-		if err := s.count(ctx, node, rooms, of); err != nil {
-			return nil, err
-		}
-		found = append(found, rooms...)
+		found = append(found, r)
 	}
 	return found, nil
+}
+
+// countAll counts all of some pools.
+func (s *Store) countAll(ctx context.Context, rooms []room, of volume.Requester) error {
+	for i := range rooms {
+		if rooms[i].counted {
+			continue
+		}
+		if err := s.count(ctx, rooms, rooms[i].Spec.NodeName, of); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // worst is the severity of the worst of what is wrong with a pool; 0: nothing is known.
@@ -123,9 +139,9 @@ func preferredDefault(a, b *v1alpha1.Pool) bool {
 	return b.Status.Measured != nil && (a.Status.Measured == nil || a.Status.Measured.After(b.Status.Measured.Time))
 }
 
-// count takes off what pools of a node have to offer what was promised of them that their figures do not have yet, and counts the volumes that
-// are peers of one.
-func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.Requester) error {
+// count takes off what those of some pools that are of one node have to offer what was promised of them that their figures do not have yet (what was made or is
+// being made since they were measured), and counts the volumes that are peers of one.
+func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.Requester) error {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
 	onNode := client.MatchingFields{cluster.ByNode: node}
@@ -137,6 +153,9 @@ func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.
 	}
 	for i := range rooms {
 		r := &rooms[i]
+		if r.Spec.NodeName != node {
+			continue
+		}
 		later := func(pool string, status *v1alpha1.ObjectStatus) bool {
 			return pool == r.Spec.Pool && (status.Created == nil || r.Status.Measured == nil || status.Created.After(r.Status.Measured.Time))
 		}
@@ -161,7 +180,7 @@ func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.
 			}
 		}
 		left := max(0, r.Available-promised)
-		r.Promised, r.Available, r.MaxVolume = r.Promised+r.Available-left, left, max(0, r.MaxVolume-promised)
+		r.Promised, r.Available, r.MaxVolume, r.counted = r.Promised+r.Available-left, left, max(0, r.MaxVolume-promised), true
 	}
 	return nil
 }
@@ -172,7 +191,14 @@ func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.
 // choice, nobody has looked yet at whether pods may run on the node: nodes that are cordoned are
 // not taken, and those with taints that keep pods off are the last.
 func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refused refusals) (best room, err error) {
-	fit, nodes, unfit, err := s.fitting(ctx, spec, refused)
+	found, err := s.rooms(ctx, spec.Pool, spec.Nodes)
+	if err == nil && spec.Spread != volume.NoSpread { // then it counts where peers are, and not only which of those that fit is best
+		err = s.countAll(ctx, found, spec.For)
+	}
+	if err != nil {
+		return room{}, err
+	}
+	fit, nodes, unfit, err := s.fitting(ctx, spec, found, refused)
 	if err != nil {
 		return room{}, err
 	}
@@ -184,23 +210,25 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 		unfit = slices.Compact(unfit) // of several pools of a node
 		return room{}, fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, cluster.Limited(strings.Join(unfit, "; ")))
 	}
-	return slices.MinFunc(fit, func(a, b room) int {
+	better := func(a, b room) int {
 		return cmp.Or(volume.TrueFirst(a.Fits(size), b.Fits(size)), volume.TrueFirst(!keepsPodsOff(nodes[a.Spec.NodeName]), !keepsPodsOff(nodes[b.Spec.NodeName])),
 			cmp.Compare(slices.Index(spec.Nodes, a.Spec.NodeName), slices.Index(spec.Nodes, b.Spec.NodeName)),
 			a.Compare(b.Room, size), cmp.Compare(a.Spec.NodeName, b.Spec.NodeName))
-	}), nil
+	}
+	// To be counted makes no pool better. So one that is the best once it is counted is the best of all, and what all nodes have is not counted each time.
+	for {
+		best := slices.MinFunc(fit, better)
+		if best.counted {
+			return best, nil
+		}
+		if err := s.count(ctx, fit, best.Spec.NodeName, volume.Requester{}); err != nil {
+			return room{}, err
+		}
+	}
 }
 
-// fitting returns the pools that may have a new volume, whether they have room or not, their nodes, and why others may not.
-func (s *Store) fitting(ctx context.Context, spec volume.Spec, refused refusals) (fit []room, nodes map[string]*corev1.Node, unfit []string, err error) {
-	peersOf := spec.For
-	if spec.Spread == volume.NoSpread {
-		peersOf = volume.Requester{}
-	}
-	found, err := s.findRoom(ctx, spec.Pool, spec.Nodes, peersOf)
-	if err != nil {
-		return nil, nil, nil, err
-	}
+// fitting returns those of some pools that may have a new volume, whether they have room or not, their nodes, and why others may not.
+func (s *Store) fitting(ctx context.Context, spec volume.Spec, found []room, refused refusals) (fit []room, nodes map[string]*corev1.Node, unfit []string, err error) {
 	nodes = map[string]*corev1.Node{} // nil: it is not to be taken
 	why := func(name, why string) { nodes[name], unfit = nil, append(unfit, why) }
 	for _, r := range found {
