@@ -28,8 +28,9 @@ const (
 	joinsSuffix = "-joins"
 
 	target   = "mirror"
-	logged   = "disk"  // the log of one that a leg joins
-	ended    = "error" // the target of a mirror that has ended
+	logged   = "disk"   // the log of one that a leg joins
+	ended    = "error"  // the target of a mirror that has ended
+	fails    = "flakey" // that of what fails flushes, behind it
 	features = " 1 handle_errors"
 )
 
@@ -322,7 +323,7 @@ func End(ctx context.Context, name string) error {
 		if err != nil || len(s.Legs) == 0 {
 			return err
 		}
-		if err := dm.Replace(name, []dm.Line{{Length: s.Size, Kind: ended}}); err != nil {
+		if err := failing(ctx, s.Size, func(table []dm.Line) error { return dm.ReplaceFailing(name, table) }); err != nil {
 			return err
 		}
 		return removeBelow(ctx, name)

@@ -1087,15 +1087,20 @@ func TestEnds(t *testing.T) {
 	held := later(func() error { _, err := f.open().WriteAt(page(2), mib); return err })
 	f.failed(seen, 1)
 	waits(t, held, "a write")
+	file := f.open()
+	flush := later(file.Sync)
+	waits(t, flush, "a flush")
 	check.OK(t, mirror.End(ctx, f.name))
 	check.OK(t, mirror.End(ctx, f.name))
-	select {
-	case err := <-held:
-		if err == nil {
-			t.Error("a write was acknowledged that one leg has not")
+	for what, done := range map[string]chan error{"a write": held, "a flush": flush, "another flush": later(file.Sync)} {
+		select {
+		case err := <-done:
+			if err == nil {
+				t.Error("acknowledged, though one leg has not done it: ", what)
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatal("still held: ", what)
 		}
-	case <-time.After(10 * time.Second):
-		t.Fatal("a write is still held")
 	}
 	if _, err := f.open().WriteAt(page(3), 0); err == nil {
 		t.Error("a write was acknowledged by nobody")
