@@ -790,7 +790,11 @@ func (t *tender) joined(ctx context.Context, now *view, name string, err error) 
 		return nil
 	}
 	t.again(name)
-	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, errdefs.Words(err)) })
+	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) {
+		if setWaiting(leg, errdefs.Words(err)); errors.Is(err, errAhead) {
+			leg.State = v1alpha1.LegAhead
+		}
+	})
 }
 
 // joinLeg opens a leg and has the kernel copy to it what it lacks. The caller has the lock of the volume.
@@ -816,11 +820,13 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string, tries int)
 		if err != nil {
 			return err
 		}
-		err = t.volumes.ChangeLeg(ctx, legs[name], func(s *volume.LegState, own map[string]string) error {
-			volume.CarryLabels(current.Data.Labels, own)
-			s.Opened, s.Closed, s.Boot = t.generation, false, leg.Now // what it was sound of, it stays
-			return nil
-		})
+		if err = isAhead(v, leg); err == nil {
+			err = t.volumes.ChangeLeg(ctx, legs[name], func(s *volume.LegState, own map[string]string) error {
+				volume.CarryLabels(current.Data.Labels, own)
+				s.Opened, s.Closed, s.Boot = t.generation, false, leg.Now // what it was sound of, it stays
+				return nil
+			})
+		}
 		var lacks func(context.Context) ([]dm.Range, error)
 		if err == nil {
 			lacks, err = t.lacks(ctx, v, leg, legs, now.s.Size, tries)
