@@ -363,7 +363,11 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if len(opened) == 0 || ctx.Err() != nil {
 		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
-	chosen, err := chooseOf(v, opened, l.ask(ctx, v, unlisted(v)), away, failed)
+	var others []openedLeg
+	if !isLast(v, opened) {
+		others = l.ask(ctx, v, unlisted(v))
+	}
+	chosen, err := chooseOf(v, opened, others, away, failed)
 	if err != nil {
 		l.sayWaits(ctx, v, err)
 		return replicapool.Opened{}, err

@@ -256,6 +256,7 @@ type view struct {
 	leg     map[uint64]string
 	near    uint64 // the device of the leg that this node has; 0: none
 	failing map[string]string
+	last    *lastList // what recall has found; nil: nothing yet
 }
 
 // look takes the next step. Without the claim by which the mirror was made, it ends; as long as that is not known it does nothing: whatever failed is held, and what did not is fenced by the nodes of the legs.

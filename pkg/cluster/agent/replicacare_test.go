@@ -62,6 +62,7 @@ type tendedLeg struct {
 	live   bool
 	away   bool // its node does not answer
 	silent bool // ... and that takes as long as one waits
+	asked  int  // so often its record was read
 	news   int  // so often it is not known that it is claimed
 	ended  bool
 	closes func()
@@ -320,6 +321,7 @@ func (f tendedVolumes) Leg(ctx context.Context, id volume.ID) (volume.Leg, error
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	l := f.legs[id.Key]
+	l.asked++
 	if l.news--; l.news >= 0 {
 		return volume.Leg{}, fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id.Key)
 	}

@@ -196,10 +196,13 @@ func (t *tender) isBefore(ctx context.Context, now *view) (bool, error) {
 	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
 }
 
-// recall is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer.
+// recall is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer: they are asked once for each look.
 func (t *tender) recall(ctx context.Context, now *view) (last lastList, err error) {
 	if t.last.number > 0 {
 		return t.last, nil
+	}
+	if now.last != nil {
+		return *now.last, nil
 	}
 	names := slices.DeleteFunc(now.in(), func(name string) bool { return name == "" || now.failing[name] != "" })
 	known := t.ask(ctx, now.v, names)
@@ -214,6 +217,7 @@ func (t *tender) recall(ctx context.Context, now *view) (last lastList, err erro
 			last.legs = append(last.legs, leg.name)
 		}
 	}
+	now.last = &last
 	return last, nil
 }
 
@@ -301,6 +305,15 @@ func forked(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
 		}
 	}
 	return ""
+}
+
+// isLast reports whether the legs that were opened show by themselves that the object has the last list: all of that list are among them, were told of it, and of none that was due after it. Each list has a leg of the one before it that was told that it is due;
+// so no leg that is not on this one can have been on a later one. Any list that is due counts, also one that brings no leg: that it is due may have taken the place of another one that did.
+func isLast(v *v1alpha1.ReplicatedVolume, opened []openedLeg) bool {
+	many := len(v.Current())
+	return len(opened) == many && !slices.ContainsFunc(opened, func(leg openedLeg) bool {
+		return leg.List != v.Status.Lists || leg.Listed != many || leg.Due > 0
+	})
 }
 
 // upToDate returns those of the legs that were opened of which all have everything that was acknowledged: all, unless one knows, or one of others that are not on the list, that the object is of before a later list. Then it is those of the last list that is

@@ -633,5 +633,44 @@ func TestBehindJoins(t *testing.T) {
 	}
 }
 
+// TestAskedOnce: a driver that has just started asks the legs once for the last list, to find that the object is of before, and to put it right.
+func TestAskedOnce(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	before := f.v.DeepCopy()
+	f.leaves("b")
+	before.ResourceVersion = f.v.ResourceVersion + "0"
+	f.v, f.last, f.legs["a"].asked = before, lastList{}, 0
+	now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+	if is, err := f.isBefore(t.Context(), now); err != nil || !is {
+		t.Fatal("it is not found that the object is of before:", err)
+	}
+	check.OK(t, f.putRight(t.Context(), now))
+	if n := f.legs["a"].asked; n != 1 || !slices.Equal(f.v.Current(), []string{"a"}) {
+		t.Errorf("it was asked %d times, and %v are current", n, f.v.Current())
+	}
+}
+
+// TestSilentUnlisted: a leg that is not on the list, and answers nothing at all, is waited for only if it may know better than those that are.
+func TestSilentUnlisted(t *testing.T) {
+	for _, more := range []bool{false, true} {
+		t.Run(fmt.Sprint("it may know better: ", more), func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			f.leaves("b")
+			if a := &f.legs["a"].state; more {
+				a.Due, a.After = a.List+1, a.List
+			}
+			f.legs["b"].silent = true
+			began := time.Now()
+			check.OK(t, f.opens(2))
+			if took := time.Since(began); (took >= askPatience*f.options.CarryEvery) != more {
+				t.Errorf("it took %v", took)
+			}
+			if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+				t.Errorf("%v are current", now)
+			}
+		})
+	}
+}
+
 // second is the error of a call that returns something else besides.
 func second[T any](_ T, err error) error { return err }
