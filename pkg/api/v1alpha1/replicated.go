@@ -168,6 +168,10 @@ type Leg struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Sound int64 `json:"sound,omitempty"`
+	// List is the number of the last list of current legs that it was on (lists); 0: of none, or it is not known. A leg whose own record says more than that is ahead of the object.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	List int64 `json:"list,omitempty"`
 	// State says more for people: see the LegStates.
 	// +optional
 	// +kubebuilder:validation:MaxLength=64
@@ -277,6 +281,7 @@ const (
 	LegCurrent = "Current" // it has every acknowledged write
 	LegJoining = "Joining" // what it lacks is being copied to it
 	LegWaiting = "Waiting" // it is not used now; Message says why
+	LegAhead   = "Ahead"   // it was on a list that the object knows nothing of, as that was put back: it may have what the others lack. Nothing is copied to it, and it stays, until a person says which legs are current
 )
 
 // Reasons of problems of replicated volumes.

@@ -419,14 +419,19 @@ func load(name string, flags uint32, table []Line) error {
 
 // Replace brings a table into effect. What the targets of the one before it hold back, as a mirror does with what one of its legs did not take, is given
 // to the new one; a suspension of any other kind has them fail it.
-func Replace(name string, table []Line) error {
+func Replace(name string, table []Line) error { return replace(name, flagNoFlush, table) }
+
+// ReplaceFailing is Replace that has the targets fail what they hold back, also flushes, which a new one may have nothing to do for.
+func ReplaceFailing(name string, table []Line) error { return replace(name, 0, table) }
+
+func replace(name string, flags uint32, table []Line) error {
 	answered(name)
 	if err := Load(name, table); err != nil {
 		return err
 	}
 	_, _, err := call(devSuspend, func(h *header) {
 		named(name)(h)
-		h.flags, h.eventNr = flagSkipLockFS|flagNoFlush, NoScan
+		h.flags, h.eventNr = flagSkipLockFS|flags, NoScan
 	}, nil)
 	if err != nil {
 		return errors.Join(fmt.Errorf("replace the table of device %s: %w", name, errdefs.FromErrno(err)), Clear(name))

@@ -26,6 +26,7 @@ type Leg struct {
 	Device    uint64 // its number, as in st_rdev
 	Failed    bool   // it did not take a write or a flush, or could not be read
 	OnlyReads bool   // it has Failed, and took all that was written; it may have been read to be copied to the others
+	NotCopied bool   // it has Failed, and took all that was written; it did not take what was to be copied to it
 }
 
 // ParseMirror reads what a target "mirror" says of itself (Status).
@@ -49,7 +50,7 @@ func ParseMirror(status string) (m Mirror, err error) {
 		if _, err := fmt.Sscanf(word, "%d:%d", &major, &minor); err != nil {
 			return m, bad
 		}
-		m.Legs = append(m.Legs, Leg{Device: unix.Mkdev(major, minor), Failed: alive[i] != 'A', OnlyReads: alive[i] == 'R' || alive[i] == 'S' && i == 0})
+		m.Legs = append(m.Legs, Leg{Device: unix.Mkdev(major, minor), Failed: alive[i] != 'A', OnlyReads: alive[i] == 'R' || alive[i] == 'S' && i == 0, NotCopied: alive[i] == 'S' && i > 0})
 	}
 	m.Logged = words[many+5] == "disk"
 	return m, nil

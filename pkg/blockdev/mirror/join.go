@@ -29,6 +29,9 @@ func unitOf(size int64) int64 {
 	return fit(u, size)
 }
 
+// unitsOf is of how many units a volume is, of which the last may be larger than what is left.
+func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size) }
+
 // Join has a leg made equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror is used. What is written where it is equal goes to the leg as well, what
 // is written where it is not yet goes to the others alone, and is copied. When all is equal, State.Equal, Finish makes it one of the legs; before that nobody may take it for current. If it fails, or another leg does, writes are
 // held as ever, until Leave.
@@ -47,8 +50,7 @@ func Join(ctx context.Context, name string, leg uint64, differs func(context.Con
 		}
 		err = join(ctx, name, s, leg, differs)
 		if now, failure := state(name); failure == nil && now.Joining == nil {
-			_, removed := dm.RemoveNow(ctx, name+baseSuffix)
-			err = errors.Join(err, removed)
+			err = errors.Join(err, removeBelow(ctx, name))
 		}
 		return err
 	})
@@ -62,20 +64,29 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	if err := steady(append(s.devices(), leg)); err != nil { // also of a driver of before
 		return err
 	}
-	first := s.Legs[0].Device
-	if len(s.Legs) > 1 {
-		uuid := d.UUID
-		if uuid != "" {
-			uuid += baseSuffix
+	uuid := func(suffix string) string {
+		if d.UUID == "" {
+			return ""
 		}
-		if err := flat(ctx, s.Size, s.devices(), func(table []dm.Line) error { return dm.Make(name+baseSuffix, uuid, table) }); err != nil {
-			return err
-		}
-		base, err := dm.Find(name + baseSuffix)
-		if err != nil || base == nil {
+		return d.UUID + suffix
+	}
+	s.Joining = &Leg{Device: leg}
+	if err := s.current(ctx, s.devices(), func(table []dm.Line) error { return dm.Make(name+baseSuffix, uuid(baseSuffix), table) }); err != nil {
+		return err
+	}
+	all := unitsOf(s.Size) * unitOf(s.Size)
+	if err := spare(ctx, dm.Linear(leg, s.Size), all, unitOf(s.Size), func(table []dm.Line) error {
+		return dm.Make(name+joinsSuffix, uuid(joinsSuffix), append(table, dm.Line{Start: all, Length: unitOf(s.Size), Kind: ended}))
+	}); err != nil {
+		return err
+	}
+	var legs []uint64
+	for _, suffix := range []string{baseSuffix, joinsSuffix} {
+		d, err := dm.Find(name + suffix)
+		if err != nil || d == nil {
 			return errors.Join(err, unix.ENXIO)
 		}
-		first = base.Number
+		legs = append(legs, d.Number)
 	}
 	return still(name, func() error {
 		ranges, err := differs(ctx)
@@ -86,10 +97,38 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		if err != nil {
 			return err
 		}
-		line := dm.Line{Length: s.Size, Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(number), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}
-		err = flushed(ctx, line, []uint64{first, leg}, func(table []dm.Line) error { return dm.Load(name, table) })
+		line := dm.Line{Length: all + unitOf(s.Size), Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(number), unitOf(s.Size)/512, over(legs), features)}
+		err = flushed(ctx, line, legs, func(table []dm.Line) error { return dm.Load(name, table) })
 		return errors.Join(err, log.Close()) // the log goes with the table
 	})
+}
+
+// current has the table be brought of what is current in a mirror, to the device that is over that alone: while a leg joins it is larger than the volume, by the rest of its last unit and one more.
+func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm.Line) error) error {
+	if s.Joining == nil {
+		return flat(ctx, s.Size, legs, bring)
+	}
+	return flat(ctx, s.Size, legs, func(table []dm.Line) error {
+		return spare(ctx, table, (unitsOf(s.Size)+1)*unitOf(s.Size), unitOf(s.Size), bring)
+	})
+}
+
+// spare has a table be brought that was made larger, by memory that nobody uses: a unit of it, or as much as one of a large volume may take, again and again.
+func spare(ctx context.Context, table []dm.Line, size, piece int64, bring func(table []dm.Line) error) error {
+	piece = min(piece, 16<<20)
+	held, number, err := inMemory(ctx, make([]byte, piece))
+	if err != nil {
+		return err
+	}
+	for {
+		last := table[len(table)-1]
+		at := last.Start + last.Length
+		if at >= size {
+			break
+		}
+		table = append(table, dm.Line{Start: at, Length: min(piece, size-at), Kind: "linear", Text: dm.Number(number) + " 0"})
+	}
+	return errors.Join(bring(table), held.Close()) // it goes with the table
 }
 
 // Still waits until nothing that is being written to a mirror is under way: all of it is on all legs, or is held as one of them has failed. What comes meanwhile waits. errdefs.ErrUnavailable while a leg joins or has failed. It ends when the last leg
@@ -134,15 +173,14 @@ func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, 
 	return held, unix.Mkdev(loop.Major, uint32(n)), err
 }
 
-// logOf is a log as drivers/md/dm-log.c has it: a header, and from 1 KiB on a bit for each unit that is in sync.
+// logOf is a log as drivers/md/dm-log.c has it: a header, and from 1 KiB on a bit for each unit that is in sync. The last is behind the volume, and is not.
 func logOf(size int64, differs []dm.Range) []byte {
 	const magic, version, bits = 0x4D695272, 2, 1024
-	u := unitOf(size)
-	units := (size + u - 1) / u
-	text := make([]byte, (bits+(units+63)/64*8+4095)/4096*4096)
+	u, units := unitOf(size), unitsOf(size)
+	text := make([]byte, (bits+(units+1+63)/64*8+4095)/4096*4096)
 	binary.LittleEndian.PutUint32(text, magic)
 	binary.LittleEndian.PutUint32(text[4:], version)
-	binary.LittleEndian.PutUint64(text[8:], uint64(units))
+	binary.LittleEndian.PutUint64(text[8:], uint64(units+1))
 	for i := range units {
 		text[bits+i/8] |= 1 << (i % 8)
 	}
@@ -154,7 +192,7 @@ func logOf(size int64, differs []dm.Range) []byte {
 	return text
 }
 
-// Finish makes the leg that joined one of those that are current, and the one called near, if it is among them, the first that is read from. From then on it may be put on the volume's list. errdefs.ErrUnavailable
+// Finish makes the leg that joined, and is on the volume's list, one of those that are current, and the one called near, if it is among them, the first that is read from. errdefs.ErrUnavailable
 // while it is not equal, or if it has failed. If none joins, it does nothing but for the order.
 func Finish(ctx context.Context, name string, near uint64) error {
 	return change(name, "finish the leg that joins it", func() error {

@@ -23,12 +23,14 @@ import (
 const (
 	// region is the unit of a mirror whose legs are equal: no request crosses one.
 	region = 512 << 10
-	// baseSuffix is of the device over what is current, while a leg joins two or more.
-	baseSuffix = "-base"
+	// While a leg joins: baseSuffix is of the device over what is current, joinsSuffix of that over the leg. See Join.
+	baseSuffix  = "-base"
+	joinsSuffix = "-joins"
 
 	target   = "mirror"
-	logged   = "disk"  // the log of one that a leg joins
-	ended    = "error" // the target of a mirror that has ended
+	logged   = "disk"   // the log of one that a leg joins
+	ended    = "error"  // the target of a mirror that has ended
+	fails    = "flakey" // that of what fails flushes, behind it
 	features = " 1 handle_errors"
 )
 
@@ -44,11 +46,11 @@ type State struct {
 	Held          bool  // nothing is read or written until Leave is called for all that failed: see Watch
 	Event         Event
 
-	inner     string // the device that is a mirror of Legs: the mirror itself, or one below it while a leg joins
+	inner     string // the device that is over Legs alone: the mirror itself, or one below it while a leg joins
 	remembers bool   // it has a region of which a leg failed: the kernel holds what is written, until there is another table
 }
 
-// Event is how many things have happened to a mirror, by the kernel's count: to the device, and to that of what is current, which there is while a leg joins two or more.
+// Event is how many things have happened to a mirror, by the kernel's count: to the device, and to that of what is current, which there is while a leg joins.
 type Event struct{ Top, Base uint32 }
 
 // Failed are the legs that have failed, Joining not among them.
@@ -165,26 +167,49 @@ func state(name string) (s State, err error) {
 	return s, s.left(d)
 }
 
-// joins fills in a mirror that a leg joins: it has two legs, what is current and that one.
+// joins fills in a mirror that a leg joins: it has two legs, what is current and that one. Of a driver before this one it may have them without what is written at Join: then the kernel does with failures what that is against, so the leg that joins counts as
+// failed, and begins anew.
 func (s *State) joins(name string, top dm.Mirror) error {
 	if len(top.Legs) != 2 {
 		return fmt.Errorf("%w: it has %d legs and a log, which is none of ours", errdefs.ErrPrecondition, len(top.Legs))
 	}
-	s.Legs, s.Joining = top.Legs[:1], &top.Legs[1]
-	if top.Synced < top.Total {
-		s.Synced = s.Size / top.Total * top.Synced
-	}
+	first, second := top.Legs[0], top.Legs[1]
+	s.Legs, s.Joining, s.Synced = []Leg{first}, &Leg{Device: second.Device, Failed: true}, 0
 	base, err := dm.Find(name + baseSuffix)
-	if err != nil || base == nil || base.Number != s.Legs[0].Device {
+	if err != nil || base == nil || base.Number != first.Device {
 		return err
 	}
-	below, _, err := read(base.Name)
+	below, size, err := read(base.Name)
 	if err != nil {
 		return err
 	}
+	if len(below.Legs) == 1 {
+		below.Legs[0].Failed, below.Legs[0].OnlyReads = first.Failed, first.OnlyReads
+	}
+	s.Size, s.Total, s.Event.Base = size, size, base.Event
 	s.Legs, s.inner, s.remembers = below.Legs, base.Name, below.Synced < below.Total
-	s.Event.Base = base.Event
+	if err := s.joiner(name, second, top); err != nil {
+		return err
+	}
 	return s.left(base)
+}
+
+// joiner fills in the leg that joins, by the device over it. All but the region that is never copied are equal on it once it is equal.
+func (s *State) joiner(name string, second Leg, top dm.Mirror) error {
+	d, err := dm.Find(name + joinsSuffix)
+	if err != nil || d == nil || d.Number != second.Device {
+		return err
+	}
+	leg, _, err := read(d.Name)
+	if err != nil {
+		return err
+	}
+	all := top.Total - 1
+	if s.Synced = s.Size; top.Synced < all {
+		s.Synced = s.Size / all * top.Synced
+	}
+	s.Joining = &Leg{Device: leg.Legs[0].Device, Failed: second.Failed && !(second.NotCopied && top.Synced == all)}
+	return nil
 }
 
 // left looks whether a mirror is held, and marks the legs that the table for the next resume has not. One whose next table is that of a leg that joins (Join) is in the middle of that.
@@ -204,12 +229,9 @@ func (s *State) left(d *dm.Device) error {
 }
 
 // Size is that of the volume of a mirror, in bytes. What the kernel has it as large as may be more.
-func Size(name string) (size int64, err error) {
-	err = of(name, "size", func() error {
-		_, size, err = read(name)
-		return err
-	})
-	return size, err
+func Size(name string) (int64, error) {
+	s, err := Look(name)
+	return s.Size, err
 }
 
 // read returns what a device says of its table in effect: one leg, which is in sync, or those of a target mirror; and how many bytes of it are the volume's: there may be a tail.
@@ -244,8 +266,8 @@ func single(name string) (m dm.Mirror, err error) {
 }
 
 // Leave takes legs out of a mirror, be they whole or not, current or joining. Those that are current have to be off the volume's list before: what the mirror held is written to the others, and
-// acknowledged. If it is Held, that is all that failed. Legs that are not in it are of no account. errdefs.ErrPrecondition for the last one that is current. After a crash it
-// has been done, or has not; then it is to be called again.
+// acknowledged. If it is Held, that is all that failed. Legs that are not in it are of no account. errdefs.ErrPrecondition for the last one that is current, unless the one that joins is equal, which has to be on the volume's list before.
+// After a crash it has been done, or has not; then it is to be called again.
 func Leave(ctx context.Context, name string, legs ...uint64) error {
 	return change(name, "take "+numbers(legs)+" out of it", func() error {
 		s, err := state(name)
@@ -264,10 +286,12 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 			return fmt.Errorf("%w: it is held until all of %s leave it", errdefs.ErrPrecondition, numbers(s.Failed()))
 		case len(rest) == len(s.Legs):
 			return nil
+		case len(rest) == 0 && s.Equal():
+			return settle(ctx, name, s.Size, []uint64{s.Joining.Device})
 		case len(rest) == 0:
 			return fmt.Errorf("%w: the last leg that is current cannot leave", errdefs.ErrPrecondition)
-		case s.Joining != nil: // there are two or more, so there is a device over them
-			return replace(ctx, s.inner, s.Size, rest)
+		case s.Joining != nil:
+			return s.current(ctx, rest, func(table []dm.Line) error { return dm.Replace(s.inner, table) })
 		}
 		return settle(ctx, name, s.Size, rest)
 	})
@@ -278,8 +302,14 @@ func settle(ctx context.Context, name string, size int64, legs []uint64) error {
 	if err := replace(ctx, name, size, legs); err != nil {
 		return err
 	}
+	return removeBelow(ctx, name)
+}
+
+// removeBelow takes the devices away that there are while a leg joins.
+func removeBelow(ctx context.Context, name string) error {
 	_, err := dm.RemoveNow(ctx, name+baseSuffix)
-	return err
+	_, failure := dm.RemoveNow(ctx, name+joinsSuffix)
+	return errors.Join(err, failure)
 }
 
 func replace(ctx context.Context, name string, size int64, legs []uint64) error {
@@ -293,11 +323,10 @@ func End(ctx context.Context, name string) error {
 		if err != nil || len(s.Legs) == 0 {
 			return err
 		}
-		if err := dm.Replace(name, []dm.Line{{Length: s.Size, Kind: ended}}); err != nil {
+		if err := failing(ctx, s.Size, func(table []dm.Line) error { return dm.ReplaceFailing(name, table) }); err != nil {
 			return err
 		}
-		_, err = dm.RemoveNow(ctx, name+baseSuffix)
-		return err
+		return removeBelow(ctx, name)
 	})
 }
 
@@ -332,8 +361,7 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 		if inUse, err = dm.RemoveNow(ctx, name); err != nil || inUse {
 			return err
 		}
-		_, err = dm.RemoveNow(ctx, name+baseSuffix)
-		return err
+		return removeBelow(ctx, name)
 	})
 	return inUse, err
 }
@@ -356,7 +384,7 @@ func Recover(ctx context.Context, name string) error {
 			err = dm.Clear(name)
 		}
 		if s.Joining == nil && err == nil {
-			_, err = dm.RemoveNow(ctx, name+baseSuffix)
+			err = removeBelow(ctx, name)
 		}
 		return err
 	})

@@ -473,7 +473,8 @@ func TestFailsWhileOneJoins(t *testing.T) {
 			}
 			check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: size})))
 			if failing == 2 {
-				f.watch(seen, "the leg that joins to be let go", func(s mirror.State) bool { return s.Joining == nil })
+				f.watch(seen, "the leg that joins to fail", func(s mirror.State) bool { return s.Joining.Failed })
+				f.leave(2)
 				f.write(9, 0)
 				f.has(0, 9, 0)
 				f.has(1, 9, 0)
@@ -578,6 +579,142 @@ func TestFlushFailsWhileOneJoins(t *testing.T) {
 			f.has(slices.IndexFunc(f.legs, func(l *leg) bool { return l.number == stays[0].Device }), 6, 0)
 			f.has(2, 6, 0)
 			f.leave(2)
+		})
+	}
+}
+
+// TestFlushFailsOnceEqual: the only leg that is current fails a flush when all has been copied to one that joins, and takes writes again. Nothing is acknowledged that it has not, whatever comes after, and it is not forgotten that it has failed: whoever takes the volume over
+// has that leg alone, as the list does not have the other one yet.
+func TestFlushFailsOnceEqual(t *testing.T) {
+	for _, differ := range [][]dm.Range{{{Length: mib}}, nil} {
+		t.Run(fmt.Sprint(differ), func(t *testing.T) {
+			f := newMirror(t, 1, 1)
+			f.write(1, 0)
+			seen := f.look().Event
+			check.OK(t, mirror.Join(context.Background(), f.name, f.legs[1].number, differs(differ...)))
+			f.watch(seen, "a leg that is equal", mirror.State.Equal)
+			time.Sleep(100 * time.Millisecond)
+			for at := range int64(4) {
+				f.write(2, at*mib)
+				f.has(0, 2, at*mib)
+				f.has(1, 2, at*mib)
+			}
+			f.legs[0].fail()
+			file := f.open()
+			flush := later(file.Sync)
+			time.Sleep(300 * time.Millisecond)
+			f.legs[0].mend()
+			acknowledged := byte(2)
+			for fill := byte(3); fill < 8; fill++ {
+				write := later(func() error { _, err := file.WriteAt(page(fill), 0); return err })
+				select {
+				case err := <-write:
+					if err == nil {
+						acknowledged = fill
+					}
+				case <-time.After(300 * time.Millisecond):
+				}
+			}
+			if f.legs[0].at(0, 1)[0] < acknowledged {
+				t.Errorf("%d was acknowledged, and the only leg that is current has %d", acknowledged, f.legs[0].at(0, 1)[0])
+			}
+			if s := f.look(); !slices.Equal(s.Failed(), f.numbers(1)) || s.Joining == nil {
+				t.Errorf("it is %+v", s)
+			}
+			check.OK(t, mirror.End(context.Background(), f.name))
+			if err := <-flush; err == nil {
+				t.Error("the flush was acknowledged")
+			}
+		})
+	}
+}
+
+// TestJoinerFailsOnceEqual: a leg that joins fails a flush, or a write, when all has been copied to it. That is held until it has left, and nothing is forgotten.
+func TestJoinerFailsOnceEqual(t *testing.T) {
+	for _, n := range []int{1, 2} {
+		for _, what := range []string{"flush", "write"} {
+			t.Run(fmt.Sprint(n, what), func(t *testing.T) {
+				f := newMirror(t, n, 1)
+				seen := f.look().Event
+				check.OK(t, mirror.Join(context.Background(), f.name, f.legs[n].number, differs(dm.Range{Length: mib})))
+				f.watch(seen, "a leg that is equal", mirror.State.Equal)
+				time.Sleep(100 * time.Millisecond)
+				seen = f.look().Event
+				f.legs[n].fail()
+				file := f.open()
+				held := later(func() error {
+					if what == "flush" {
+						return file.Sync()
+					}
+					_, err := file.WriteAt(page(3), 0)
+					return err
+				})
+				waits(t, held, what)
+				f.legs[n].mend()
+				s := f.watch(seen, "a failure", func(s mirror.State) bool { return s.Joining.Failed })
+				if len(s.Failed()) > 0 || s.Equal() {
+					t.Errorf("it is %+v", s)
+				}
+				is(t, mirror.Finish(context.Background(), f.name, 0), errdefs.ErrUnavailable)
+				f.leave(n)
+				ends(t, held, what)
+				f.write(4, 0)
+				for i := range n {
+					f.has(i, 4, 0)
+				}
+			})
+		}
+	}
+}
+
+// TestJoinerStays: the only other leg leaves when one that joins is equal.
+func TestJoinerStays(t *testing.T) {
+	f := newMirror(t, 1, 1)
+	f.write(1, 0)
+	seen := f.look().Event
+	check.OK(t, mirror.Join(context.Background(), f.name, f.legs[1].number, differs(dm.Range{Length: mib})))
+	f.watch(seen, "a leg that is equal", mirror.State.Equal)
+	f.leave(0)
+	f.write(2, 0)
+	f.has(0, 1, 0)
+	f.has(1, 2, 0)
+	if s := f.look(); len(s.Legs) != 1 || s.Legs[0].Device != f.legs[1].number || s.Joining != nil {
+		t.Errorf("it is %+v", s)
+	}
+}
+
+// TestJoinsAnySize: a volume whose last unit is not a whole one, and one of which the units are large.
+func TestJoinsAnySize(t *testing.T) {
+	for _, of := range []int64{size - mib/2 + 4096, 96<<30 + mib + 4096} {
+		t.Run(fmt.Sprint(of), func(t *testing.T) {
+			need(t)
+			f := &fixture{t: t, name: "ashlar-test-mirror"}
+			for i := range 2 {
+				l := newLeg(t, fmt.Sprint("leg", i))
+				check.OK(t, os.Truncate(l.image, of))
+				drivertest.Run(t, "losetup", "-c", fmt.Sprint("/dev/loop", unix.Minor(l.loop)))
+				check.OK(t, dm.Replace(l.name, dm.Linear(l.loop, of)))
+				f.legs = append(f.legs, l)
+			}
+			check.OK(t, mirror.Make(t.Context(), f.name, "", of, f.legs[0].number))
+			t.Cleanup(func() { _, err := mirror.Remove(context.Background(), f.name); check.OK(t, err) })
+			last := of - 4096
+			f.write(1, last)
+			f.write(2, 0)
+			seen := f.look().Event
+			check.OK(t, mirror.Join(t.Context(), f.name, f.legs[1].number, differs(dm.Range{Length: 4096}, dm.Range{Offset: last, Length: 4096})))
+			s := f.watch(seen, "a leg that is equal", mirror.State.Equal)
+			if got, err := mirror.Size(f.name); err != nil || got != of || s.Size != of || s.Total != of || s.Synced != of {
+				t.Errorf("of %d bytes it is %d, %v, %+v", of, got, err, s)
+			}
+			f.has(1, 1, last)
+			f.has(1, 2, 0)
+			f.write(3, last)
+			f.has(0, 3, last)
+			f.has(1, 3, last)
+			check.OK(t, mirror.Finish(t.Context(), f.name, 0))
+			f.write(4, last)
+			f.has(1, 4, last)
 		})
 	}
 }
@@ -950,15 +1087,20 @@ func TestEnds(t *testing.T) {
 	held := later(func() error { _, err := f.open().WriteAt(page(2), mib); return err })
 	f.failed(seen, 1)
 	waits(t, held, "a write")
+	file := f.open()
+	flush := later(file.Sync)
+	waits(t, flush, "a flush")
 	check.OK(t, mirror.End(ctx, f.name))
 	check.OK(t, mirror.End(ctx, f.name))
-	select {
-	case err := <-held:
-		if err == nil {
-			t.Error("a write was acknowledged that one leg has not")
+	for what, done := range map[string]chan error{"a write": held, "a flush": flush, "another flush": later(file.Sync)} {
+		select {
+		case err := <-done:
+			if err == nil {
+				t.Error("acknowledged, though one leg has not done it: ", what)
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatal("still held: ", what)
 		}
-	case <-time.After(10 * time.Second):
-		t.Fatal("a write is still held")
 	}
 	if _, err := f.open().WriteAt(page(3), 0); err == nil {
 		t.Error("a write was acknowledged by nobody")

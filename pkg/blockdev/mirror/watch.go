@@ -12,8 +12,8 @@ import (
 // forgets is how long a failure has to be one that the kernel would forget, before that is believed: of a write that failed, it says a moment later which region it was.
 const forgets = 20 * time.Millisecond
 
-// Watch waits until something has happened to a mirror since a look at it (State.Event) that was after the last change that the caller made, and returns how it is then: a leg has failed, or the one that joins is equal, or has been taken out as
-// it failed; or nothing that matters. errdefs.ErrNotFound once there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel soon forgets which leg it was, and then acknowledges what is on one leg only. Watch does not let
+// Watch waits until something has happened to a mirror since a look at it (State.Event) that was after the last change that the caller made, and returns how it is then: a leg has failed, or the one that joins is equal, or has
+// failed; or nothing that matters. errdefs.ErrNotFound once there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel soon forgets which leg it was, and then acknowledges what is on one leg only. Watch does not let
 // it. It has the mirror held, with the legs that may lack something as failed, which is so until Leave, also for a driver that starts later. Where the kernel has forgotten already, those are all but the one that is read from, as that has everything.
 func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 	var last Event
@@ -34,9 +34,6 @@ func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 	err = change(name, "see to what has happened", func() error {
 		if s, err = state(name); err != nil {
 			return err
-		}
-		if s.Joining != nil && s.Joining.Failed {
-			return s.let(ctx, name)
 		}
 		if s.Held || s.remembers || len(s.Legs) <= 1 {
 			return nil
@@ -72,23 +69,13 @@ func (s *State) keep(ctx context.Context, name string, seen Event) (err error) {
 	if err != nil || has == 0 {
 		return err
 	}
-	if err := flat(ctx, s.Size, []uint64{has}, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
+	if err := s.current(ctx, []uint64{has}, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
 		return err
 	}
 	if err := dm.HoldNow(s.inner); err != nil {
 		return errors.Join(err, dm.Clear(s.inner))
 	}
 	*s, err = state(name)
-	return err
-}
-
-// let has a leg that was joining, and has failed, leave: it is nobody's.
-func (s *State) let(ctx context.Context, name string) error {
-	if err := settle(ctx, name, s.Size, s.devices()); err != nil {
-		return err
-	}
-	now, err := state(name)
-	*s = now
 	return err
 }
 

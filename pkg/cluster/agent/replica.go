@@ -363,7 +363,11 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if len(opened) == 0 || ctx.Err() != nil {
 		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
-	chosen, err := chooseOf(v, opened, l.ask(ctx, v, unlisted(v)), away, failed)
+	var others []openedLeg
+	if !isLast(v, opened) {
+		others = l.ask(ctx, v, unlisted(v))
+	}
+	chosen, err := chooseOf(v, opened, others, away, failed)
 	if err != nil {
 		l.sayWaits(ctx, v, err)
 		return replicapool.Opened{}, err
@@ -581,7 +585,7 @@ func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolum
 
 // setCurrent says of a leg that it has every acknowledged write, by a claim.
 func setCurrent(leg *v1alpha1.Leg, generation int64) {
-	*leg = v1alpha1.Leg{Name: leg.Name, Current: true, Sound: generation, State: v1alpha1.LegCurrent}
+	*leg = v1alpha1.Leg{Name: leg.Name, Current: true, Sound: generation, List: leg.List, State: v1alpha1.LegCurrent}
 }
 
 // setWaiting says of a leg why it is not used.
@@ -591,7 +595,7 @@ func setWaiting(leg *v1alpha1.Leg, why string) {
 		now := metav1.Now().Rfc3339Copy() // as an object holds it
 		since = &now
 	}
-	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
+	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, List: leg.List, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
 }
 
 // writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody
@@ -613,12 +617,20 @@ func (l *ReplicaLegs) writeAfter(ctx context.Context, v *v1alpha1.ReplicatedVolu
 		if byPerson(before) {
 			number += personGap
 		}
-		number, err := l.announce(ctx, v, v.Current(), *last, number)
+		number, after, err := l.announce(ctx, v, v.Current(), *last, number)
 		if err != nil {
 			*v = *before
 			return err
 		}
 		v.Status.Lists = number
+		for i := range v.Status.Legs {
+			switch leg := &v.Status.Legs[i]; {
+			case leg.Current:
+				leg.List = number
+			case !hasLists(before) || after > before.Status.Lists: // it is not known; or the object was put back, and one that has everything knows what came after
+				leg.List = max(leg.List, after)
+			}
+		}
 	}
 	if equality.Semantic.DeepEqual(&before.Status, &v.Status) {
 		return nil

@@ -256,6 +256,7 @@ type view struct {
 	leg     map[uint64]string
 	near    uint64 // the device of the leg that this node has; 0: none
 	failing map[string]string
+	last    *lastList // what recall has found; nil: nothing yet
 }
 
 // look takes the next step. Without the claim by which the mirror was made, it ends; as long as that is not known it does nothing: whatever failed is held, and what did not is fenced by the nodes of the legs.
@@ -420,9 +421,19 @@ func (n *view) has(device uint64) bool {
 	return slices.ContainsFunc(n.s.Legs, func(l mirror.Leg) bool { return l.Device == device }) || n.s.Joining != nil && n.s.Joining.Device == device
 }
 
+// legs are those that the mirror waits for, and that are, or may be, on the list: also one that joins, once it is equal, and listed.
+func (n *view) legs() []mirror.Leg {
+	if n.s.Equal() {
+		if leg := n.v.Leg(n.leg[n.s.Joining.Device]); leg != nil && leg.Current {
+			return append(slices.Clone(n.s.Legs), *n.s.Joining)
+		}
+	}
+	return n.s.Legs
+}
+
 // in are the names of the legs that the mirror waits for.
 func (n *view) in() (names []string) {
-	for _, l := range n.s.Legs {
+	for _, l := range n.legs() {
 		names = append(names, n.leg[l.Device])
 	}
 	return names
@@ -440,7 +451,7 @@ func (n *view) unknown() (devices []uint64) {
 
 // findFailed finds the legs that the mirror is not to wait for any more, and why: what failed; what does not answer for too long; what is to be a leg no more; and what is listed, and not in the mirror, which nobody may take for current.
 func (t *tender) findFailed(now *view) {
-	for _, l := range now.s.Legs {
+	for _, l := range now.legs() {
 		name := now.leg[l.Device]
 		switch {
 		case name == "": // what it was is listed, and not among these
@@ -467,14 +478,14 @@ const connectionEnded = "the connection to its node has ended"
 
 // severed reports whether each leg that is current has failed what was written, or will not be reached any more, and the kernel may hold what is written all the same. One alone has its users get errors.
 func (t *tender) severed(now *view) bool {
-	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.s.Legs, func(l mirror.Leg) bool {
+	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.legs(), func(l mirror.Leg) bool {
 		return !(l.Failed && !l.OnlyReads) && t.unreached(now, now.leg[l.Device]) != connectionEnded
 	})
 }
 
 // unread reports whether all legs that are current have failed, and took all that was written: nothing is held.
 func (n *view) unread() bool {
-	return !slices.ContainsFunc(n.s.Legs, func(l mirror.Leg) bool { return !l.OnlyReads })
+	return !slices.ContainsFunc(n.legs(), func(l mirror.Leg) bool { return !l.OnlyReads })
 }
 
 // sever has all who use a mirror that is severed get errors. The kernel holds what one leg failed for the others, be it the one that joins, or one of which nobody has noticed that it has ended as nothing comes to it; for ever, and so the volume could not be taken down.
@@ -512,7 +523,7 @@ func (t *tender) unreached(now *view, name string) string {
 // leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays; if it cannot be read, one that joins leaves.
 func (t *tender) leave(ctx context.Context, now *view) error {
 	if now.s.Joining != nil && now.unread() {
-		return t.notJoined(ctx, now, now.leg[now.s.Joining.Device], "it got not all, as a part of the others cannot be read")
+		return t.notJoined(ctx, now, now.s.Joining.Device, "it got not all, as a part of the others cannot be read")
 	}
 	devices, err := t.drop(ctx, now)
 	if err != nil {
@@ -603,41 +614,63 @@ func reasons(failing map[string]string) string {
 	return strings.Join(all, "; ")
 }
 
-// list puts on the list what the mirror waits for, and is not there yet: it is equal, and whole.
+// list puts on the list what the mirror waits for, and is not there: somebody has changed the object.
 func (t *tender) list(ctx context.Context, now *view) error {
 	for _, l := range now.s.Legs {
 		name := now.leg[l.Device]
 		if leg := now.v.Leg(name); name == "" || leg != nil && leg.Current {
 			continue
 		}
-		if err := t.meanwhile(ctx, t.dropSilent, func() error {
-			return t.complete(ctx, now.v, name, l.Device, func() error {
-				return t.writeLists(ctx, now.v, nil, func(s *v1alpha1.ReplicatedVolumeStatus) {
-					if now.v.Leg(name) == nil {
-						s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
-					}
-					setCurrent(now.v.Leg(name), t.generation)
-				})
-			})
-		}); err != nil {
+		if listed, err := t.puts(ctx, now, name, l.Device); err != nil || !listed {
 			return err
 		}
-		delete(t.joins, name)
-		t.equal = equal{written: -1}
-		klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
-		if err := t.tellAll(ctx, now.v); err != nil { // soon: those who are not told, and leave, know only that it was due
+		if err := t.isCurrent(ctx, now, name); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// puts puts a leg on the list that the mirror waits for, and that is equal. One that cannot be flushed leaves the mirror instead, and is tried again later.
+func (t *tender) puts(ctx context.Context, now *view, name string, device uint64) (listed bool, err error) {
+	err = t.meanwhile(ctx, t.dropSilent, func() error {
+		return t.complete(ctx, now.v, name, device, func() error {
+			return t.writeLists(ctx, now.v, nil, func(s *v1alpha1.ReplicatedVolumeStatus) {
+				if now.v.Leg(name) == nil {
+					s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
+				}
+				setCurrent(now.v.Leg(name), t.generation)
+			})
+		})
+	})
+	if !errors.Is(err, errNotFlushed) {
+		return err == nil, err
+	}
+	why := "what it got could not be made durable: " + errdefs.Words(err)
+	if slices.Contains(now.v.Current(), name) {
+		now.failing[name] = why
+		return false, t.leave(ctx, now)
+	}
+	return false, t.notJoined(ctx, now, device, why)
+}
+
+// isCurrent is the end of the way of a leg that has been put on the list.
+func (t *tender) isCurrent(ctx context.Context, now *view, name string) error {
+	delete(t.joins, name)
+	t.equal = equal{written: -1}
+	klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
+	return t.tellAll(ctx, now.v) // soon: those who are not told, and leave, know only that it was due
+}
+
+// errNotFlushed: the disk of a leg does not make durable what it has taken.
+var errNotFlushed = errors.New("it cannot be flushed")
+
 // complete has a leg that is equal be that durably, and its record say so, and what those of the others say of the volume by now. Nobody changes that before it is on the list.
 func (t *tender) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64, list func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
 	if err := mirror.Flush(device); err != nil {
-		return err
+		return errors.Join(errNotFlushed, err)
 	}
 	return t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error {
 		current, err := t.currentLeg(ctx, v)
@@ -669,23 +702,9 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 	switch {
 	case now.s.Joining.Failed || name == "" || !slices.Contains(now.v.Spec.Legs, name) || t.unreached(now, name) != "":
 		t.endSilent(ctx, name)
-		return t.notJoined(ctx, now, name, "it failed while it was made equal")
+		return t.notJoined(ctx, now, now.s.Joining.Device, "it failed while it was made equal")
 	case now.s.Equal():
-		if err := t.learns(ctx, now.v, now.in(), name); err != nil {
-			return err
-		}
-		if s, err := mirror.Look(t.name); err != nil || s.Event != t.seen { // a leg may have failed, which the kernel has forgotten: Watch tells
-			return err
-		}
-		if err := t.change(ctx, func() error { return mirror.Finish(ctx, t.name, now.near) }); err != nil {
-			return err
-		}
-		s, err := mirror.Look(t.name)
-		if err != nil {
-			return err
-		}
-		now.s = s
-		return t.list(ctx, now)
+		return t.finish(ctx, now, name)
 	}
 	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) {
 		if p := leg.Progress; leg.State == v1alpha1.LegJoining && p != nil && p.Total == now.s.Total && abs(now.s.Synced-p.Done) < max(1, p.Total/progressOf) {
@@ -696,9 +715,27 @@ func (t *tender) joining(ctx context.Context, now *view) error {
 	})
 }
 
-// notJoined takes a leg that joins out of the mirror; it is tried again.
-func (t *tender) notJoined(ctx context.Context, now *view, name, why string) error {
-	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, now.s.Joining.Device) }); err != nil {
+// finish puts a leg on the list that has joined, and is equal; then it is made one like the others. Not before: as long as it joins, the kernel acknowledges nothing that it alone has, whichever fails (mirror.Join). A leg is on the list already where a driver has ended between the two.
+func (t *tender) finish(ctx context.Context, now *view, name string) error {
+	if err := t.learns(ctx, now.v, now.in(), name); err != nil {
+		return err
+	}
+	if s, err := mirror.Look(t.name); err != nil || s.Event != t.seen { // a leg may have failed, which the kernel has forgotten: Watch tells
+		return err
+	}
+	if listed, err := t.puts(ctx, now, name, now.s.Joining.Device); err != nil || !listed {
+		return err
+	}
+	if err := t.change(ctx, func() error { return mirror.Finish(ctx, t.name, now.near) }); err != nil {
+		return err
+	}
+	return t.isCurrent(ctx, now, name)
+}
+
+// notJoined takes a leg that is not on the list out of the mirror; it is tried again.
+func (t *tender) notJoined(ctx context.Context, now *view, device uint64, why string) error {
+	name := now.leg[device]
+	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, device) }); err != nil {
 		return err
 	}
 	t.again(name)
@@ -754,7 +791,11 @@ func (t *tender) joined(ctx context.Context, now *view, name string, err error) 
 		return nil
 	}
 	t.again(name)
-	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, errdefs.Words(err)) })
+	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) {
+		if setWaiting(leg, errdefs.Words(err)); errors.Is(err, errAhead) {
+			leg.State = v1alpha1.LegAhead
+		}
+	})
 }
 
 // joinLeg opens a leg and has the kernel copy to it what it lacks. The caller has the lock of the volume.
@@ -780,11 +821,13 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string, tries int)
 		if err != nil {
 			return err
 		}
-		err = t.volumes.ChangeLeg(ctx, legs[name], func(s *volume.LegState, own map[string]string) error {
-			volume.CarryLabels(current.Data.Labels, own)
-			s.Opened, s.Closed, s.Boot = t.generation, false, leg.Now // what it was sound of, it stays
-			return nil
-		})
+		if err = isAhead(v, leg); err == nil {
+			err = t.volumes.ChangeLeg(ctx, legs[name], func(s *volume.LegState, own map[string]string) error {
+				volume.CarryLabels(current.Data.Labels, own)
+				s.Opened, s.Closed, s.Boot = t.generation, false, leg.Now // what it was sound of, it stays
+				return nil
+			})
+		}
 		var lacks func(context.Context) ([]dm.Range, error)
 		if err == nil {
 			lacks, err = t.lacks(ctx, v, leg, legs, now.s.Size, tries)

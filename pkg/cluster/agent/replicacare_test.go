@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -27,6 +28,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
@@ -60,6 +62,7 @@ type tendedLeg struct {
 	live   bool
 	away   bool // its node does not answer
 	silent bool // ... and that takes as long as one waits
+	asked  int  // so often its record was read
 	news   int  // so often it is not known that it is claimed
 	ended  bool
 	closes func()
@@ -318,6 +321,7 @@ func (f tendedVolumes) Leg(ctx context.Context, id volume.ID) (volume.Leg, error
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	l := f.legs[id.Key]
+	l.asked++
 	if l.news--; l.news >= 0 {
 		return volume.Leg{}, fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id.Key)
 	}
@@ -469,6 +473,140 @@ func TestSilentWhileFlushed(t *testing.T) {
 	f.joins("b")
 	check.OK(t, mirror.Finish(context.Background(), f.tender.name, 0))
 	f.goesOnWithout("b")
+}
+
+// has is what a leg has at the beginning, on its disk.
+func (f *tended) has(name string) byte {
+	f.t.Helper()
+	disk, err := direct.Open(fmt.Sprint("/dev/loop", unix.Minor(f.legs[name].disk)), os.O_RDONLY)
+	check.OK(f.t, err)
+	defer disk.Close()
+	page, free, err := direct.Memory(4096)
+	check.OK(f.t, err)
+	defer free()
+	_, err = disk.ReadAt(page, 0)
+	check.OK(f.t, err)
+	return page[0]
+}
+
+// eventually waits for something, for ten seconds.
+func (f *tended) eventually(what string, is func(*view) bool) {
+	f.t.Helper()
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		now := f.now()
+		if is(now) {
+			return
+		}
+		if time.Now().After(end) {
+			f.t.Fatalf("not %s: %+v, %+v", what, now.s, now.v.Status.Legs)
+		}
+	}
+}
+
+// TestLastFailsFlushBeforeListed: the only leg that is current fails a flush after all was copied to another one, and before that is on the list, and takes writes again. Who takes the volume over now has that leg alone: nothing is acknowledged that it has not.
+func TestLastFailsFlushBeforeListed(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	f.patches = func() error {
+		return apierrors.NewServiceUnavailable("the API server is away")
+	}
+	f.joins("b")
+	f.starts()
+	time.Sleep(10 * f.options.CarryEvery)
+	f.flaky("a")
+	file := f.file()
+	flush := make(chan error, 1)
+	go func() { flush <- file.Sync() }()
+	time.Sleep(300 * time.Millisecond)
+	f.mends("a")
+	acknowledged := byte(0)
+	for fill := byte(1); fill < 6; fill++ {
+		done := make(chan error, 1)
+		page, _, err := direct.Memory(4096)
+		check.OK(t, err)
+		page[0] = fill
+		go func() {
+			_, err := file.WriteAt(page, 0)
+			done <- err
+		}()
+		select {
+		case err := <-done:
+			if err == nil {
+				acknowledged = fill
+			}
+		case <-time.After(300 * time.Millisecond):
+		}
+	}
+	if has := f.has("a"); has < acknowledged {
+		t.Errorf("%d was acknowledged, and the only leg on the list, which is %v, has %d", acknowledged, f.now().v.Current(), has)
+	}
+	f.lost(flush)
+}
+
+// TestListedAndNotFinished: a driver has put a leg on the list that has joined, and ended before that was one like the others.
+func TestListedAndNotFinished(t *testing.T) {
+	for _, then := range []string{"", "cannot be flushed", "the other one is away"} {
+		t.Run(then, func(t *testing.T) {
+			f := newTended(t, 1, "a", "b")
+			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: "b", Current: true, Sound: 1})
+			f.legs["b"].state = volume.LegState{Sound: 1, Opened: 1, Boot: "1"}
+			f.joins("b")
+			f.eventually("equal", func(now *view) bool { return now.s.Equal() })
+			wanted := []string{"a", "b"}
+			switch then {
+			case "cannot be flushed":
+				f.noFlush("b")
+				wanted = wanted[:1]
+			case "the other one is away":
+				f.v.Spec.Legs = []string{"b", "a"} // the near one is b
+				f.silent("a", 0)
+				wanted = wanted[1:]
+			}
+			f.starts()
+			f.current(wanted...)
+			f.eventually("finished", func(now *view) bool { return now.s.Joining == nil })
+			f.ends(f.write(0), "a write")
+		})
+	}
+}
+
+// noFlush has a leg fail flushes, and nothing else.
+func (f *tended) noFlush(name string) {
+	l := f.legs[name]
+	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "linear", Text: dm.Number(l.disk) + " 0"}, {Start: tendedSize, Length: 4096, Kind: "flakey", Text: dm.Number(l.disk) + " 0 0 1"}}))
+}
+
+// TestCannotBeFlushed: what was copied to a leg cannot be made durable, while nobody writes. It leaves the mirror, is tried again later each time, and it is said why; once it can be flushed it is current.
+func TestCannotBeFlushed(t *testing.T) {
+	for _, names := range [][]string{{"a", "b"}, {"a", "c", "b"}} {
+		t.Run(fmt.Sprint(len(names)-1), func(t *testing.T) {
+			f := newTended(t, len(names)-1, names...)
+			f.noFlush("b")
+			var tries atomic.Int32
+			f.marks = func(name string) error {
+				if name == "b" {
+					tries.Add(1)
+				}
+				return nil
+			}
+			f.legs["b"].state.Common, f.legs["a"].state.Common = "X", "X"
+			f.joins("b")
+			f.starts()
+			f.eventually("out of the mirror", func(now *view) bool {
+				leg := now.v.Leg("b")
+				return now.s.Joining == nil && len(now.s.Legs) == len(names)-1 && leg != nil && !leg.Current && leg.State == v1alpha1.LegWaiting && (strings.Contains(leg.Message, "could not be made durable") || strings.Contains(leg.Message, "it failed")) // the kernel flushes what it has copied, too
+			})
+			f.ends(f.write(0), "a write")
+			tries.Store(0)
+			time.Sleep(20 * f.options.CarryEvery)
+			if n := tries.Load(); n > 2*4 { // it is asked twice each time
+				t.Errorf("it was tried %d times in 20 looks", n/2)
+			}
+			f.mends("b")
+			f.eventually("current", func(now *view) bool {
+				return len(now.v.Current()) == len(names) && now.s.Joining == nil && len(now.s.Legs) == len(names)
+			})
+		})
+	}
 }
 
 // TestForgottenMeanwhile: a flush fails on a leg, and the kernel forgets it, while somebody who looks after the mirror is at something else.

@@ -38,9 +38,9 @@ type lastList struct {
 	legs   []string
 }
 
-// announce has the records of the legs that are to be on the next list say that it is due, and returns its number: that which is asked for, or a later one, which none of them knows.
-func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, last lastList, number int64) (int64, error) {
-	after := last.number
+// announce has the records of the legs that are to be on the next list say that it is due, and returns its number: that which is asked for, or a later one, which none of them knows; and that of the list before it, as far as one of them knows.
+func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, last lastList, number int64) (_, after int64, _ error) {
+	after = last.number
 	more := slices.ContainsFunc(names, func(name string) bool { return !slices.Contains(last.legs, name) })
 	for i := 0; i < len(names); i++ {
 		var knows, due int64
@@ -56,10 +56,10 @@ func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume
 			continue
 		}
 		if err != nil {
-			return 0, err
+			return 0, 0, err
 		}
 	}
-	return number, nil
+	return number, after, nil
 }
 
 // tellList has the records of the legs on the list say that it was written. due: one of them knows of another one that is due, and was perhaps written.
@@ -196,10 +196,13 @@ func (t *tender) isBefore(ctx context.Context, now *view) (bool, error) {
 	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
 }
 
-// recall is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer.
+// recall is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer: they are asked once for each look.
 func (t *tender) recall(ctx context.Context, now *view) (last lastList, err error) {
 	if t.last.number > 0 {
 		return t.last, nil
+	}
+	if now.last != nil {
+		return *now.last, nil
 	}
 	names := slices.DeleteFunc(now.in(), func(name string) bool { return name == "" || now.failing[name] != "" })
 	known := t.ask(ctx, now.v, names)
@@ -214,6 +217,7 @@ func (t *tender) recall(ctx context.Context, now *view) (last lastList, err erro
 			last.legs = append(last.legs, leg.name)
 		}
 	}
+	now.last = &last
 	return last, nil
 }
 
@@ -237,6 +241,7 @@ func (t *tender) putRight(ctx context.Context, now *view) error {
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
 	return t.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for i := range s.Legs {
+			s.Legs[i].List = max(s.Legs[i].List, last.number) // what any of them knows of is of before this one
 			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
 				setWaiting(&s.Legs[i], "who uses the volume does not write to it: the object was put back to what it was before, or somebody has changed it")
 			}
@@ -302,6 +307,15 @@ func forked(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
 	return ""
 }
 
+// isLast reports whether the legs that were opened show by themselves that the object has the last list: all of that list are among them, were told of it, and of none that was due after it. Each list has a leg of the one before it that was told that it is due;
+// so no leg that is not on this one can have been on a later one. Any list that is due counts, also one that brings no leg: that it is due may have taken the place of another one that did.
+func isLast(v *v1alpha1.ReplicatedVolume, opened []openedLeg) bool {
+	many := len(v.Current())
+	return len(opened) == many && !slices.ContainsFunc(opened, func(leg openedLeg) bool {
+		return leg.List != v.Status.Lists || leg.Listed != many || leg.Due > 0
+	})
+}
+
 // upToDate returns those of the legs that were opened of which all have everything that was acknowledged: all, unless one knows, or one of others that are not on the list, that the object is of before a later list. Then it is those of the last list that is
 // known, if all of that are here. ErrPrecondition if not: others may have what these lack.
 func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]openedLeg, error) {
@@ -334,4 +348,30 @@ func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
 		return fmt.Errorf("%w: leg %s is an older copy: its record knows of list %d of the legs that are current, and it is on list %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.List, v.Status.Lists)
 	}
 	return nil
+}
+
+// errAhead: see isAhead.
+var errAhead = errors.New("it may have what the others lack")
+
+// hasLists reports whether an object says which list each of its legs was on last.
+func hasLists(v *v1alpha1.ReplicatedVolume) bool {
+	return slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.List > 0 })
+}
+
+// isAhead is errAhead for a leg that is about to be made equal to those that are current, and whose own record says that it was on a list after the last one which the object knows to have had it: the object was put back to what it was before, and is believed, as no leg that
+// answered when the volume was opened could tell. What only this one has would be overwritten. Not if a person has said since which legs are current: then the number of the next list is far behind what this one knows. Of an object of a driver that did not write which list had a leg last, it was
+// at the least none with that number or a later one.
+func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
+	last := max(0, v.Status.Lists-1)
+	if hasLists(v) {
+		last = 0
+		if known := v.Leg(leg.name); known != nil {
+			last = known.List
+		}
+	}
+	if leg.List <= last || byPerson(v) || leg.List+personGap/2 < v.Status.Lists {
+		return nil
+	}
+	return fmt.Errorf("%w: leg %s was on list %d of the legs that are current, of which the object of the replicated volume %s knows nothing: that was put back to what it was before, and %w; nothing is copied to it until a person says which legs are current "+
+		"(status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, leg.name, leg.List, v.Name, errAhead)
 }

@@ -318,7 +318,7 @@ func (f *tended) announced(fails string, names ...string) {
 		}
 		return nil
 	}
-	if _, err := f.announce(context.Background(), f.v, names, lastList{f.v.Status.Lists, nil}, f.v.Status.Lists+1); err == nil {
+	if _, _, err := f.announce(context.Background(), f.v, names, lastList{f.v.Status.Lists, nil}, f.v.Status.Lists+1); err == nil {
 		f.t.Fatal("all were written")
 	}
 	f.changes = func(string, volume.LegState) error { return nil }
@@ -555,6 +555,120 @@ func TestJoinedObjectOfBefore(t *testing.T) {
 	f.leaves("a")
 	if now := f.v.Status.Lists; now <= last {
 		t.Errorf("list %d, of leg b, was that of leg a: %d", now, last)
+	}
+}
+
+// restoredUnseen has a volume of which an object of before is believed: a was current alone, then b joined, and was alone; the object is put back, and b does not answer. It is opened by several claims, so that the numbers of lists are no less than those that b knows.
+func restoredUnseen(t *testing.T, opens int64) *tended {
+	f := newTended(t, 2, "a", "b")
+	f.leaves("b")
+	before := f.v.DeepCopy()
+	check.OK(t, f.learns(t.Context(), f.v, []string{"a"}, "b"))
+	check.OK(t, f.writeLists(t.Context(), f.v, nil, func(*v1alpha1.ReplicatedVolumeStatus) { setCurrent(f.v.Leg("b"), 1) }))
+	f.leaves("a")
+	before.ResourceVersion = f.v.ResourceVersion + "0"
+	f.v, f.legs["b"].away = before, true
+	for g := range opens {
+		check.OK(t, f.opens(2+g))
+	}
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Fatalf("%v are current", now)
+	}
+	f.legs["b"].away, f.generation = false, 1+opens
+	check.OK(t, mirror.Leave(t.Context(), f.tender.name, f.legs["b"].number))
+	return f
+}
+
+// TestAheadStays: a leg that has what the others lack, as an object of before was believed while it did not answer, is not overwritten when it answers again, until a person says which legs are current.
+func TestAheadStays(t *testing.T) {
+	for _, opens := range []int64{1, 5} {
+		t.Run(fmt.Sprint(opens), func(t *testing.T) {
+			f := restoredUnseen(t, opens)
+			f.starts()
+			f.eventually("told", func(now *view) bool { return now.v.Leg("b").State == v1alpha1.LegAhead })
+			time.Sleep(10 * f.options.CarryEvery)
+			if now := f.now(); len(now.in()) != 1 || now.s.Joining != nil || now.v.Leg("b").State != v1alpha1.LegAhead || !strings.Contains(now.v.Leg("b").Message, "may have what the others lack") {
+				t.Errorf("it is %+v, %+v", now.s, now.v.Leg("b"))
+			}
+			if b := f.state("b"); b.Opened != 1 || b.Sound != 1 {
+				t.Errorf("its record says %+v", b)
+			}
+			f.mu.Lock()
+			f.v.Status.Legs = []v1alpha1.Leg{{Name: "a", Current: true}, {Name: "b"}}
+			f.v.ResourceVersion += "0"
+			f.mu.Unlock()
+			f.current("a", "b")
+		})
+	}
+}
+
+// TestBehindJoins: a leg that knows of no list which the object knows nothing of joins, also if the object was put back, and was put right by those that have everything.
+func TestBehindJoins(t *testing.T) {
+	for _, used := range []bool{false, true} {
+		t.Run(fmt.Sprint("put back while it is used: ", used), func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			check.OK(t, f.opens(1)) // which of them is open nobody knows: b is made equal
+			before := f.v.DeepCopy()
+			b := f.v.Leg("b")
+			if one := f.v.Current()[0]; one != "a" {
+				t.Fatal(one, "is current")
+			}
+			check.OK(t, f.learns(t.Context(), f.v, []string{"a"}, "b"))
+			check.OK(t, f.writeLists(t.Context(), f.v, nil, func(*v1alpha1.ReplicatedVolumeStatus) { setCurrent(b, 1) }))
+			check.OK(t, second(f.tellList(t.Context(), f.v)))
+			f.leaves("b")
+			before.ResourceVersion = f.v.ResourceVersion + "0"
+			f.v = before
+			if used {
+				now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+				check.OK(t, f.putRight(t.Context(), now))
+			} else {
+				check.OK(t, f.opens(2))
+			}
+			if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+				t.Fatalf("%v are current", now)
+			}
+			check.OK(t, isAhead(f.v, openedLeg{name: "b", Leg: volume.Leg{LegState: f.state("b")}}))
+		})
+	}
+}
+
+// TestAskedOnce: a driver that has just started asks the legs once for the last list, to find that the object is of before, and to put it right.
+func TestAskedOnce(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	before := f.v.DeepCopy()
+	f.leaves("b")
+	before.ResourceVersion = f.v.ResourceVersion + "0"
+	f.v, f.last, f.legs["a"].asked = before, lastList{}, 0
+	now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+	if is, err := f.isBefore(t.Context(), now); err != nil || !is {
+		t.Fatal("it is not found that the object is of before:", err)
+	}
+	check.OK(t, f.putRight(t.Context(), now))
+	if n := f.legs["a"].asked; n != 1 || !slices.Equal(f.v.Current(), []string{"a"}) {
+		t.Errorf("it was asked %d times, and %v are current", n, f.v.Current())
+	}
+}
+
+// TestSilentUnlisted: a leg that is not on the list, and answers nothing at all, is waited for only if it may know better than those that are.
+func TestSilentUnlisted(t *testing.T) {
+	for _, more := range []bool{false, true} {
+		t.Run(fmt.Sprint("it may know better: ", more), func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			f.leaves("b")
+			if a := &f.legs["a"].state; more {
+				a.Due, a.After = a.List+1, a.List
+			}
+			f.legs["b"].silent = true
+			began := time.Now()
+			check.OK(t, f.opens(2))
+			if took := time.Since(began); (took >= askPatience*f.options.CarryEvery) != more {
+				t.Errorf("it took %v", took)
+			}
+			if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+				t.Errorf("%v are current", now)
+			}
+		})
 	}
 }
 

@@ -28,6 +28,7 @@ type walk struct {
 	has      map[string]int // the last write that is on a leg
 	acked    int            // the last write that was acknowledged
 	before   bool           // the object was put back, and was not put right
+	restored bool           // it was put back, once at the least
 	objects  []*v1alpha1.ReplicatedVolume
 	cut      int // after so many writes of objects and records nothing is written; none: never
 	answered bool
@@ -120,6 +121,9 @@ func (w *walk) joins(name string) {
 	if w.v.Status.Opened != w.generation || w.v.Spec.Claim.Generation != w.generation {
 		return
 	}
+	if err := isAhead(w.v, openedLeg{name: name, Leg: volume.Leg{LegState: w.legs[name].state}}); err != nil && !w.restored {
+		w.t.Fatalf("a leg is refused, though the object was never put back: %v, after:\n%s", err, strings.Join(w.told, "\n"))
+	}
 	w.legs[name].state.Opened, w.legs[name].away = w.generation, false
 	err := w.learns(w.ctx, w.v, w.in, name)
 	w.says("%s joins: %v", name, err)
@@ -200,7 +204,7 @@ func (w *walk) step() (wrong string, ends bool) {
 	case 3:
 		v := w.objects[w.IntN(len(w.objects))].DeepCopy()
 		w.says("the object is put back to list %d, %v", v.Status.Lists, v.Current())
-		w.before = true
+		w.before, w.restored = true, true
 		v.ResourceVersion = w.v.ResourceVersion + "0"
 		w.v = v
 	case 4:

@@ -26,13 +26,14 @@ type judgement struct {
 	state   state
 	current bool
 	home    bool // it is on the node that uses the volume
+	ahead   bool // it may have what the others lack (v1alpha1.LegAhead)
 }
 
 // judge looks at the legs that a volume is to have.
 func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (all []judgement, _ error) {
 	for _, name := range r.Spec.Legs {
 		l, v := r.Leg(name), legs[name]
-		one := judgement{name: name, current: l != nil && l.Current}
+		one := judgement{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead}
 		switch {
 		case v == nil && l == nil:
 			one.state = missing // nobody has ever used it
@@ -81,7 +82,7 @@ func insteadOf(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) *
 // replaceAt is when a leg was not current for so long that it is to be replaced; ok is false if it is not. That takes somebody who uses the volume by a mirror: nobody else can make it, or another one, current.
 func replaceAt(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) (_ time.Time, ok bool) {
 	c := r.Spec.Claim
-	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || r.Status.Opened != c.Generation || l != nil && (l.Current || l.State == v1alpha1.LegJoining) {
+	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || r.Status.Opened != c.Generation || l != nil && (l.Current || l.State == v1alpha1.LegJoining || l.State == v1alpha1.LegAhead) {
 		return time.Time{}, false
 	}
 	since := v.CreationTimestamp.Time
@@ -131,7 +132,7 @@ const (
 )
 
 // excess is a leg that a volume which has more than it is to have does without: one that is not current, once there are enough others that are; or one of more current ones than that, which the user of the volume has not on its own
-// node. So the last current one is never among them.
+// node. So the last current one is never among them, nor one that may have what the others lack.
 func excess(r *v1alpha1.ReplicatedVolume, all []judgement) (name string, _ kind) {
 	if len(all) <= r.Spec.Replicas {
 		return "", stays
@@ -149,7 +150,7 @@ func excess(r *v1alpha1.ReplicatedVolume, all []judgement) (name string, _ kind)
 		}
 	}
 	switch {
-	case others < r.Spec.Replicas:
+	case others < r.Spec.Replicas, victim.ahead:
 		return "", stays
 	case victim.current && r.Spec.Claim == nil:
 		return victim.name, unlist

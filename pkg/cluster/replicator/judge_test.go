@@ -16,6 +16,7 @@ func TestExcess(t *testing.T) {
 		home    = judgement{current: true, home: true}
 		joining = judgement{}
 		lost    = judgement{state: bad}
+		ahead   = judgement{ahead: true}
 		listed  = judgement{state: bad, current: true} // lost, and the object does not know that yet
 	)
 	const used, unused = true, false
@@ -39,6 +40,7 @@ func TestExcess(t *testing.T) {
 		"and of these one that is lost":         {2, used, []judgement{home, lost, joining, current}, 1, takeOut},
 		"the only current one":                  {1, used, []judgement{joining, home, lost}, 2, takeOut},
 		"none is current":                       {1, used, []judgement{joining, lost}, -1, stays},
+		"one may have what the others lack":     {2, used, []judgement{home, ahead, current}, -1, stays},
 		"the only current one is lost":          {1, unused, []judgement{listed, joining}, -1, stays},
 	} {
 		t.Run(what, func(t *testing.T) {
@@ -72,6 +74,7 @@ func TestReplaced(t *testing.T) {
 		"opened":                 {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, nil, true},
 		"opened, and it waits":   {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, &v1alpha1.Leg{Since: &before}, true},
 		"it joins":               {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, &v1alpha1.Leg{State: v1alpha1.LegJoining, Since: &before}, false},
+		"it is ahead":            {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, &v1alpha1.Leg{State: v1alpha1.LegAhead, Since: &before}, false},
 		"it is current":          {&v1alpha1.Claim{Generation: 2, Since: &before}, 2, &v1alpha1.Leg{Current: true}, false},
 		"claimed":                {&v1alpha1.Claim{Generation: 2, Since: &before}, 1, &v1alpha1.Leg{Since: &before}, false},
 		"used, and never opened": {&v1alpha1.Claim{Generation: 2, Since: &before}, 0, nil, false},

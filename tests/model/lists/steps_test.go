@@ -327,7 +327,7 @@ func (x *next) upToDate(answer set) (latest set, older bool) {
 		case !answer.has(i):
 		case a.current.has(i) && (l.knows() >= a.number || l.due == a.number):
 			opened |= 1 << i
-		case !a.current.has(i) && x.Asks:
+		case !a.current.has(i) && x.Asks && !x.isLast(answer):
 			others |= 1 << i
 		}
 	}
@@ -360,6 +360,18 @@ func (x *next) upToDate(answer set) (latest set, older bool) {
 		return 0, true
 	}
 	return members, true
+}
+
+// isLast reports whether the legs of the object's list show by themselves that it is the last one: all of them answer, were told of it, and of none that was due after it.
+func (x *next) isLast(answer set) bool {
+	a := x.s.api
+	for i := range x.legs {
+		l := x.s.legs[i]
+		if a.current.has(i) && (!answer.has(i) || l.list != a.number || l.listed != a.current.count() || l.due > 0) {
+			return false
+		}
+	}
+	return true
 }
 
 // forked reports whether all legs of the last list that some legs were told of are there, and know of none after it that has one more: then no list has another leg.
