@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -56,15 +55,8 @@ func (b *bench) shares(ctx context.Context) (dir string, err error) {
 		func() error { return os.Mkdir(dir, 0o700) },
 		func() error { return os.WriteFile(image, nil, 0o600) },
 		func() error { return os.Truncate(image, 8<<30) },
-		func() error { return program(ctx, "mkfs.xfs", "-q", "-m", "reflink=1", image) },
-		func() error { return program(ctx, "mount", "-o", "loop", image, dir) })
-}
-
-func program(ctx context.Context, argv ...string) error {
-	if out, err := exec.CommandContext(ctx, argv[0], argv[1:]...).CombinedOutput(); err != nil {
-		return fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, out)
-	}
-	return nil
+		func() error { return run(ctx, "mkfs.xfs", "-q", "-m", "reflink=1", image) },
+		func() error { return run(ctx, "mount", "-o", "loop", image, dir) })
 }
 
 func (b *bench) copiesIn(ctx context.Context, dir string, kinds ...copied) error {
@@ -93,7 +85,7 @@ func (b *bench) copiesOf(ctx context.Context, d *driver, kind copied) error {
 	if err := v.up(ctx, &recorder{}); err != nil {
 		return err
 	}
-	if err := program(ctx, "dd", "if=/dev/urandom", "of="+v.target, "bs=1M", fmt.Sprintf("count=%d", kind.data>>20), "oflag=direct", "status=none"); err != nil {
+	if err := run(ctx, "dd", "if=/dev/urandom", "of="+v.target, "bs=1M", fmt.Sprintf("count=%d", kind.data>>20), "oflag=direct", "status=none"); err != nil {
 		return err
 	}
 	if err := v.unused(ctx, &recorder{}); err != nil {
@@ -187,14 +179,14 @@ func copiesByPrograms(ctx context.Context, image string, kind copied) []copyWay 
 	to := filepath.Join(filepath.Dir(filepath.Dir(image)), "copy")
 	cp := func(flag string) copyWay {
 		return copyWay{"`cp " + flag + "`, `sync`", func() error {
-			return co.InTurn(func() error { return program(ctx, "cp", flag, image, to) }, func() error { return program(ctx, "sync", to) })
+			return co.InTurn(func() error { return run(ctx, "cp", flag, image, to) }, func() error { return run(ctx, "sync", to) })
 		}, func() error { return os.Remove(to) }}
 	}
 	if kind.share {
 		return []copyWay{cp("--reflink=always")}
 	}
 	dd := copyWay{"`dd bs=1M`, direct, `conv=fsync`", func() error {
-		return program(ctx, "dd", "if="+image, "of="+to, "bs=1M", "iflag=direct", "oflag=direct", "conv=fsync", "status=none")
+		return run(ctx, "dd", "if="+image, "of="+to, "bs=1M", "iflag=direct", "oflag=direct", "conv=fsync", "status=none")
 	}, func() error { return os.Remove(to) }}
 	return []copyWay{dd, cp("--reflink=never")}
 }

@@ -24,49 +24,44 @@ const (
 
 // lookAtNodes finds out how the nodes are that have pools or volumes, or that volumes move to or have left, and says what is new. It returns when to look again.
 func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
+	next, err := a.lookAtEach(ctx)
+	if err == nil {
+		return next
+	}
+	if ctx.Err() == nil {
+		klog.FromContext(ctx).Error(err, "Could not look at the nodes for events; trying again")
+	}
+	return lookAgain
+}
+
+func (a *Announcer) lookAtEach(ctx context.Context) (next time.Duration, _ error) {
 	a.mu.Lock() // so that what is in the cache now is not older than what was told of before
 	defer a.mu.Unlock()
-	has, err := a.nodesWithSomething(ctx)
+	has, err := kube.Values(ctx, a.kube.Cache, kube.Index{Of: &v1alpha1.Pool{}, Field: cluster.ByNode}, kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByNode},
+		kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByMove})
+	if err != nil {
+		return 0, err
+	}
 	for name := range a.nodes {
-		if err == nil && !has[name] {
+		if !has[name] {
 			a.setNode(kube.Node(name), true, nodeState{}, nil)
 		}
 	}
-	next := lookAgain
+	next = lookAgain
 	for name := range has {
 		node, state, left := a.stateOf(ctx, name)
 		if left > 0 {
 			next = min(next, left)
 		}
-		if state != a.nodes[name] && err == nil {
-			var its []*v1alpha1.Volume
-			if its, err = a.volumesOf(ctx, name); err == nil {
-				a.setNode(node, state.reason == NodeGone, state, its)
+		if state != a.nodes[name] {
+			its, err := a.volumesOf(ctx, name)
+			if err != nil {
+				return 0, err
 			}
+			a.setNode(node, state.reason == NodeGone, state, its)
 		}
 	}
-	if err != nil && ctx.Err() == nil {
-		klog.FromContext(ctx).Error(err, "Could not look at the nodes for events; trying again")
-	}
-	return next
-}
-
-// nodesWithSomething returns the nodes that have pools or volumes, or that volumes move to or have left.
-func (a *Announcer) nodesWithSomething(ctx context.Context) (map[string]bool, error) {
-	has := map[string]bool{}
-	for _, index := range []struct {
-		of    client.Object
-		field string
-	}{{&v1alpha1.Pool{}, cluster.ByNode}, {&v1alpha1.Volume{}, cluster.ByNode}, {&v1alpha1.Volume{}, cluster.ByMove}} {
-		names, err := kube.Values(ctx, a.kube.Cache, index.of, index.field)
-		if err != nil {
-			return nil, err
-		}
-		for _, name := range names {
-			has[name] = true
-		}
-	}
-	return has, nil
+	return next, nil
 }
 
 // volumesOf returns the volumes that a node has, or that move to it or have left it.

@@ -30,15 +30,10 @@ func IsGone(node *corev1.Node, err error) bool {
 // collectNodes gives up what was deleted on nodes that have been gone for long enough, and their
 // pools. It returns when to look again, 0 for when there is news. since says when each node was first seen to be gone.
 func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time) (next time.Duration, err error) {
-	names := map[string]bool{} // of nodes that have something
-	for _, kind := range []client.Object{&v1alpha1.Volume{}, &v1alpha1.Snapshot{}, &v1alpha1.Pool{}} {
-		some, err := kube.Values(ctx, c.kube.Cache, kind, cluster.ByNode)
-		if err != nil {
-			return 0, err
-		}
-		for _, name := range some {
-			names[name] = true
-		}
+	names, err := kube.Values(ctx, c.kube.Cache, kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByNode}, kube.Index{Of: &v1alpha1.Snapshot{}, Field: cluster.ByNode},
+		kube.Index{Of: &v1alpha1.Pool{}, Field: cluster.ByNode}) // of nodes that have something
+	if err != nil {
+		return 0, err
 	}
 	for name := range since {
 		if !names[name] {

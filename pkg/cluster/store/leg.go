@@ -209,11 +209,7 @@ func isFurther(spec volume.Spec) bool {
 
 // allFitting is fitting of all pools that there are, counted.
 func (s *Store) allFitting(ctx context.Context, spec volume.Spec) (fit []room, nodes map[string]*corev1.Node, unfit []string, err error) {
-	peersOf := spec.For
-	if spec.Spread == volume.NoSpread {
-		peersOf = volume.Requester{}
-	}
-	found, err := s.findRoom(ctx, spec.Pool, nil, peersOf)
+	found, err := s.findRoom(ctx, spec.Pool, nil, spec.For)
 	if err != nil {
 		return nil, nil, nil, err
 	}

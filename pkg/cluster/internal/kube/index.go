@@ -16,19 +16,27 @@ const (
 	everywhere = "__all_namespaces/"
 )
 
-// Values returns the values that objects of a kind without namespaces have in an index of the cache (Cache.IndexField), each once. It looks at no object.
-func Values(ctx context.Context, c cache.Cache, of client.Object, field string) ([]string, error) {
-	informer, err := c.GetInformer(ctx, of)
-	if err != nil {
-		return nil, err
-	}
-	indexed, ok := informer.(interface{ GetIndexer() toolscache.Indexer })
-	if !ok || indexed.GetIndexer().GetIndexers()[fieldIndex+field] == nil {
-		return nil, fmt.Errorf("the cache has no index %q of %T", field, of)
-	}
-	var values []string
-	for _, value := range indexed.GetIndexer().ListIndexFuncValues(fieldIndex + field) {
-		values = append(values, strings.TrimPrefix(value, everywhere))
+// Index is an index of the objects of a kind without namespaces, by a field (Cache.IndexField).
+type Index struct {
+	Of    client.Object
+	Field string
+}
+
+// Values returns the values that objects have in any of some indexes of the cache. It looks at no object.
+func Values(ctx context.Context, c cache.Cache, indexes ...Index) (map[string]bool, error) {
+	values := map[string]bool{}
+	for _, index := range indexes {
+		informer, err := c.GetInformer(ctx, index.Of)
+		if err != nil {
+			return nil, err
+		}
+		indexed, ok := informer.(interface{ GetIndexer() toolscache.Indexer })
+		if !ok || indexed.GetIndexer().GetIndexers()[fieldIndex+index.Field] == nil {
+			return nil, fmt.Errorf("the cache has no index %q of %T", index.Field, index.Of)
+		}
+		for _, value := range indexed.GetIndexer().ListIndexFuncValues(fieldIndex + index.Field) {
+			values[strings.TrimPrefix(value, everywhere)] = true
+		}
 	}
 	return values, nil
 }

@@ -82,24 +82,31 @@ func (i *image) cut(name string) *os.File {
 	return f
 }
 
+// mounted is a new filesystem of a kind, or of one that compresses what is written.
+func mounted(t *testing.T, kind string) (dir string) {
+	t.Helper()
+	dir = filepath.Join(drivertest.Dir(t), "d")
+	if kind == "tmpfs" {
+		check.OK(t, os.Mkdir(dir, 0o700))
+		check.OK(t, unix.Mount("tmpfs", dir, "tmpfs", 0, "size=256m"))
+		t.Cleanup(func() { drivertest.Unmount(t, dir) })
+		return dir
+	}
+	fs, option, _ := strings.Cut(kind, " ")
+	drivertest.MountNew(t, fs, dir, 512<<20)
+	if option != "" {
+		check.OK(t, unix.Mount("", dir, "", unix.MS_REMOUNT, "compress-force=zstd"))
+	}
+	return dir
+}
+
 // TestChanged: whatever was done to a file between two cuts, what differs is in the list, and every range of the list does differ: on
 // filesystems that share blocks, compress them, and do neither.
 func TestChanged(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for _, kind := range []string{"xfs", "btrfs", "btrfs compressed", "ext4", "tmpfs"} {
 		t.Run(kind, func(t *testing.T) {
-			dir := filepath.Join(drivertest.Dir(t), "d")
-			if kind == "tmpfs" {
-				check.OK(t, os.Mkdir(dir, 0o700))
-				check.OK(t, unix.Mount("tmpfs", dir, "tmpfs", 0, "size=256m"))
-				t.Cleanup(func() { drivertest.Unmount(t, dir) })
-			} else {
-				fs, option, _ := strings.Cut(kind, " ")
-				drivertest.MountNew(t, fs, dir, 512<<20)
-				if option != "" {
-					check.OK(t, unix.Mount("", dir, "", unix.MS_REMOUNT, "compress-force=zstd"))
-				}
-			}
+			dir := mounted(t, kind)
 			seed := uint64(time.Now().UnixNano())
 			t.Logf("seed %d", seed)
 			random := rand.New(rand.NewPCG(seed, 0))

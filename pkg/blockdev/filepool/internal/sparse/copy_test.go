@@ -24,14 +24,7 @@ func TestCopy(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for _, kind := range []string{"ext4", "xfs", "btrfs", "tmpfs"} {
 		t.Run(kind, func(t *testing.T) {
-			dir := filepath.Join(drivertest.Dir(t), "d")
-			if kind == "tmpfs" {
-				check.OK(t, os.Mkdir(dir, 0o700))
-				check.OK(t, unix.Mount("tmpfs", dir, "tmpfs", 0, "size=256m"))
-				t.Cleanup(func() { drivertest.Unmount(t, dir) })
-			} else {
-				drivertest.MountNew(t, kind, dir, 512<<20)
-			}
+			dir := mounted(t, kind)
 			seed := uint64(time.Now().UnixNano())
 			t.Logf("seed %d", seed)
 			random := rand.New(rand.NewPCG(seed, 0))
