@@ -111,53 +111,74 @@ type server struct {
 	open  Source
 	limit Limiter
 
-	mu      sync.Mutex
-	reading map[string]*reading // by Request.what
+	mu    sync.Mutex
+	turns map[string]*turn // by Request.what
 }
 
-// reading is an answer that is under way.
+// turn says who reads the bytes of a copy, and who asked for them last; either may be nobody.
+type turn struct{ reading, last *reading }
+
+// reading is an answer that is under way, or waits to be.
 type reading struct {
 	stop func()
 	done chan struct{} // closed at its end
 }
 
 // take ends the answer for a copy that is under way, whose caller has given it up, and returns the context for another one; end is to be called
-// when that is through. ErrUnavailable if the one before does not end while the caller waits.
+// when that is through. Of several that wait it is the last one's turn: whoever asked before has given up, even where that is not known here yet.
+// ErrUnavailable for the others, and if the one before does not end while the caller waits.
 func (s *server) take(ctx context.Context, key string) (_ context.Context, end func(), err error) {
 	ctx, stop := context.WithCancel(ctx)
 	mine := &reading{stop, make(chan struct{})}
-	for {
-		s.mu.Lock()
-		before := s.reading[key]
-		if before == nil {
-			s.reading[key] = mine
-		}
+	s.mu.Lock()
+	now := s.turns[key]
+	if now == nil {
+		now = &turn{}
+		s.turns[key] = now
+	}
+	now.last = mine
+	for now.reading != nil && now.last == mine && ctx.Err() == nil {
+		before := now.reading
 		s.mu.Unlock()
-		if before == nil {
-			break
-		}
 		before.stop()
 		select {
 		case <-before.done:
 		case <-ctx.Done():
-			stop()
-			return nil, nil, fmt.Errorf("%w: copy %s is being read already: %w", errdefs.ErrUnavailable, key, ctx.Err())
 		}
+		s.mu.Lock()
 	}
+	defer s.mu.Unlock()
+	if now.reading != nil || now.last != mine {
+		stop()
+		s.leave(key, now, mine)
+		return nil, nil, fmt.Errorf("%w: copy %s is being read already, or was asked for once more since", errdefs.ErrUnavailable, key)
+	}
+	now.reading = mine
 	return ctx, func() {
 		stop()
 		s.mu.Lock()
-		delete(s.reading, key)
+		now.reading = nil
+		s.leave(key, now, mine)
 		s.mu.Unlock()
 		close(mine.done)
 	}, nil
+}
+
+// leave takes one that asked off its turn, and forgets the turn if nobody is left. The caller holds mu.
+func (s *server) leave(key string, now *turn, mine *reading) {
+	if now.last == mine {
+		now.last = nil
+	}
+	if *now == (turn{}) && s.turns[key] == now {
+		delete(s.turns, key)
+	}
 }
 
 // Register has a gRPC server answer with what a source opens; limit, which may be nil, is for all answers together. Its burst has to be volume.ReadSize at
 // least.
 func Register(r grpc.ServiceRegistrar, open Source, limit Limiter) {
 	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{{StreamName: method, ServerStreams: true,
-		Handler: func(s any, stream grpc.ServerStream) error { return s.(*server).read(stream) }}}}, &server{open: open, limit: limit, reading: map[string]*reading{}})
+		Handler: func(s any, stream grpc.ServerStream) error { return s.(*server).read(stream) }}}}, &server{open: open, limit: limit, turns: map[string]*turn{}})
 }
 
 func (s *server) read(stream grpc.ServerStream) error {

@@ -10,6 +10,7 @@ import (
 	"net"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc"
@@ -261,4 +262,40 @@ func TestReadOnce(t *testing.T) {
 	if !bytes.Equal(got, want) || most.Load() != 1 {
 		t.Errorf("it was read %d times at once, the bytes are right: %v", most.Load(), bytes.Equal(got, want))
 	}
+}
+
+// TestReadLast: of those that wait for their turn the last one has it, whoever hears first that it is free; the others are refused, and stop nobody.
+func TestReadLast(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &server{turns: map[string]*turn{}}
+		for range 100 {
+			_, end, err := s.take(t.Context(), "key")
+			check.OK(t, err)
+			refused := make(chan error, 8)
+			for range cap(refused) {
+				go func() {
+					_, end, err := s.take(t.Context(), "key")
+					if err == nil {
+						end()
+					}
+					refused <- err
+				}()
+			}
+			synctest.Wait() // all of them wait, and then the last one does
+			time.AfterFunc(time.Second, end)
+			ctx, end, err := s.take(t.Context(), "key")
+			check.OK(t, err)
+			synctest.Wait()
+			check.OK(t, ctx.Err())
+			for range cap(refused) {
+				if err := <-refused; !errors.Is(err, errdefs.ErrUnavailable) {
+					t.Fatalf("one that asked before has %v", err)
+				}
+			}
+			end()
+			if len(s.turns) != 0 {
+				t.Fatal("a turn is kept, and nobody has it")
+			}
+		}
+	})
 }
