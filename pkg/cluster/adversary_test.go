@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"slices"
 	"strings"
@@ -729,7 +730,8 @@ func TestBegunByOlder(t *testing.T) {
 	fails(t, second(s.Create(w.ctx, known)), errdefs.ErrDataLoss)
 }
 
-// TestOldDefinitions: with definitions that do not know what may be done to bytes, nothing is.
+// TestOldDefinitions: with definitions that do not know what may be done to bytes, nothing is. What is asked for as soon as they are new again is done, though the agent's watch,
+// which the API server serves by the old ones for a while, does not tell it what that is.
 func TestOldDefinitions(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -758,6 +760,8 @@ func TestOldDefinitions(t *testing.T) {
 	if o := w.object("new"); o != nil {
 		t.Errorf("left is %+v", o)
 	}
+	time.Sleep(3 * time.Second) // the watches of before end one second after the change, and are begun again by these definitions
+	w.hold(server, 5*time.Second)
 	check.OK(t, server.Define(w.ctx))
 	w.eventually("they are in force again", func() bool {
 		o := w.object("plain")
@@ -767,6 +771,30 @@ func TestOldDefinitions(t *testing.T) {
 	})
 	check.OK(t, s.Delete(w.ctx, f.plain.ID))
 	check.OK(t, second(s.Create(w.ctx, spec("new"))))
+}
+
+// hold begins a request for a volume that ends after a while. Until it does the API server serves the watches that there are by the definitions of now, whatever these become.
+func (w *environment) hold(server *apitest.Server, d time.Duration) {
+	w.Helper()
+	config := server.Config(apitest.Admin)
+	web, err := rest.HTTPClientFor(config)
+	check.OK(w, err)
+	body, end := io.Pipe()
+	r, err := http.NewRequestWithContext(w.ctx, http.MethodPost, config.Host+"/apis/ashlar.dev/v1alpha1/volumes", body)
+	check.OK(w, err)
+	r.Header.Set("Content-Type", "application/json")
+	ended := make(chan error)
+	go func() {
+		answer, err := web.Do(r)
+		if err == nil {
+			err = answer.Body.Close()
+		}
+		ended <- err
+	}()
+	_, err = io.WriteString(end, "{")
+	check.OK(w, err)
+	time.AfterFunc(d, func() { _ = end.Close() })
+	w.Cleanup(func() { check.OK(w, <-ended) })
 }
 
 // TestDefinitionsDeleted: with the definitions all objects go, at once and without anybody's help.

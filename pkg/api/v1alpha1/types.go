@@ -31,6 +31,9 @@ const AdoptAnnotation = "ashlar.dev/adopt"
 // the claim again takes it off, so that the claim is not taken back.
 const DoubtAnnotation = "ashlar.dev/claim-in-doubt"
 
+// AskedAnnotation on a Volume or Snapshot says when its node was asked again for what its spec says, as nothing was heard of it for a while. It means nothing to the node.
+const AskedAnnotation = "ashlar.dev/asked"
+
 // TraceAnnotation on a Volume or Snapshot is the span of the call that asked for its spec, as in the header traceparent of W3C
 // Trace Context; it is there only if that is traced.
 const TraceAnnotation = "ashlar.dev/traceparent"

@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -56,6 +59,9 @@ func isMade[T cluster.Object](o T) (bool, error) {
 	return false, nil
 }
 
+// askAgainAfter is how long a node may take before it is asked again, and half of how long it then may once more, and so on: longer than most work takes, so that it is hardly ever done.
+const askAgainAfter = 10 * time.Second
+
 // errGone: the object that was waited for is not there any more.
 var errGone = errors.New("it was deleted")
 
@@ -63,12 +69,16 @@ var errGone = errors.New("it was deleted")
 // the object, from have on, for which done is true, or done's error; errGone once the
 // object is gone. While its node is not ready, and when the context ends, the error is
 // ErrUnavailable: the work may go on. w was opened before have was read or written.
+// While the node is ready and that takes long, it is asked again now and then.
 func wait[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T, done func(T) (bool, error)) (T, error) {
 	if ok, err := done(have); ok || err != nil {
 		return have, err
 	}
 	node := s.hub.Open(kube.Node(have.Node()))
 	defer node.Close()
+	pause := askAgainAfter
+	quiet := time.NewTimer(pause)
+	defer quiet.Stop()
 	for latest := (state[T]{have: have}); ; {
 		if err := s.nodes.Ready(ctx, have.Node()); err != nil {
 			return latest.have, err
@@ -79,6 +89,12 @@ func wait[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T
 		case <-node.Signal:
 			node.Take()
 		case <-s.nodes.Silence(have.Node()):
+		case <-quiet.C:
+			pause *= 2
+			quiet.Reset(pause)
+			if ok, err := latest.askAgain(ctx, s, done); ok || err != nil {
+				return latest.have, err
+			}
 		case <-w.Signal:
 			if ok, err := latest.follow(w.Take(), done); ok || err != nil {
 				return latest.have, err
@@ -99,6 +115,28 @@ func lastWord(o cluster.Object) string {
 type state[T cluster.Object] struct {
 	have T
 	seen bool // by the watch, too
+}
+
+// askAgain writes to the object when it was asked again, so that whoever watches it is told once more of all that it says, and looks at the object itself.
+// A watch may have told of a change and left out what the change was: from a second up to two minutes after new definitions the API server goes on to serve the watches that it had by
+// the former ones, and these take off what they do not know (tearDown in k8s.io/apiextensions-apiserver); nothing tells of it later.
+func (s *state[T]) askAgain(ctx context.Context, store *Store, done func(T) (bool, error)) (bool, error) {
+	now := s.have.DeepCopyObject().(T)
+	annotations := maps.Clone(now.GetAnnotations())
+	if annotations == nil {
+		annotations = map[string]string{}
+	}
+	annotations[v1alpha1.AskedAnnotation] = time.Now().UTC().Format(time.RFC3339)
+	now.SetAnnotations(annotations)
+	err := store.kube.Client.Patch(ctx, now, client.MergeFrom(s.have))
+	if apierrors.IsNotFound(err) || err == nil && now.GetUID() != s.have.GetUID() {
+		return false, errGone
+	}
+	if err != nil {
+		return false, kube.APIError("ask node "+s.have.Node()+" again", err)
+	}
+	s.have = now
+	return done(now)
 }
 
 // follow takes events in until done is true of the state, or fails; errGone once the object is gone.
