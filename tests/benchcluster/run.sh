@@ -56,13 +56,15 @@ if [ -n "${PEER-}" ] && [ "$where" = own ]; then
 	cp "$PEER" "$peer/bin/hostpathplugin"
 	other csi-driver-host-path tests/benchcluster/hostpath
 fi
-wanted cluster || wanted rest || exit 0
-install_driver >&2
 if wanted cluster; then
+	overlay=tests/benchcluster/ashlar
+	install_driver >&2
 	say "the cluster: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
 	cluster --figures="$figures"
 fi
 if wanted rest && [ "$where" = own ]; then # its processes are to be seen
+	overlay=tests/e2e/overlay # which has the page
+	install_driver >&2
 	say "the pods at rest" >&2
 	hack/kubernetes/cluster.sh net "$out/benchcluster" rest --kubeconfig="$config"
 fi
