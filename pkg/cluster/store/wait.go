@@ -133,7 +133,7 @@ func (s *state[T]) askAgain(ctx context.Context, store *Store, done func(T) (boo
 		return false, errGone
 	}
 	if err != nil {
-		return false, kube.APIError("ask node "+s.have.Node()+" again", err)
+		return false, nil // the answer to what was asked before may come all the same
 	}
 	s.have = now
 	return done(now)
