@@ -112,7 +112,7 @@ func TestPage(t *testing.T) {
 
 	began := time.Now()
 	stopped(t, p)
-	if took := time.Since(began); took > 3*time.Second {
+	if took := time.Since(began); took >= 5*time.Second { // for so long the page gives answers time
 		t.Errorf("it took %s to end with somebody looking", took)
 	}
 	if _, err := http.Get(page); err == nil { //nolint:bodyclose // there is none

@@ -59,8 +59,7 @@ func TestMoveReplicas(t *testing.T) {
 	r.says(t, "shop/data, replica on n1: it is on node n5\n", "No volume is left on node n1.\n")
 
 	third := of("leg-3", "n3", true)
-	ended := make(chan result)
-	go func() { ended <- run(t, apitest.Admin, "evacuate", "n2") }()
+	program := start(t, apitest.Admin, "evacuate", "n2")
 	until := func(is func() bool) {
 		for !is() {
 			time.Sleep(10 * time.Millisecond)
@@ -78,12 +77,12 @@ func TestMoveReplicas(t *testing.T) {
 	check.OK(t, e.Update(t.Context(), whole))
 	whole.Status.Legs = []v1alpha1.Leg{{Name: first.Name, Current: true}, {Name: third.Name, State: v1alpha1.LegJoining, Message: "25Mi of 50Mi are equal to the others"}}
 	check.OK(t, e.Status().Update(t.Context(), whole))
-	time.Sleep(300 * time.Millisecond)
+	program.saying(t, "25Mi of 50Mi are equal to the others\n")
 	whole.Spec.Legs = slices.DeleteFunc(whole.Spec.Legs, func(name string) bool { return name == second.Name })
 	check.OK(t, e.Update(t.Context(), whole))
-	time.Sleep(300 * time.Millisecond)
+	program.saying(t, "this one is being deleted\n")
 	check.OK(t, e.Delete(t.Context(), second))
-	r = <-ended
+	r = program.ended(t)
 	check.OK(t, r.err)
 	r.says(t, "used on node n4; another replica takes its place\n", ": another replica on node n3: 25Mi of 50Mi are equal to the others\n", ": another replica has everything; this one is being deleted\n",
 		"shop/data, replica on n2: another replica has taken its place\n", "No volume is left on node n2.\n")

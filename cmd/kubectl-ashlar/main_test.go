@@ -113,16 +113,68 @@ type result struct {
 // run runs the program as a user of the API server.
 func run(t testing.TB, user string, args ...string) result {
 	t.Helper()
+	return start(t, user, args...).ended(t)
+}
+
+// start is run for a program that does something while others do.
+func start(t testing.TB, user string, args ...string) *program {
+	t.Helper()
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
 	server := apitest.Get(t)
 	check.OK(t, server.Kubeconfig(server.Config(user), kubeconfig))
 	root := newRoot()
-	var stdout, stderr bytes.Buffer
-	root.SetOut(&stdout)
-	root.SetErr(&stderr)
+	p := &program{done: make(chan error, 1)}
+	root.SetOut(&p.stdout)
+	root.SetErr(&p.stderr)
 	root.SetArgs(append([]string{args[0], "--kubeconfig=" + kubeconfig}, args[1:]...))
-	err := root.ExecuteContext(t.Context())
-	return result{stdout.String(), stderr.String(), err}
+	go func() { p.done <- root.ExecuteContext(t.Context()) }()
+	return p
+}
+
+// output is what a program has printed so far.
+type output struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (o *output) Write(text []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.text.Write(text)
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.text.String()
+}
+
+// program is one that was started.
+type program struct {
+	stdout, stderr output
+	done           chan error
+}
+
+// ended waits for its end.
+func (p *program) ended(t testing.TB) result {
+	t.Helper()
+	select {
+	case err := <-p.done:
+		return result{p.stdout.String(), p.stderr.String(), err}
+	case <-time.After(2 * time.Minute):
+		t.Fatalf("it does not end; it has said:\n%s%s", &p.stdout, &p.stderr)
+		return result{}
+	}
+}
+
+// saying waits until it has said something.
+func (p *program) saying(t testing.TB, word string) {
+	t.Helper()
+	for end := time.Now().Add(time.Minute); !strings.Contains(p.stdout.String(), word); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("it does not say %q:\n%s%s", word, &p.stdout, &p.stderr)
+		}
+	}
 }
 
 func (r result) says(t testing.TB, words ...string) {

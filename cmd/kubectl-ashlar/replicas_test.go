@@ -73,21 +73,6 @@ func becomes[T client.Object](e *environment, o T, is func(o T) bool) {
 	}
 }
 
-// started runs the program, and returns a function that waits for its end.
-func started(t *testing.T, args ...string) (ended func() result) {
-	done := make(chan result, 1)
-	go func() { done <- run(t, apitest.Admin, args...) }()
-	return func() result {
-		select {
-		case r := <-done:
-			return r
-		case <-time.After(time.Minute):
-			t.Fatal("it does not end")
-			return result{}
-		}
-	}
-}
-
 // TestReplicas: a volume is asked for more and for fewer replicas, and it is said how far that is.
 func TestReplicas(t *testing.T) {
 	e := newEnvironment(t)
@@ -102,22 +87,22 @@ func TestReplicas(t *testing.T) {
 	run(t, apitest.Admin, "replicas", "nobody", "2").refused(t, `there is no volume "nobody"`)
 	run(t, apitest.Admin, "replicas", r.Spec.Legs[1], "2").refused(t, "is a replica of volume pvc-1 ("+r.ID()+")")
 
-	ended := started(t, "replicas", "pvc-1", "3")
+	program := start(t, apitest.Admin, "replicas", "pvc-1", "3")
 	becomes(e, r, func(r *v1alpha1.ReplicatedVolume) bool { return r.Spec.Replicas == 3 })
 	leg := legOf("pvc-1", "pvc-1-third", "n4", 100*mib)
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
 		r.Spec.Claims, r.Spec.Claim = 1, &v1alpha1.Claim{Node: "n1", Mode: "m", Generation: 1}
 		r.Status.Lacks = "no room now"
 	})
-	time.Sleep(time.Second) // the program looks meanwhile
+	program.saying(t, "no room now\n")
 	e.add(leg)
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
 		r.Spec.Legs, r.Spec.Numbered, r.Status.Lacks = append(r.Spec.Legs, leg.Name), 3, ""
 		r.Status.Legs = append(r.Status.Legs, v1alpha1.Leg{Name: leg.Name, State: v1alpha1.LegJoining, Progress: &v1alpha1.Progress{Done: 30, Total: 100}})
 	})
-	time.Sleep(time.Second) // the program looks meanwhile
+	program.saying(t, "node n4: 30 %\n")
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Status.Legs[2] = v1alpha1.Leg{Name: leg.Name, Current: true} })
-	have := ended()
+	have := program.ended(t)
 	check.OK(t, have.err)
 	have.says(t, "pvc-1: it has had 2 replicas, and is to have 3: each further node makes room for it now, and gets its bytes when it is used.\n", "pvc-1: it waits: no room now\n",
 		"pvc-1: 2 of 3 replicas have all that was written; node n4: 30 %\n", "pvc-1: it has 3 replicas, and each has all that was written.\n")
@@ -181,17 +166,17 @@ func TestFirstReplicas(t *testing.T) {
 	check.OK(t, e.Status().Update(t.Context(), p))
 	run(t, apitest.Admin, "replicas", "pvc-2", "2", "--wait=false").says(t, "and is to have 2 replicas: it becomes a volume with replicas, of which that is the first", "pvc-2: it becomes a volume with replicas\n")
 
-	ended := started(t, "replicas", "pvc-1", "2")
+	program := start(t, apitest.Admin, "replicas", "pvc-1", "2")
 	becomes(e, v, func(v *v1alpha1.Volume) bool { return v.Spec.Replicas == 2 })
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Claim = nil })
-	time.Sleep(time.Second) // the program looks meanwhile
+	program.saying(t, "it becomes a volume with replicas\n")
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = v.Name })
 	leg := legOf("pvc-1", "pvc-1-second", "n4", 100*mib)
 	e.add(leg)
 	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: v.Name}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: "pvc-1", Pool: "default", Replicas: 2, Size: 100 * mib, Legs: []string{v.Name, leg.Name}, Numbered: 2},
 		Status: v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro()), Legs: []v1alpha1.Leg{{Name: v.Name, Current: true}}}}
 	e.add(r)
-	have := ended()
+	have := program.ended(t)
 	check.OK(t, have.err)
 	have.says(t, used, "pvc-1: it becomes a volume with replicas\n", "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
 }

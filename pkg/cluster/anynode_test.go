@@ -213,7 +213,7 @@ func TestAnyNodeReleased(t *testing.T) {
 
 	home.fail(fmt.Errorf("%w: the target hangs", errdefs.ErrUnavailable))
 	for range 2 { // the attacher asks again
-		err = s.Release(soon(t), v.ID, b.name)
+		err = s.Release(later(t), v.ID, b.name)
 		if fails(t, err, errdefs.ErrUnavailable); !strings.Contains(err.Error(), "wait for its node node-a to end what it gives to node node-b (claim 1)") {
 			t.Error(err)
 		}

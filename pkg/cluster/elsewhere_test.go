@@ -285,7 +285,7 @@ func TestCopyElsewherePlaced(t *testing.T) {
 		before := n.DeepCopy()
 		n.Spec.Unschedulable = is
 		check.OK(t, w.Patch(w.ctx, &n, client.MergeFrom(before)))
-		time.Sleep(500 * time.Millisecond) // the store's cache hears of it
+		time.Sleep(time.Second) // the store's cache hears of it
 	}
 	anywhere("free", a)
 	cordon(true)

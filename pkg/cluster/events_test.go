@@ -392,7 +392,7 @@ func TestEventsRefused(t *testing.T) {
 		snapshot, err := s.CreateSnapshot(w.ctx, "s "+what, v.ID)
 		check.OK(t, err)
 		check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
-		if took := time.Since(began); took > 5*time.Second {
+		if took := time.Since(began); took > time.Minute {
 			t.Errorf("%s: it took %s", what, took)
 		}
 		if all := w.eventsOn(claim, ""); len(all) > 0 {
@@ -408,7 +408,7 @@ func TestEventsRefused(t *testing.T) {
 	time.Sleep(2 * time.Second)
 	began := time.Now()
 	stop()
-	if took := time.Since(began); took > 2*time.Second {
+	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("the controller took %s to end", took)
 	}
 }

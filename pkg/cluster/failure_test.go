@@ -597,7 +597,7 @@ func TestRefusedAndStuck(t *testing.T) {
 	s, _ := w.store()
 	w.pooled(s, m)
 	for range 2 { // who asks again is told too
-		if err := second(s.Create(soon(t), spec("v"))); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "input/output error") {
+		if err := second(s.Create(later(t), spec("v"))); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "input/output error") {
 			t.Errorf("a volume that cannot be made, nor removed: %v", err)
 		}
 	}

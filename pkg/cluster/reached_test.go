@@ -647,7 +647,7 @@ func TestReachedLostAlone(t *testing.T) {
 	check.OK(t, errors.Join(pool.Detach(w.ctx, ref), pool.Delete(w.ctx, ref)))
 	w.start(a)
 	w.eventually("it is reported lost", func() bool { return v1alpha1.IsLost(w.object("v")) })
-	check.OK(t, s.Release(soon(t), v.ID, b.name))
+	check.OK(t, s.Release(later(t), v.ID, b.name))
 	w.exported("v", nil)
 }
 

@@ -133,7 +133,7 @@ func TestManyReaders(t *testing.T) {
 	w.reads(home, "v", volume.Grant{Generation: 4, Node: b.name})
 	w.reads(home, "v", volume.Grant{Generation: 2, Node: c.name})
 	home.fail(fmt.Errorf("%w: the target hangs", errdefs.ErrUnavailable))
-	err = s.Release(soon(t), v.ID, b.name)
+	err = s.Release(later(t), v.ID, b.name)
 	if fails(t, err, errdefs.ErrUnavailable); !strings.Contains(err.Error(), "to end what it gives to node node-b (claim 4)") {
 		t.Error(err)
 	}

@@ -38,7 +38,7 @@ func TestReplicaMovesUsed(t *testing.T) {
 		metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
 		check.OK(t, w.Update(w.ctx, node))
 	}
-	time.Sleep(300 * time.Millisecond) // the controller's watch
+	time.Sleep(time.Second) // the controller's watch
 	spec := replicas("v", 2, "node-1")
 	spec.Replicas.TopologyKey = "zone"
 	v, err := s.Create(w.ctx, spec)
@@ -57,7 +57,7 @@ func TestReplicaMovesUsed(t *testing.T) {
 		w.legMovesTo(old, "")
 	}
 	w.cordoned(to, true)
-	time.Sleep(300 * time.Millisecond)
+	time.Sleep(time.Second)
 	w.legMovesTo(old, to)
 	stays("its new node is cordoned")
 	w.cordoned(to, false)
@@ -106,7 +106,7 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	w.pooled(s, b)
 	w.pooled(s, c)
 	w.cordoned(c.name, true)
-	time.Sleep(300 * time.Millisecond)
+	time.Sleep(time.Second)
 	v, err := s.Create(w.ctx, replicas("v", 2, a.name))
 	check.OK(t, err)
 	w.cordoned(c.name, false)

@@ -247,7 +247,7 @@ func TestBoundPipe(t *testing.T) {
 			if !slices.Contains(paths, bound) {
 				t.Errorf("mounted at %v", paths)
 			}
-		case <-time.After(5 * time.Second):
+		case <-time.After(30 * time.Second):
 			t.Errorf("%s: whoever looks waits for ever", name)
 			w, err := os.OpenFile(source, os.O_RDWR, 0)
 			check.OK(t, err)

@@ -1003,7 +1003,7 @@ func TestFreezeBesidePipe(t *testing.T) {
 			select {
 			case err := <-done:
 				check.OK(t, err)
-			case <-time.After(10 * time.Second):
+			case <-time.After(time.Minute):
 				t.Error("it waits for ever")
 				for { // until nobody waits any more
 					w, err := os.OpenFile(source, os.O_RDWR|unix.O_NONBLOCK, 0)

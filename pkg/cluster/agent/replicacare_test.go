@@ -695,14 +695,14 @@ func TestNoEra(t *testing.T) {
 func TestHoldsDataWhenAsked(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	l := f.legs["a"]
-	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(l.disk) + " 0 500"}}))
+	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(l.disk) + " 0 2000"}}))
 	write := f.write(0)
 	time.Sleep(100 * time.Millisecond)
 	f.marks = func(name string) error {
 		select {
 		case err := <-write:
 			write <- err
-		case <-time.After(150 * time.Millisecond): // who wrote may hear of it later than the mirror; were it not held, it would be asked 400 ms before
+		case <-time.After(time.Second): // who wrote may hear of it later than the mirror; were it not held, it would be asked 1.9 s before
 			if name == "a" {
 				t.Error("it is asked while a write is under way")
 			}
