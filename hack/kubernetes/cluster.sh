@@ -298,7 +298,7 @@ up() {
 		--service-account-issuer=https://kubernetes.default.svc --kubelet-client-certificate="$k/admin.crt" \
 		--kubelet-client-key="$k/admin.key" --kubelet-preferred-address-types=InternalIP --requestheader-client-ca-file="$k/ca.crt" \
 		--requestheader-allowed-names=none --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
-		${AUDIT:+--audit-policy-file="$d/conf/audit.yaml" --audit-log-path="$d/log/audit"}
+		${AUDIT:+--audit-policy-file="$d/conf/audit.yaml" --audit-log-path="$d/log/audit" --audit-log-maxsize=10000}
 	start_nodes "$built"/images/*.tar "$@"
 	until_ok 120 "the API server" inside control kubectl get --raw=/readyz
 	run controller-manager kube-controller-manager --kubeconfig="$k/manager.kubeconfig" --authentication-kubeconfig="$k/manager.kubeconfig" \

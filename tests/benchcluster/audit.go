@@ -32,6 +32,12 @@ func (l *auditLog) take() (map[request]int, error) {
 		return nil, err
 	}
 	defer f.Close()
+	switch end, err := f.Seek(0, io.SeekEnd); {
+	case err != nil:
+		return nil, err
+	case end < l.at:
+		return nil, fmt.Errorf("%s has %d bytes, and %d were read: the API server has begun another one", l.path, end, l.at)
+	}
 	if _, err := f.Seek(l.at, io.SeekStart); err != nil {
 		return nil, err
 	}
