@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/cli-runtime/pkg/genericclioptions"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -271,10 +272,7 @@ func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) erro
 		return err
 	}
 	before := p.DeepCopy()
-	if p.Annotations == nil {
-		p.Annotations = map[string]string{}
-	}
-	p.Annotations[v1alpha1.AdoptAnnotation] = strings.Join(ids, ",")
+	metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.AdoptAnnotation, strings.Join(ids, ","))
 	if err := a.Patch(ctx, p, client.MergeFrom(before)); err != nil {
 		return fmt.Errorf("ask the agent of pool %s: %w", p.Name, err)
 	}

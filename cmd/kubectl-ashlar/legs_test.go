@@ -60,14 +60,7 @@ func TestMoveReplicas(t *testing.T) {
 
 	third := of("leg-3", "n3", true)
 	program := start(t, apitest.Admin, "evacuate", "n2")
-	until := func(is func() bool) {
-		for !is() {
-			time.Sleep(10 * time.Millisecond)
-		}
-	}
-	until(func() bool {
-		return e.Get(t.Context(), client.ObjectKeyFromObject(second), second) == nil && second.Moving()
-	})
+	becomes(e, second, (*v1alpha1.Volume).Moving)
 	if second.Spec.Move.Node != "n3" {
 		t.Errorf("it is to move to %+v", second.Spec.Move)
 	}

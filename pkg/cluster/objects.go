@@ -3,6 +3,7 @@ package cluster
 import (
 	"cmp"
 	"context"
+	"maps"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -108,4 +109,18 @@ type Object interface {
 	Deleting() bool
 	Moves() (*v1alpha1.Move, *v1alpha1.MoveStatus)
 	SetMoveStatus(*v1alpha1.MoveStatus)
+}
+
+// Annotate gives an annotation to an object, or takes it off if its value is empty. The annotations become the object's own: those that it shared with a copy stay as they are.
+func Annotate(o client.Object, key, value string) {
+	annotations := maps.Clone(o.GetAnnotations())
+	switch {
+	case value == "":
+		delete(annotations, key)
+	case annotations == nil:
+		annotations = map[string]string{key: value}
+	default:
+		annotations[key] = value
+	}
+	o.SetAnnotations(annotations)
 }

@@ -44,7 +44,6 @@ other() {
 	printf '\n## With %s\n' "$1"
 	cluster
 	in_cluster kubectl delete -k "$overlay" --wait --timeout=120s >&2
-	overlay=tests/e2e/overlay
 }
 if wanted null && [ "$where" = own ]; then # whose nodes find the binary
 	mkdir -p "$null"

@@ -2,7 +2,6 @@ package gc
 
 import (
 	"context"
-	"maps"
 
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -55,12 +54,7 @@ func (c *Collector) collectClaimOf(ctx context.Context, known *census, v claimed
 	}
 	// Whoever asked for the claim until now has a VolumeAttachment; whoever asks from now on takes this off.
 	before := v.DeepCopyObject().(client.Object)
-	annotations := maps.Clone(v.GetAnnotations())
-	if annotations == nil {
-		annotations = map[string]string{}
-	}
-	annotations[v1alpha1.DoubtAnnotation] = "true"
-	v.SetAnnotations(annotations)
+	cluster.Annotate(v, v1alpha1.DoubtAnnotation, "true")
 	if err := c.kube.Client.Patch(ctx, v.Object, kube.LockingPatch(before)); err != nil {
 		return err
 	}
@@ -71,8 +65,6 @@ func (c *Collector) collectClaimOf(ctx context.Context, known *census, v claimed
 	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", v.id, "node", node)
 	before = v.DeepCopyObject().(client.Object)
 	v.unclaim()
-	annotations = maps.Clone(v.GetAnnotations())
-	delete(annotations, v1alpha1.DoubtAnnotation)
-	v.SetAnnotations(annotations)
+	cluster.Annotate(v, v1alpha1.DoubtAnnotation, "")
 	return c.kube.Client.Patch(ctx, v.Object, kube.LockingPatch(before))
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -59,7 +58,7 @@ func isMade[T cluster.Object](o T) (bool, error) {
 	return false, nil
 }
 
-// askAgainAfter is how long a node may take before it is asked again, and half of how long it then may once more, and so on: longer than most work takes, so that it is hardly ever done.
+// askAgainAfter is how long a node has before it is asked again; each time after that it has twice as long. Most work takes less, so this is hardly ever done.
 const askAgainAfter = 10 * time.Second
 
 // errGone: the object that was waited for is not there any more.
@@ -122,12 +121,7 @@ type state[T cluster.Object] struct {
 // the former ones, and these take off what they do not know (tearDown in k8s.io/apiextensions-apiserver); nothing tells of it later.
 func (s *state[T]) askAgain(ctx context.Context, store *Store, done func(T) (bool, error)) (bool, error) {
 	now := s.have.DeepCopyObject().(T)
-	annotations := maps.Clone(now.GetAnnotations())
-	if annotations == nil {
-		annotations = map[string]string{}
-	}
-	annotations[v1alpha1.AskedAnnotation] = time.Now().UTC().Format(time.RFC3339)
-	now.SetAnnotations(annotations)
+	cluster.Annotate(now, v1alpha1.AskedAnnotation, time.Now().UTC().Format(time.RFC3339))
 	err := store.kube.Client.Patch(ctx, now, client.MergeFrom(s.have))
 	if apierrors.IsNotFound(err) || err == nil && now.GetUID() != s.have.GetUID() {
 		return false, errGone
