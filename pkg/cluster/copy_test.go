@@ -121,11 +121,7 @@ func TestCopyGivesWay(t *testing.T) {
 	check.OK(t, err)
 	w.asked("the copy has begun", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) },
 		func() bool { return p.begun.Load() == 1 })
-	var unlock func()
-	w.eventually("the volume can be had", func() bool {
-		unlock, _ = locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
-		return unlock != nil
-	})
+	unlock := check.Locked(t, locks, keylock.Volume(v.ID.Key))
 	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), errdefs.ErrUnavailable)
 	unlock()
 	close(p.let)

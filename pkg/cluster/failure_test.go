@@ -483,7 +483,7 @@ func TestBusy(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	check.OK(t, err)
-	unlock, _ := m.locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
+	unlock := check.Locked(t, m.locks, keylock.Volume(v.ID.Key))
 	fails(t, second(s.Expand(soon(t), v.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
 	unlock()
 	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))

@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -62,7 +63,7 @@ func TestLimitsAfterStart(t *testing.T) {
 			w.parameters(name, limits, limits)
 		}
 	}
-	unlock, _ := b.locks.TryLock([]string{"volume/" + made["busy"].Key}, nil)
+	unlock := check.Locked(t, b.locks, keylock.Volume(made["busy"].Key))
 	w.start(b)
 	var want []string
 	set := func(names ...string) {
@@ -106,7 +107,7 @@ func TestReadersModified(t *testing.T) {
 	}
 	check.OK(t, s.Release(w.ctx, v.ID, gone.name))
 	w.eventually(gone.name+" knows of its end", func() bool { return !gone.agent.Elsewhere(func(blockdev.Ref) bool { return false }).Has(v.ID) })
-	unlock, _ := c.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
+	unlock := check.Locked(t, c.locks, keylock.Volume(v.ID.Key))
 	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
 	want := []string{"map[readAheadKiB:64]"}
 	w.eventually("a reader has it", func() bool { return slices.Equal(b.uses.others.modified(v.ID), want) })

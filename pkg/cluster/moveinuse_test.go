@@ -484,10 +484,7 @@ func TestMoveInUseTakenBackAtStart(t *testing.T) {
 func TestMoveInUseTakenBackBusy(t *testing.T) {
 	c, _ := carried(t)
 	c.prepare()
-	unlock, busy := c.b.locks.TryLock([]string{keylock.Volume(c.id.Key)}, nil)
-	if unlock == nil {
-		t.Fatal(busy)
-	}
+	unlock := check.Locked(t, c.b.locks, keylock.Volume(c.id.Key))
 	c.movesTo("v", "")
 	time.Sleep(3 * time.Second) // it looks, and cannot have the lock
 	unlock()

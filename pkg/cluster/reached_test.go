@@ -24,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -366,7 +367,7 @@ func TestReachedRefused(t *testing.T) {
 	if record, err := a.local.Record(w.ctx, v.ID); err != nil || record.Labels["flags"] != "x" || len(a.network.Exported()) != 0 {
 		t.Errorf("the record is %+v, %v; exported is %v", record, err, a.network.Exported())
 	}
-	unlock, _ := a.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
+	unlock := check.Locked(t, a.locks, keylock.Volume(v.ID.Key))
 	_, err = home.Open(w.ctx, v.ID, generation)
 	unlock()
 	fails(t, err, errdefs.ErrBusy)
@@ -527,7 +528,7 @@ func TestReachedHeld(t *testing.T) {
 	if check.OK(t, err); strings.TrimSpace(string(ahead)) != "64" {
 		t.Errorf("read_ahead_kb on the other node is %s", ahead)
 	}
-	unlock, _ := b.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
+	unlock := check.Locked(t, b.locks, keylock.Volume(v.ID.Key))
 	_, err = a.agent.Consumers().Hold(w.ctx, v.ID, volume.Grant{Generation: 1, Node: b.name})
 	unlock()
 	fails(t, err, errdefs.ErrBusy)
@@ -560,14 +561,8 @@ func TestReachedHeldForEver(t *testing.T) {
 	b.uses.others.longest.Store(int64(time.Millisecond))
 	release, err := a.agent.Consumers().Hold(w.ctx, v.ID, volume.Grant{Generation: 1, Node: b.name})
 	check.OK(t, err)
-	w.eventually("calls of the volume go on", func() bool {
-		unlock, _ := b.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
-		if unlock != nil {
-			unlock()
-		}
-		return unlock != nil
-	})
-	_ = release() // what it says, TestHold of pkg/volume knows
+	check.Locked(t, b.locks, keylock.Volume(v.ID.Key))() // calls of the volume go on
+	_ = release()                                        // what it says, TestHold of pkg/volume knows
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
 

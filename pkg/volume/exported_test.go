@@ -683,7 +683,7 @@ func TestExportStarts(t *testing.T) {
 			l.RetryExports(t.Context())
 			ails(t, l, v.ID, "NotExported")
 			ready = true
-			unlock, _ := locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
+			unlock := check.Locked(t, locks, keylock.Volume(v.ID.Key))
 			l.RetryExports(t.Context()) // somebody works on it
 			ails(t, l, v.ID, "NotExported")
 			unlock()
@@ -942,7 +942,7 @@ func TestExportPoolBack(t *testing.T) {
 		return disk.Open("default", nil), nil
 	}))
 	locks := serve(t, l, k, nil)
-	unlock, _ := locks.TryLock([]string{keylock.Volume(v.ID.Key), keylock.Volume(ending.ID.Key)}, nil)
+	unlock := check.Locked(t, locks, keylock.Volume(v.ID.Key), keylock.Volume(ending.ID.Key))
 	there = true
 	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
 		if _, err := l.Get(t.Context(), v.ID); err == nil {

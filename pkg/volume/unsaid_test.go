@@ -59,7 +59,7 @@ func TestExportUnsaid(t *testing.T) {
 	relabelled(t, pool, made["unsaid"], "export", "")
 	relabelled(t, pool, made["busy"], "export", "")
 	relabelled(t, pool, made["unread"], "export", "who knows")
-	unlock, _ := locks.TryLock([]string{keylock.Volume(made["busy"].ID.Key)}, nil)
+	unlock := check.Locked(t, locks, keylock.Volume(made["busy"].ID.Key))
 	check.OK(t, l.EndUnsaid(t.Context()))
 	left("said", "unread", "busy")
 	if devices, err := l.Attached(t.Context(), made["unsaid"].ID); err != nil || len(devices) > 0 {
