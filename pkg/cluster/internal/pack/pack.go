@@ -203,9 +203,11 @@ func mapCodec(t reflect.Type) (codec, error) {
 	values, err := elementCodec(t)
 	return codec{func(w *writer, v reflect.Value) {
 		w.number(uint64(v.Len()))
+		value := reflect.New(t.Elem()).Elem()
 		for each := v.MapRange(); each.Next(); {
 			keys.write(w, each.Key())
-			values.write(w, each.Value())
+			value.Set(each.Value()) // which has no address, and times need one
+			values.write(w, value)
 		}
 	}, func(r *reader, v reflect.Value) {
 		n := int(r.number())

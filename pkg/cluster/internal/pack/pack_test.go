@@ -49,6 +49,22 @@ func TestPack(t *testing.T) {
 	}
 }
 
+// TestPackInMaps: what a map has is packed as what a field has.
+func TestPackInMaps(t *testing.T) {
+	type element struct{ At metav1.Time }
+	type all struct {
+		Times    map[string]metav1.Time
+		Elements map[string]element
+	}
+	f, err := pack.New(reflect.TypeFor[all]())
+	check.OK(t, err)
+	now := metav1.Now()
+	v := &all{map[string]metav1.Time{"a": now, "b": {}}, map[string]element{"c": {now}}}
+	if is := f.Unpack(f.Pack("v", v)); !equality.Semantic.DeepEqual(is, v) {
+		t.Errorf("it was %+v and is %+v", v, is)
+	}
+}
+
 // TestWords: what two owners say is kept once, and what one says again and again is not kept for ever.
 func TestWords(t *testing.T) {
 	f, err := pack.New(reflect.TypeFor[v1alpha1.Volume]())
