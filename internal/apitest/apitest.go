@@ -85,7 +85,9 @@ type Server struct {
 
 // Config connects with a token. That of Admin and of the users is the name; Agent has those of agents.
 func (s *Server) Config(token string) *rest.Config {
-	return &rest.Config{Host: s.url, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
+	config := &rest.Config{Host: s.url, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
+	late(config, token)
+	return config
 }
 
 // Kubeconfig writes a file that lets a program connect as a configuration says.

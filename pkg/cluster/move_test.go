@@ -322,9 +322,9 @@ func TestMoveFenced(t *testing.T) {
 		_, err = a.local.Export(w.ctx, v.ID, volume.Grant{Generation: 7, Node: "node-3"})
 		fails(t, err, errdefs.ErrPrecondition)
 	}
-	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
+	w.eventually("the store knows of the claim", func() bool { return errors.Is(s.Delete(w.ctx, v.ID), errdefs.ErrInUse) })
 	w.claimFor(v.ID, "")
-	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable)
+	w.eventually("the store knows of its end", func() bool { return errors.Is(s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable) })
 	w.start(a)
 	time.Sleep(time.Second) // it does not go
 	check.OK(t, second(a.local.Get(w.ctx, v.ID)))
