@@ -345,11 +345,9 @@ func TestObjectsRestored(t *testing.T) {
 			f.served(w, s)
 			f.unharmed(w, m)
 			w.strays("default", 0)
-			for _, o := range w.objects() {
-				if len(o.GetFinalizers()) > 0 {
-					t.Errorf("%s has finalizers", o.GetName())
-				}
-			}
+			w.eventually("none has finalizers", func() bool {
+				return !slices.ContainsFunc(w.objects(), func(o client.Object) bool { return len(o.GetFinalizers()) > 0 })
+			})
 			f.deleted(w, m, s)
 		})
 	}

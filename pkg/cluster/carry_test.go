@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -41,8 +42,9 @@ import (
 // carriedVolume is a volume of the node "old" that the node "user" uses, with what the kernel there and both homes have of it: none of them is there.
 type carriedVolume struct {
 	*environment
-	name string
-	id   volume.ID
+	name  string
+	id    volume.ID
+	moves func(part string) bool // whether its object ever said so of its move
 
 	mu    sync.Mutex
 	seat  bool
@@ -391,7 +393,7 @@ func (w *environment) carried(all *carriedVolumes, name string) *carriedVolume {
 	check.OK(w, w.Create(w.ctx, o))
 	o.Status.Created, o.Status.Size, o.Status.Export = new(metav1.NowMicro()), carriedSize, &v1alpha1.Export{Generation: 1, Node: "user"}
 	check.OK(w, w.Status().Update(w.ctx, o))
-	v := &carriedVolume{environment: w, name: name, id: cluster.VolumeID(o), seat: true, fails: map[string]int{},
+	v := &carriedVolume{environment: w, name: name, id: cluster.VolumeID(o), moves: w.moves(o), seat: true, fails: map[string]int{},
 		legs: []remotepool.Leg{{Device: blockdev.Device{Number: firstLeg, Size: carriedSize}, NQN: "first:" + o.Name, Generation: 1, Live: true, Used: true}}}
 	all.mu.Lock()
 	all.all[o.Name] = v
@@ -418,6 +420,41 @@ func (v *carriedVolume) says(what string, is func() bool) {
 		}
 	}()
 	v.eventually(v.name+": "+what, is)
+}
+
+// moves watches the object of a volume. What it says of its move for a moment, too, the function knows that it returns.
+func (w *environment) moves(o *v1alpha1.Volume) (said func(part string) bool) {
+	w.Helper()
+	c, err := client.NewWithWatch(apitest.Get(w).Config(apitest.Admin), client.Options{Scheme: w.Scheme()})
+	check.OK(w, err)
+	watched, err := c.Watch(w.ctx, &v1alpha1.VolumeList{}, &client.ListOptions{FieldSelector: fields.OneTermEqualSelector("metadata.name", o.Name),
+		Raw: &metav1.ListOptions{ResourceVersion: o.ResourceVersion}})
+	check.OK(w, err)
+	var mu sync.Mutex
+	var all []string
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for event := range watched.ResultChan() {
+			if v, is := event.Object.(*v1alpha1.Volume); is && v.Status.Move != nil {
+				mu.Lock()
+				all = append(all, v.Status.Move.Message)
+				mu.Unlock()
+			}
+		}
+	}()
+	w.Cleanup(func() { watched.Stop(); <-done })
+	return func(part string) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.ContainsFunc(all, func(said string) bool { return strings.Contains(said, part) })
+	}
+}
+
+// movesays waits until the object said something of the move.
+func (v *carriedVolume) movesays(part string) {
+	v.Helper()
+	v.says("it moves: "+part, func() bool { return v.moves(part) })
 }
 
 func (v *carriedVolume) steps() []string {
@@ -541,7 +578,7 @@ func TestCarry(t *testing.T) {
 	each := map[string]func(*carriedVolume){
 		"whole": func(v *carriedVolume) {
 			v.kernel(func(*volume.Mirrored) {})
-			v.movesays(v.name, "1Mi of 64Mi are copied while node user uses the volume")
+			v.movesays("1Mi of 64Mi are copied while node user uses the volume")
 			v.kernel(synced)
 			v.pins()
 			v.flips()
@@ -555,7 +592,7 @@ func TestCarry(t *testing.T) {
 				v.fails[step] = 1 << 20
 				v.mu.Unlock()
 				v.kernel(synced)
-				v.movesays(v.name, says)
+				v.movesays(says)
 				if s := v.object(v.name).Status.Move; !s.Waits {
 					v.Errorf("it waits, and the object says %+v", s)
 				}
@@ -564,7 +601,7 @@ func TestCarry(t *testing.T) {
 				v.mu.Unlock()
 			}
 			v.pins()
-			v.movesays(v.name, "nodes old and new have all bytes")
+			v.movesays("nodes old and new have all bytes")
 			if s := v.object(v.name).Status.Move; s.Waits || v.has("unmirror") {
 				v.Errorf("%v, %+v", v.steps(), s)
 			}
@@ -572,7 +609,7 @@ func TestCarry(t *testing.T) {
 		"new leg fails": func(v *carriedVolume) {
 			v.kernel(newFailed)
 			v.stays()
-			v.movesays(v.name, "what was written to node new failed")
+			v.movesays("what was written to node new failed")
 			v.kernel(synced) // the next one
 			v.pins()
 		},
@@ -586,7 +623,7 @@ func TestCarry(t *testing.T) {
 			if steps := v.steps(); slices.Index(steps, "end "+carriedSecond) < 0 || slices.Index(steps, "end "+carriedSecond) > slices.Index(steps, "unmirror") {
 				v.Errorf("%v", steps)
 			}
-			v.movesays(v.name, "is away")
+			v.movesays("is away")
 		},
 		"old leg fails": func(v *carriedVolume) {
 			v.kernel(oldFailed)
@@ -615,7 +652,7 @@ func TestCarry(t *testing.T) {
 		"forgot": func(v *carriedVolume) {
 			v.kernel(forgot)
 			v.stays()
-			v.movesays(v.name, "could not flush")
+			v.movesays("could not flush")
 			if v.has("hold") {
 				v.Errorf("%v", v.steps())
 			}
@@ -635,7 +672,7 @@ func TestCarry(t *testing.T) {
 		},
 		"forgot, old home lacks it": func(v *carriedVolume) {
 			v.kernel(forgot)
-			v.movesays(v.name, "is copied back to node old")
+			v.movesays("is copied back to node old")
 			v.kernel(func(m *volume.Mirrored) {
 				if !m.Back {
 					v.Errorf("it is %+v", m)
@@ -710,7 +747,7 @@ func TestCarry(t *testing.T) {
 			o.Status.Size = o.Spec.Size
 			check.OK(v, v.Status().Patch(v.ctx, o, client.MergeFrom(before)))
 			v.stays()
-			v.movesays(v.name, "has grown")
+			v.movesays("has grown")
 		},
 		"growth is refused": func(v *carriedVolume) { // by its home, which has no room: what is copied stays so
 			v.kernel(func(*volume.Mirrored) {})
@@ -722,17 +759,17 @@ func TestCarry(t *testing.T) {
 			}
 			resized(2 * carriedSize)
 			v.kernel(synced)
-			v.movesays(v.name, "is to grow first, or node old to refuse that")
+			v.movesays("is to grow first, or node old to refuse that")
 			resized(carriedSize)
 			v.pins()
 			v.flips()
 			v.switches() // by the one mirror that there was
 		},
 		"has no seat": func(v *carriedVolume) {
-			v.movesays(v.name, "not staged there yet")
+			v.movesays("not staged there yet")
 		},
 		"was staged by an older driver": func(v *carriedVolume) {
-			v.movesays(v.name, "older driver")
+			v.movesays("older driver")
 		},
 		"is staged meanwhile": func(v *carriedVolume) {
 			v.kernel(func(*volume.Mirrored) {})
@@ -781,7 +818,7 @@ func TestCarryOneByOne(t *testing.T) {
 	first.kernel(func(m *volume.Mirrored) { m.Synced = 2 * mib })
 	first.says("its copy is held back", func() bool { return percent() > 0 && percent() < 100 })
 	second := w.carried(all, "second")
-	second.movesays("second", "node user copies another volume now: "+first.id.Key)
+	second.movesays("node user copies another volume now: " + first.id.Key)
 	if second.has("prepare") {
 		t.Errorf("%v", second.steps())
 	}
