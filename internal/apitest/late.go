@@ -12,14 +12,35 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// The environment variable Late has the API server answer late, as on a machine that has too much to do: one of four requests
-// of the parts that are tested, and each read of what they watch, waits for up to that duration ("300ms"). LateTests has
-// the tests themselves wait: what they change comes late, and what they look at may be over. What only holds on a fast machine
-// fails so without one that is slow.
+// Late are the durations ("300ms") that tests wait for up to, at random, as on a machine that has too much to do. What only holds on a fast machine fails so on each.
 const (
-	Late      = "ASHLAR_API_LATE"
+	// Late has the API server answer the parts that are tested late: one of four requests, and each read of what they watch.
+	Late = "ASHLAR_API_LATE"
+	// LateTests has it answer the tests themselves late: what they change comes late, and what they look at may be over.
 	LateTests = "ASHLAR_API_LATE_TESTS"
+	// LatePools has one of four operations of the pools in memory take its time, with whatever locks its caller has.
+	LatePools = "ASHLAR_POOLS_LATE"
 )
+
+// longest is what an environment variable says; 0: nothing.
+func longest(name string) time.Duration {
+	said := os.Getenv(name)
+	if said == "" {
+		return 0
+	}
+	d, err := time.ParseDuration(said)
+	if err != nil {
+		panic(fmt.Sprintf("%s: %v", name, err))
+	}
+	return d
+}
+
+// Pause is what LatePools asks for.
+func Pause() {
+	if d := longest(LatePools); d > 0 && mathrand.IntN(4) == 0 {
+		time.Sleep(mathrand.N(d))
+	}
+}
 
 // late has a client wait as Late and LateTests say.
 func late(config *rest.Config, token string) {
@@ -27,15 +48,9 @@ func late(config *rest.Config, token string) {
 	if token == Admin {
 		name = LateTests
 	}
-	said := os.Getenv(name)
-	if said == "" {
-		return
+	if d := longest(name); d > 0 {
+		config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &lateTransport{next, d} })
 	}
-	longest, err := time.ParseDuration(said)
-	if err != nil {
-		panic(fmt.Sprintf("%s: %v", name, err))
-	}
-	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &lateTransport{next, longest} })
 }
 
 type lateTransport struct {

@@ -301,12 +301,20 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	w.Helper()
 	mounts, err := mount.LoadTable()
 	check.OK(w, err)
-	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
+	asked := m.hook // another one is for the next agent
+	hook := func(operation string, ref blockdev.Ref) error {
+		apitest.Pause()
+		if asked == nil {
+			return nil
+		}
+		return asked(operation, ref)
+	}
+	pools := []blockdev.Pool{m.disks[0].Open("default", hook), m.disks[1].Open("b", hook)}
 	if m.without != "" {
 		pools[1] = lazy.New(m.without, errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
 	}
 	if m.wrap != nil {
-		pools[0] = m.wrap(m.disks[0].Open("default", m.hook))
+		pools[0] = m.wrap(m.disks[0].Open("default", hook))
 	}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	check.OK(w, err)
