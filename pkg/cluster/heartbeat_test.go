@@ -515,20 +515,20 @@ func TestIdleAgent(t *testing.T) {
 	m.stop()
 	var count counter
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
-	m.every = 100 * time.Millisecond
+	m.every = 500 * time.Millisecond
 	w.start(m)
 	beats := func() int {
 		count.mu.Lock()
 		defer count.mu.Unlock()
 		return count.leases
 	}
-	w.eventually("it has settled", func() bool { return beats() >= 20 })
+	w.eventually("it has settled", func() bool { return beats() >= 8 })
 	w.eventually("it has been idle for a while", func() bool {
 		count.take()
 		began := beats()
 		w.eventually("it goes on", func() bool {
 			m.agent.Samples() // who scrapes it costs the API server nothing
-			return beats() >= began+20
+			return beats() >= began+8
 		})
 		writes, reads, pools := count.take()
 		if writes+reads+pools > 0 { // a Lease that could not be written in time is read
