@@ -68,7 +68,7 @@ func (c *counter) comes(writes, reads int) {
 		defer c.mu.Unlock()
 		return c.writes < writes || c.reads < reads
 	}
-	for end := time.Now().Add(10 * time.Second); fewer() && time.Now().Before(end); {
+	for end := time.Now().Add(time.Minute); fewer() && time.Now().Before(end); {
 		time.Sleep(10 * time.Millisecond)
 	}
 }

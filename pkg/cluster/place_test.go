@@ -49,7 +49,11 @@ func (w *environment) startWith(m *machine, names ...string) {
 func (w *environment) pool(node, name string) *v1alpha1.Pool {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, name)}, p))
+	w.eventually("pool "+name+" of "+node+" has an object", func() bool { // a node that was gone makes it anew
+		err := w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, name)}, p)
+		check.OK(w, client.IgnoreNotFound(err))
+		return err == nil
+	})
 	return p
 }
 
