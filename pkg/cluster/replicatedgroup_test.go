@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -76,13 +77,15 @@ func TestReplicatedGroup(t *testing.T) {
 
 	all["node-1"].stop()
 	w.node("node-1", false)
+	tries := 0
 	w.eventually("what both have is cut where somebody is there", func() bool {
+		tries++ // what was asked of node-1 before the store knew that nobody is there is waited for
 		w.says("first", func(r *v1alpha1.ReplicatedVolume) {
 			for i := range r.Status.Legs {
 				r.Status.Legs[i].Current = true
 			}
 		})
-		group, err := s.CreateGroup(soon(t), "there", []volume.ID{first.ID, second.ID})
+		group, err := s.CreateGroup(soon(t), fmt.Sprint("there ", tries), []volume.ID{first.ID, second.ID})
 		return err == nil && w.cutObject(group.Snapshots[0].ID).Spec.NodeName == "node-2"
 	})
 }
