@@ -44,8 +44,11 @@ type cluster struct {
 	back   time.Time // when the API server answered again after it had not
 }
 
-// patience is how long is waited for an API server that does not answer, and for a move of which nothing changes; tests wait less.
+// patience is how long is waited for an API server that does not answer; tests wait less.
 var patience = 2 * time.Minute
+
+// standstill is how long is waited for a move of which nothing changes; tests wait less.
+var standstill = 2 * time.Minute
 
 // lookAgain is how long is waited between two looks; tests wait less.
 var lookAgain = time.Second

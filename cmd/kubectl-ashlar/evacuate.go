@@ -345,9 +345,9 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	if text != l.last {
 		l.last, l.changed, l.rests = text, time.Now(), false
 	}
-	still := err == nil && !l.ended && time.Since(l.changed) > patience && time.Since(e.back) > patience // moves wait for the API server, too
+	still := err == nil && !l.ended && time.Since(l.changed) > standstill && time.Since(e.back) > standstill // moves wait for the API server, too
 	if still && l.user() == "" {
-		err = fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", patience, text)
+		err = fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", standstill, text)
 	}
 	switch {
 	case still && err == nil:

@@ -124,8 +124,9 @@ func TestOnNode(t *testing.T) {
 	e.posing("a-tenant", "n1") // before and after the driver's namespace
 	e.posing("z-tenant", "n1")
 	heard := metav1.NowMicro()
-	e.add(&coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node.n1", Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
-		Spec: coordinationv1.LeaseSpec{HolderIdentity: &n.Name, RenewTime: &heard}})
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node.n1", Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
+		Spec: coordinationv1.LeaseSpec{HolderIdentity: &n.Name, RenewTime: &heard}}
+	e.add(lease)
 	privileged := true
 	agent := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "ashlar-node-1", Labels: map[string]string{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"}},
 		Spec: corev1.PodSpec{NodeName: "n1", ServiceAccountName: "nobody", AutomountServiceAccountToken: &off, Containers: []corev1.Container{{Name: "driver", Image: "i", Args: []string{"serve", pool},
@@ -165,6 +166,8 @@ func TestOnNode(t *testing.T) {
 			t.Error(r.err)
 		}
 	}
+	lease.Spec.RenewTime = new(metav1.NowMicro()) // all this may have taken long
+	check.OK(t, e.Update(t.Context(), lease))
 	if r = run(t, apitest.Admin, "status"); strings.Contains(r.stdout, "AgentSilent") {
 		t.Errorf("a tenant says that the agent is silent:\n%s", r.stdout)
 	}
@@ -198,7 +201,7 @@ func TestExecInterrupted(t *testing.T) {
 	agent, err := c.agent(ctx, "n1")
 	check.OK(t, err)
 	begun := time.Now()
-	if err := c.run(ctx, agent, io.Discard, io.Discard, "/driver", "doctor"); !errors.Is(err, context.Canceled) || time.Since(begun) > 5*time.Second {
+	if err := c.run(ctx, agent, io.Discard, io.Discard, "/driver", "doctor"); !errors.Is(err, context.Canceled) || time.Since(begun) > 30*time.Second {
 		t.Errorf("after %s: %v", time.Since(begun), err)
 	}
 }

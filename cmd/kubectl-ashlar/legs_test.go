@@ -3,7 +3,6 @@ package main
 import (
 	"slices"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -18,7 +17,7 @@ import (
 // TestMoveReplicas: replicas of a volume are evacuated to where none of it is, and its class lets them be; one of a volume that is used is there until another one has taken its place.
 func TestMoveReplicas(t *testing.T) {
 	e := newEnvironment(t)
-	hasten(t, time.Minute)
+	hasten(t)
 	for name, zone := range map[string]string{"n1": "a", "n2": "b", "n3": "b", "n4": "c", "n5": "a"} {
 		n := node(name, corev1.ConditionTrue)
 		metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", zone)
@@ -64,6 +63,7 @@ func TestMoveReplicas(t *testing.T) {
 	if second.Spec.Move.Node != "n3" {
 		t.Errorf("it is to move to %+v", second.Spec.Move)
 	}
+	program.saying(t, "used on node n4; another replica takes its place\n")
 	e.add(third)
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(whole), whole))
 	whole.Spec.Legs, whole.Spec.Numbered = append(whole.Spec.Legs, third.Name), 3
@@ -77,6 +77,6 @@ func TestMoveReplicas(t *testing.T) {
 	check.OK(t, e.Delete(t.Context(), second))
 	r = program.ended(t)
 	check.OK(t, r.err)
-	r.says(t, "used on node n4; another replica takes its place\n", ": another replica on node n3: 25Mi of 50Mi are equal to the others\n", ": another replica has everything; this one is being deleted\n",
+	r.says(t, ": another replica on node n3: 25Mi of 50Mi are equal to the others\n", ": another replica has everything; this one is being deleted\n",
 		"shop/data, replica on n2: another replica has taken its place\n", "No volume is left on node n2.\n")
 }

@@ -402,14 +402,12 @@ func TestSilentServer(t *testing.T) {
 			check.OK(t, err)
 			check.OK(t, second(conn.Read(make([]byte, 1))))
 			check.OK(t, cmd.Process.Signal(by))
-			sent := time.Now()
-			stuck := time.AfterFunc(10*time.Second, func() { _ = cmd.Process.Kill() })
+			stuck := time.AfterFunc(20*time.Second, func() { _ = cmd.Process.Kill() }) // which is less than any request waits
 			err = cmd.Wait()
 			stuck.Stop()
 			check.OK(t, conn.Close())
-			took := time.Since(sent)
-			if c.words == "" && err != nil || c.words != "" && (cmd.ProcessState.ExitCode() != 1 || said.String() != c.words) || took > 2*time.Second {
-				t.Errorf("%s: %s ends it after %s: %v\n%s", c.args, by, took, err, said.String())
+			if c.words == "" && err != nil || c.words != "" && (cmd.ProcessState.ExitCode() != 1 || said.String() != c.words) {
+				t.Errorf("%s: after %s it ends with %v\n%s", c.args, by, err, said.String())
 			}
 		}
 	}
@@ -417,7 +415,7 @@ func TestSilentServer(t *testing.T) {
 		t.Errorf("without --request-timeout it waits for %q", flag.DefValue)
 	}
 	begun := time.Now()
-	if r := run(t, apitest.Admin, "status", "--server=http://"+server.Addr().String(), "--request-timeout=200ms"); r.err == nil || time.Since(begun) > 10*time.Second {
+	if r := run(t, apitest.Admin, "status", "--server=http://"+server.Addr().String(), "--request-timeout=200ms"); r.err == nil || time.Since(begun) > 30*time.Second {
 		t.Errorf("with --request-timeout it ends after %s: %v", time.Since(begun), r.err)
 	}
 }
@@ -429,8 +427,13 @@ func TestAdoptInterrupted(t *testing.T) {
 	p.Status.StrayCount, p.Status.Strays = 1, []v1alpha1.Stray{{ID: "vol.default.1"}}
 	e.add(p)
 	ctx, interrupt := context.WithCancel(t.Context())
-	out := interrupting{"adopting all", func() { time.AfterFunc(time.Second, interrupt) }, &bytes.Buffer{}}
-	err := (&adoption{cluster: connected(t), out: out, all: true, timeout: time.Minute}).run(ctx, nil)
+	c := through(t, func(_ http.ResponseWriter, r *http.Request) bool {
+		if r.Method == http.MethodGet && strings.HasSuffix(r.URL.Path, "/pools/"+p.Name) { // how far it is
+			interrupt()
+		}
+		return false
+	})
+	err := (&adoption{cluster: c, out: io.Discard, all: true, timeout: time.Minute}).run(ctx, nil)
 	if err == nil || err.Error() != "pool n1.default: interrupted; the agents go on with what they are asked for" {
 		t.Errorf("interrupted: %v", err)
 	}
@@ -524,8 +527,9 @@ func TestPages(t *testing.T) {
 	e := newEnvironment(t)
 	damaged(e)
 	var texts []string
+	now := time.Now().Truncate(time.Hour)
 	for _, page := range []int64{0, 1} {
-		o, err := view.Take(t.Context(), e, view.Options{Page: page, Now: time.Now().Truncate(time.Hour), Kubernetes: true})
+		o, err := view.Take(t.Context(), e, view.Options{Page: page, Now: now, Kubernetes: true})
 		check.OK(t, err)
 		if len(o.Volumes) != 4 || len(o.Nodes) != 6 {
 			t.Errorf("pages of %d: %d volumes, %d nodes", page, len(o.Volumes), len(o.Nodes))

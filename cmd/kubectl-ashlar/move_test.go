@@ -147,11 +147,16 @@ func (o *outage) answers(w http.ResponseWriter, _ *http.Request) bool {
 	return true
 }
 
-// begins makes it go away for a second, once.
-func (o *outage) begins() func() {
+// begins makes it go away, once, for a second, and until it was asked something in each of its turns.
+func (o *outage) begins(ctx context.Context) func() {
 	return sync.OnceFunc(func() {
 		o.away.Store(true)
-		time.AfterFunc(time.Second, func() { o.away.Store(false) })
+		go func() {
+			for began := time.Now(); ctx.Err() == nil && (o.turns.Load() < 3 || time.Since(began) < time.Second); {
+				time.Sleep(10 * time.Millisecond)
+			}
+			o.away.Store(false)
+		}()
 	})
 }
 
@@ -238,17 +243,24 @@ func (e *environment) advance(ctx context.Context, v *v1alpha1.Volume) error {
 }
 
 // hasten makes the commands look at moves often.
-func hasten(t *testing.T, stuck time.Duration) {
-	before, patient := lookAgain, patience
-	lookAgain, patience = 20*time.Millisecond, stuck
-	t.Cleanup(func() { lookAgain, patience = before, patient })
+func hasten(t *testing.T) {
+	before := lookAgain
+	lookAgain = 20 * time.Millisecond
+	t.Cleanup(func() { lookAgain = before })
+}
+
+// waits has the commands wait so long, for what patience or standstill is for. What does come has to come sooner, also on a machine that has too much to do.
+func waits(t *testing.T, limit *time.Duration, long time.Duration) {
+	before := *limit
+	*limit = long
+	t.Cleanup(func() { *limit = before })
 }
 
 // TestMove: a volume is asked to move, its move is followed to the end, and can be taken back before it is done.
 func TestMove(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	v := movable("pvc-1", "n1", 100*mib, nil)
 	e.add(v)
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n2", "--wait=false").says(t, "pvc-1: node n2 is asked to copy it from node n1\n")
@@ -270,10 +282,14 @@ func TestMove(t *testing.T) {
 		t.Fatalf("it was taken back, and spec.move is %+v", v.Spec.Move)
 	}
 	run(t, apitest.Admin, "move", "pvc-1", "--cancel").refused(t, "it does not move; it is on node n1")
+	program := start(t, apitest.Admin, "move", v.ID(), "--to=n2/default")
+	becomes(e, v, (*v1alpha1.Volume).Moving)
+	check.OK(t, e.advance(t.Context(), v))
+	program.saying(t, "pvc-1: 50 %, half is copied\n")
 	e.drivers("")
-	r := run(t, apitest.Admin, "move", v.ID(), "--to=n2/default")
+	r := program.ended(t)
 	check.OK(t, r.err)
-	r.says(t, "pvc-1: 50 %, half is copied\n", "pvc-1: it is in pool default of node n2.\n")
+	r.says(t, "pvc-1: it is in pool default of node n2.\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.NodeName != "n2" || v.Spec.Move != nil {
 		t.Errorf("after the move: %+v", v.Spec)
@@ -293,7 +309,7 @@ func TestMoveToOtherPool(t *testing.T) {
 	nodes(e)
 	fast(e, "n3")
 	fast(e, "n1")
-	hasten(t, time.Minute)
+	hasten(t)
 	v := movable("pvc-1", "n1", 100*mib, nil)
 	e.add(v)
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n3/fast", "--wait=false").says(t, "pvc-1: node n3 is asked to copy it from node n1\n")
@@ -367,7 +383,7 @@ func TestMoveToOtherPoolOfOlderDefinitions(t *testing.T) {
 func TestMoveUsed(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	pods(e)
 	v := movable("pvc-1", "n1", 100*mib, func(v *v1alpha1.Volume) {
 		v.Spec.Claims, v.Spec.Claim, v.Spec.ClaimRef = 1, &v1alpha1.Claim{Node: "n3", Mode: "mount", Generation: 1}, &v1alpha1.ClaimRef{Namespace: namespace, Name: "data"}
@@ -385,14 +401,12 @@ func TestMoveUsed(t *testing.T) {
 		t.Error("the interrupt took the move back")
 	}
 	e.drivers("")
-	time.AfterFunc(500*time.Millisecond, func() {
-		if err := e.release(v); err != nil {
-			t.Error(err)
-		}
-	})
-	r := run(t, apitest.Admin, "move", "pvc-1", "--to=n2")
+	program := start(t, apitest.Admin, "move", "pvc-1", "--to=n2")
+	program.saying(t, "used on node n3")
+	check.OK(t, e.release(v))
+	r := program.ended(t)
 	check.OK(t, r.err)
-	r.says(t, "used on node n3", "default/data: it is on node n2.\n")
+	r.says(t, "default/data: it is on node n2.\n")
 }
 
 // TestMoveRefused: what cannot be done is refused with what can be done, and nothing is written.
@@ -502,7 +516,7 @@ func TestMoveRules(t *testing.T) {
 func TestEvacuate(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	e.add(movable("pvc-a", "n1", 300*mib, nil))
 	e.add(movable("pvc-b", "n1", 250*mib, nil))
 	e.add(movable("pvc-c", "n1", 100*mib, nil))
@@ -529,7 +543,8 @@ func TestEvacuate(t *testing.T) {
 func TestEvacuateRest(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, 2*time.Second)
+	hasten(t)
+	waits(t, &standstill, 6*time.Second)
 	used := movable("pvc-used", "n1", 40*mib, func(v *v1alpha1.Volume) {
 		v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n4", Mode: "mount", Generation: 1}
 	})
@@ -548,7 +563,7 @@ func TestEvacuateRest(t *testing.T) {
 	e.drivers("pvc-a", "pvc-stuck", "pvc-comes")
 	r := run(t, apitest.Admin, "evacuate", "n1")
 	r.says(t, "used on node n4; it moves meanwhile, or when it is released\n", "pvc-node     30Mi  stays  it has access=node", "pvc-under    5Mi   n2     under way\n", "it comes here, from node n3", "it has moved; its old bytes are to be given back\n",
-		"pvc-a: it is on node n", "pvc-under: it is on node n2\n", "pvc-left: it is on node n4\n", "pvc-carried: it is on node n", "pvc-stuck: stays: its move does not go on (nothing has changed for 2s), and may later: node n")
+		"pvc-a: it is on node n", "pvc-under: it is on node n2\n", "pvc-left: it is on node n4\n", "pvc-carried: it is on node n", "pvc-stuck: stays: its move does not go on (nothing has changed for 6s), and may later: node n")
 	r.refused(t, "3 of 8 volumes stay on node n1, see above; 1 of 8 are still used, and move meanwhile, or when they are released: pvc-used on node n4")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(used), used))
 	if used.Spec.Move == nil {
@@ -568,7 +583,7 @@ func TestEvacuateRest(t *testing.T) {
 func TestEvacuateInterrupted(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c"} {
 		e.add(movable(name, "n1", 10*mib, nil))
 	}
@@ -595,14 +610,14 @@ func TestEvacuateInterrupted(t *testing.T) {
 func TestServerAway(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c", "pvc-d"} {
 		e.add(movable(name, "n1", 10*mib, nil))
 	}
 	var o outage
 	c := through(t, o.answers)
 	e.drivers("")
-	out := interrupting{"pvc-a: node", o.begins(), &bytes.Buffer{}} // when the next is asked, it is away
+	out := interrupting{"pvc-a: node", o.begins(t.Context()), &bytes.Buffer{}} // when the next is asked, it is away
 	err := (&evacuation{cluster: c, out: out, table: io.Discard, node: "n1", parallel: 2}).run(t.Context())
 	if err != nil || strings.Contains(out.String(), "stays") || !strings.HasSuffix(out.String(), "No volume is left on node n1.\n") {
 		t.Errorf("evacuate: %v\n%s", err, out.String())
@@ -611,7 +626,7 @@ func TestServerAway(t *testing.T) {
 		t.Error("evacuate asked nothing meanwhile")
 	}
 	o.turns.Store(0)
-	out = interrupting{"pvc-a: node", o.begins(), &bytes.Buffer{}}
+	out = interrupting{"pvc-a: node", o.begins(t.Context()), &bytes.Buffer{}}
 	if err := (&moving{cluster: c, out: out, to: "n1", wait: true}).run(t.Context(), "pvc-a"); err != nil || !strings.HasSuffix(out.String(), "pvc-a: it is on node n1.\n") {
 		t.Errorf("move: %v\n%s", err, out.String())
 	}
@@ -624,7 +639,8 @@ func TestServerAway(t *testing.T) {
 func TestServerGone(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, 500*time.Millisecond)
+	hasten(t)
+	waits(t, &patience, 500*time.Millisecond)
 	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c"} {
 		e.add(movable(name, "n1", 10*mib, nil))
 	}
@@ -658,7 +674,8 @@ func TestServerGone(t *testing.T) {
 func TestEvacuateSilent(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, 500*time.Millisecond)
+	hasten(t)
+	waits(t, &patience, 500*time.Millisecond)
 	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c", "pvc-d"} {
 		e.add(movable(name, "n1", 10*mib, nil))
 	}
@@ -698,7 +715,7 @@ func TestEvacuateSilent(t *testing.T) {
 func TestUnansweredWrite(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	v := movable("pvc-a", "n1", 10*mib, nil)
 	e.add(v)
 	config := apitest.Get(t).Config(apitest.Admin)

@@ -77,7 +77,7 @@ func becomes[T client.Object](e *environment, o T, is func(o T) bool) {
 func TestReplicas(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	r := e.replicated("pvc-1", 100*mib, "n1", "n3")
 
 	run(t, apitest.Admin, "replicas", "pvc-1", "2").says(t, "pvc-1: it has 2 replicas, and each has all that was written.\n")
@@ -130,7 +130,7 @@ func TestReplicas(t *testing.T) {
 func TestFirstReplicas(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
-	hasten(t, time.Minute)
+	hasten(t)
 	v := movable("pvc-1", "n1", 100*mib, func(v *v1alpha1.Volume) {
 		v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n3", Mode: "m", Generation: 1}
 	})
@@ -168,6 +168,7 @@ func TestFirstReplicas(t *testing.T) {
 
 	program := start(t, apitest.Admin, "replicas", "pvc-1", "2")
 	becomes(e, v, func(v *v1alpha1.Volume) bool { return v.Spec.Replicas == 2 })
+	program.saying(t, used)
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Claim = nil })
 	program.saying(t, "it becomes a volume with replicas\n")
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = v.Name })
@@ -178,7 +179,7 @@ func TestFirstReplicas(t *testing.T) {
 	e.add(r)
 	have := program.ended(t)
 	check.OK(t, have.err)
-	have.says(t, used, "pvc-1: it becomes a volume with replicas\n", "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
+	have.says(t, "pvc-1: it becomes a volume with replicas\n", "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
 }
 
 // TestReplicaCapacity: what a class with replicas has room for is what is there in as many places of one network, as its nodes are and its allowedTopologies.

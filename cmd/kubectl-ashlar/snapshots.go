@@ -311,8 +311,8 @@ func (c *cuts) lookAt(ctx context.Context, s *cut) error {
 		s.ended = true
 		_, err = fmt.Fprintf(c.out, "%s: %s\n", s.title(), text)
 		return err
-	case time.Since(s.changed) > patience && time.Since(c.back) > patience: // moves wait for the API server, too
-		s.ended, s.why = true, fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", patience, text)
+	case time.Since(s.changed) > standstill && time.Since(c.back) > standstill: // moves wait for the API server, too
+		s.ended, s.why = true, fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", standstill, text)
 		return c.stays(s)
 	}
 	return c.tell(s)

@@ -96,7 +96,7 @@ func TestMoveWithSnapshots(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
 	e.ported("n1", "n3", "n4")
-	hasten(t, time.Minute)
+	hasten(t)
 	e.add(movable("pvc-1", "n1", 100*mib, nil))
 	one, two, others := cutOf("one", "pvc-1", "n1", 100*mib, nil), cutOf("two", "pvc-1", "n4", 100*mib, nil), cutOf("others", "pvc-2", "n1", mib, nil)
 	for _, s := range []*v1alpha1.Snapshot{one, two, others} {
@@ -133,7 +133,7 @@ func TestMoveToOtherPoolWithSnapshots(t *testing.T) {
 	nodes(e)
 	fast(e, "n3")
 	e.ported("n1", "n3", "n3/fast", "n4")
-	hasten(t, time.Minute)
+	hasten(t)
 	e.add(movable("pvc-1", "n1", 100*mib, nil))
 	early, another := cutOf("early", "pvc-1", "n1", 90*mib, nil), cutOf("another", "pvc-1", "n1", mib, func(s *v1alpha1.Snapshot) { s.Spec.SourcePool = "fast" }) // of a volume of before
 	later := cutOf("later", "pvc-1", "n3", 80*mib, func(s *v1alpha1.Snapshot) { s.Spec.Pool, s.Spec.SourcePool = "fast", "default" })
@@ -163,7 +163,8 @@ func TestMoveSnapshotRefused(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
 	e.ported("n1", "n3")
-	hasten(t, 300*time.Millisecond)
+	hasten(t)
+	waits(t, &standstill, 300*time.Millisecond)
 	large, lost, stuck := cutOf("large", "pvc-1", "n1", 900*mib, nil), cutOf("lost", "pvc-1", "n1", mib, func(s *v1alpha1.Snapshot) {
 		s.Status.Conditions = []metav1.Condition{{Type: v1alpha1.Ready, Status: metav1.ConditionFalse, Reason: "DataLoss", LastTransitionTime: metav1.Now()}}
 	}), cutOf("stuck", "pvc-1", "n1", mib, nil)
@@ -192,7 +193,7 @@ func TestEvacuateWithSnapshots(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
 	e.ported("n1", "n2", "n3", "n4")
-	hasten(t, time.Minute)
+	hasten(t)
 	e.add(movable("pvc-a", "n1", 100*mib, nil))
 	e.add(movable("pvc-far", "n4", 10*mib, nil))
 	grouped := func(s *v1alpha1.Snapshot) { s.Spec.Group = &v1alpha1.Group{Key: volume.KeyOf("group"), Size: 2} }
@@ -226,7 +227,7 @@ func TestRoomOfAsked(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
 	e.ported("n1", "n3")
-	hasten(t, time.Minute)
+	hasten(t)
 	v := movable("pvc-1", "n4", 100*mib, nil)
 	e.add(v)
 	var cuts []*v1alpha1.Snapshot
