@@ -21,7 +21,7 @@ import (
 func shows(t *testing.T, address, text string) {
 	t.Helper()
 	var body []byte
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
 		answer, err := http.Get(address)
 		check.OK(t, err)
 		body, err = io.ReadAll(answer.Body)
@@ -93,9 +93,12 @@ func TestPage(t *testing.T) {
 	check.OK(t, err)
 	shows(t, page, v.ID)
 
-	answer, err := http.Get(page + "events")
-	check.OK(t, err)
-	defer answer.Body.Close()
+	looks := func() {
+		answer, err := http.Get(page + "events")
+		check.OK(t, err)
+		t.Cleanup(func() { _ = answer.Body.Close() })
+	}
+	looks()
 	images, err := filepath.Glob(dir + "/pool/volumes/*.img")
 	if err != nil || len(images) != 1 {
 		t.Fatal(images, err)
@@ -110,10 +113,18 @@ func TestPage(t *testing.T) {
 		t.Error("a driver that could not serve its page left its socket")
 	}
 
-	began := time.Now()
-	stopped(t, p)
-	if took := time.Since(began); took >= 5*time.Second { // for so long the page gives answers time
-		t.Errorf("it took %s to end with somebody looking", took)
+	for try := 1; ; try++ {
+		began := time.Now()
+		stopped(t, p)
+		took := time.Since(began)
+		if took < 5*time.Second { // for so long the page gives answers time
+			break
+		}
+		if try == 3 { // a machine that stands still takes as long
+			t.Fatalf("it took %s to end with somebody looking", took)
+		}
+		p = serving(t, dir, "--node-id=n1", "--page="+address)
+		looks()
 	}
 	if _, err := http.Get(page); err == nil { //nolint:bodyclose // there is none
 		t.Error("the page is there without the driver")

@@ -582,6 +582,8 @@ func TestTerminal(t *testing.T) {
 // TestDumbTerminal: one that says it takes no commands is given none.
 func TestDumbTerminal(t *testing.T) {
 	t.Setenv("TERM", "dumb")
+	defer func(before time.Duration) { every = before }(every)
+	every = time.Hour
 	program, person := drivertest.Terminal(t, 10, 80)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

@@ -186,16 +186,18 @@ func TestChangesAreBounded(t *testing.T) {
 	for range 10 {
 		s.stream(t)
 	}
-	for end := time.Now().Add(3 * time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+	begun := time.Now()
+	for time.Since(begun) < 3*time.Second {
 		s.source.set(small(), nil)
+		time.Sleep(time.Millisecond)
 	}
-	if taken, _ := s.source.counts(); taken > 5 {
-		t.Errorf("%d overviews in 3 seconds", taken)
+	if taken, _ := s.source.counts(); taken > 2+int(time.Since(begun)/atMostEvery) {
+		t.Errorf("%d overviews in %s", taken, time.Since(begun))
 	}
 }
 
 func TestStreamsEndWithServing(t *testing.T) {
-	s := serve(t, small(), nil)
+	s := serve(t, small(), func(l *limits) { l.stop = time.Minute })
 	var all []<-chan string
 	for range 20 {
 		events, _ := s.stream(t)
@@ -204,7 +206,7 @@ func TestStreamsEndWithServing(t *testing.T) {
 	}
 	start := time.Now()
 	s.end()
-	if took := time.Since(start); took >= defaults.stop {
+	if took := time.Since(start); took >= s.limits.stop {
 		t.Errorf("it took %s to end with streams open", took)
 	}
 	for _, events := range all {
@@ -247,7 +249,7 @@ func TestEndsWhileTaking(t *testing.T) {
 	began := time.Now()
 	stop()
 	check.OK(t, <-result)
-	if took := time.Since(began); took > defaults.stop+time.Second {
+	if took := time.Since(began); took > defaults.stop+30*time.Second {
 		t.Errorf("it took %s to end", took)
 	}
 }
@@ -282,12 +284,12 @@ func TestStreamsAreLimited(t *testing.T) {
 
 // A stream lives longer than the time in which a request has to be read and an answer to be written.
 func TestStreamsOutliveTheLimits(t *testing.T) {
-	s := serve(t, small(), func(l *limits) {
-		l.read, l.write, l.alive = 300*time.Millisecond, 300*time.Millisecond, 50*time.Millisecond
-	})
+	t.Parallel()
+	const limit = 3 * time.Second // in which a slow machine reads a request, too
+	s := serve(t, small(), func(l *limits) { l.read, l.write, l.alive = limit, limit, 50*time.Millisecond })
 	events, _ := s.stream(t)
 	nextThat(t, events, known)
-	time.Sleep(time.Second)
+	time.Sleep(limit + time.Second)
 	s.source.set(large(200), nil)
 	next(t, events)
 }
@@ -297,7 +299,7 @@ func TestStreamsEnd(t *testing.T) {
 	t.Parallel()
 	s := serve(t, small(), func(l *limits) { l.streams, l.stream = 1, 300*time.Millisecond })
 	s.dial(t, "GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") // and reads nothing
-	until(t, "it has the place", func() bool { _, watching := s.source.counts(); return watching == 1 })
+	until(t, "it has, or had, the place", func() bool { taken, _ := s.source.counts(); return taken > 0 })
 	until(t, "its place is free", func() bool { _, watching := s.source.counts(); return watching == 0 })
 	for range 5 {
 		events, _ := s.stream(t) // fails where there is no place
@@ -348,10 +350,13 @@ func TestSlowClients(t *testing.T) {
 	// before, as that takes time, too.
 	get(t, s.Page, "GET", "/overview.json")
 	silent := []net.Conn{s.dial(t, "GET /overview.json HTTP/1.1\r\nHost: localhost\r\n\r\n"), s.dial(t, "GET /overview.json HTTP/1.1\r\nHost: localhost\r\n\r\n")}
+	for _, conn := range silent {
+		_, _ = conn.Read(make([]byte, 1)) // its answer has begun, or its time was over before
+	}
 	until(t, "nobody waits for those who do not read", func() bool { return connections() == 0 })
 	for _, conn := range silent {
 		n, err := io.Copy(io.Discard, conn)
-		if text, _ := s.latest.state.Load().view.json(); n >= int64(len(text)) {
+		if text, _ := s.latest.state.Load().view.json(); n >= int64(len(text))-1 {
 			t.Errorf("all %d bytes came, %v", n, err)
 		}
 	}
@@ -363,12 +368,14 @@ func TestConnectionsAreLimited(t *testing.T) {
 	for range 20 {
 		s.dial(t, "")
 	}
-	answer, err := http.Get(s.address + "/") // those before it are given up one after the other
-	check.OK(t, err)
-	answer.Body.Close()
-	if answer.StatusCode != http.StatusOK {
-		t.Error(answer.Status)
-	}
+	until(t, "there is a page", func() bool { // those before it are given up one after the other, and so is this one where it is slow itself
+		answer, err := http.Get(s.address + "/")
+		if err != nil {
+			return false
+		}
+		answer.Body.Close()
+		return answer.StatusCode == http.StatusOK
+	})
 }
 
 // Connections that are kept for a next request give their places to others, and keep them while nobody wants them.

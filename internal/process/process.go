@@ -21,8 +21,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
-// stopTime is how long the driver gets to end after SIGTERM: what it promises, and some.
-const stopTime = 8 * time.Second
+// stopTime is how long the driver gets to end after SIGTERM: as long as a kubelet gives it. What it promises is less, on a machine that has time.
+const stopTime = 30 * time.Second
 
 // Build builds the driver in a directory and returns its path; flags are more flags of go build. Without -race it is static, as it is
 // shipped. But its paths stay in it: so it is made of what was compiled for the tests already.

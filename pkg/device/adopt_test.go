@@ -219,7 +219,7 @@ func TestHandOverCutAndDetached(t *testing.T) {
 			a.cutAfter(cut)
 			a.writes(d.Path)
 			check.OK(a, errors.Join(d.Close(), a.stack().Detach(a.Context())))
-			for end := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+			for end := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 				if names, err := dm.Names("ashlar-test-"); err == nil && len(names) == 0 {
 					break
 				} else if time.Now().After(end) {

@@ -104,7 +104,7 @@ func (f *fixture) is(want blockdev.Device, size int64, when string) {
 // gone waits until nothing of the volume is attached.
 func (f *fixture) gone() {
 	f.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		below, err := f.pool.Attached(f.Context(), f.ref)
 		check.OK(f, err)
 		if devices := f.attached(); len(devices)+len(below) == 0 {

@@ -50,8 +50,7 @@ func TestValues(t *testing.T) {
 	check.OK(t, err)
 	_, err = local.CreateSnapshot(t.Context(), "s", v.ID)
 	check.OK(t, err)
-	s := metricstest.Of(t, n.Samples)
-	for series, want := range map[string]float64{
+	s := metricstest.Until(t, func() metricstest.Scrape { return metricstest.Of(t, n.Samples) }, map[string]float64{
 		`ashlar_pool_up{kind="file",node="n",pool="good"}`:                                                              1,
 		`ashlar_pool_total_bytes{node="n",pool="good"}`:                                                                 100 * mib,
 		`ashlar_pool_promised_bytes{node="n",pool="good"}`:                                                              60 * mib,
@@ -63,9 +62,7 @@ func TestValues(t *testing.T) {
 		`ashlar_copied_bytes_total{node="n",pool="good"}`:                                                               30 * mib,
 		`ashlar_copied_bytes_total{node="n",pool="other"}`:                                                              0,
 		`ashlar_volume_size_bytes{claim="orders",namespace="shop",node="n",pool="good",volume="` + v.ID.String() + `"}`: 30 * mib,
-	} {
-		s.Is(t, series, want)
-	}
+	})
 	if s.Values[`ashlar_loop_devices_free{node="n"}`] < 1 {
 		t.Errorf("%v loop devices are free", s.Values[`ashlar_loop_devices_free{node="n"}`])
 	}
@@ -81,16 +78,17 @@ func TestHangs(t *testing.T) {
 		}
 		return nil
 	})
-	up := `ashlar_pool_up{kind="file",node="n",pool="other"}`
+	up, good := `ashlar_pool_up{kind="file",node="n",pool="other"}`, `ashlar_pool_up{kind="file",node="n",pool="good"}`
+	metricstest.Until(t, func() metricstest.Scrape { return metricstest.Of(t, n.Samples) }, map[string]float64{up: 0, good: 1})
 	var before int
 	for i := range 4 {
 		began := time.Now()
 		s := metricstest.Of(t, n.Samples)
-		if took := time.Since(began); took > metrics.ScrapeTime+time.Second {
+		if took := time.Since(began); took > 10*metrics.ScrapeTime { // it hangs for ever, and the machine may stand still
 			t.Errorf("a scrape took %s", took)
 		}
 		s.Is(t, up, 0)
-		s.Is(t, `ashlar_pool_up{kind="file",node="n",pool="good"}`, 1)
+		s.Is(t, good, 1)
 		s.Is(t, `ashlar_pool_problems{node="n",pool="other",reason="PoolUnavailable",severity="Inaccessible"}`, 1)
 		if s.Values[`ashlar_pool_total_bytes{node="n",pool="other"}`] != 0 {
 			t.Error("figures of a pool that does not answer")
@@ -99,7 +97,7 @@ func TestHangs(t *testing.T) {
 			before = runtime.NumGoroutine()
 		}
 	}
-	for end := time.Now().Add(10 * time.Second); runtime.NumGoroutine() > before; time.Sleep(10 * time.Millisecond) { // what has answered ends a moment later
+	for end := time.Now().Add(time.Minute); runtime.NumGoroutine() > before; time.Sleep(10 * time.Millisecond) { // what has answered ends a moment later
 		if time.Now().After(end) {
 			t.Fatalf("%d goroutines after one scrape, %d after four", before, runtime.NumGoroutine())
 		}
@@ -121,11 +119,12 @@ func TestKnown(t *testing.T) {
 		}
 		return nil
 	})
+	begun := time.Now()
 	for range 20 {
 		metricstest.Of(t, n.Samples)
 	}
-	if len(looks) > 3 { // on a machine that is slow enough 5 s may pass
-		t.Errorf("20 scrapes at once looked %d times", len(looks))
+	if took := time.Since(begun); len(looks) > 1+int(took/(5*time.Second)) { // for so long it is known
+		t.Errorf("20 scrapes in %s looked %d times", took, len(looks))
 	}
 }
 

@@ -112,7 +112,7 @@ func (b *becoming) raw() blockdev.Device {
 // gone waits until nothing of the volume is left.
 func (b *becoming) gone() {
 	b.Helper()
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		names, err := dm.Names("ashlar-")
 		if dm.HasTarget("linear") != nil {
 			names, err = nil, nil

@@ -672,7 +672,7 @@ func TestExportStarts(t *testing.T) {
 			return k, nil
 		}})
 		there = true
-		for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		for end := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
 			if _, err = l.Get(t.Context(), v.ID); err == nil || time.Now().After(end) {
 				break
 			}
@@ -944,7 +944,7 @@ func TestExportPoolBack(t *testing.T) {
 	locks := serve(t, l, k, nil)
 	unlock := check.Locked(t, locks, keylock.Volume(v.ID.Key), keylock.Volume(ending.ID.Key))
 	there = true
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
 		if _, err := l.Get(t.Context(), v.ID); err == nil {
 			break
 		}

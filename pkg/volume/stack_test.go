@@ -354,7 +354,7 @@ func TestLVMAttachedOpensPool(t *testing.T) {
 	l := start(t, 0, late)
 	there = true
 	var devices []blockdev.Device
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		var err error
 		if devices, err = l.Attached(t.Context(), v.ID); err == nil {
 			break
@@ -406,7 +406,7 @@ func TestLVMSeatOfClosedPool(t *testing.T) {
 	e := volume.NewEverywhere(start(t, 0, late), start(t, 0, others), usedElsewhere{})
 	fails(t, second(e.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrUnavailable, "the pool is not open")
 	there = true
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		devices, err := e.Attached(t.Context(), v.ID)
 		if err == nil && len(devices) == 1 && devices[0].Number == device.Number {
 			break

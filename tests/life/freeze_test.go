@@ -118,7 +118,7 @@ func TestBoundPipeOfVolume(t *testing.T) {
 		select {
 		case err := <-done:
 			check.OK(t, err)
-		case <-time.After(10 * time.Second):
+		case <-time.After(time.Minute):
 			t.Errorf("%s: it waits for ever", what)
 			w, err := os.OpenFile(pipe, os.O_RDWR, 0)
 			check.OK(t, err)

@@ -555,8 +555,8 @@ func (d *Disk) public(ref blockdev.Ref, want func(device) bool) ([]blockdev.Devi
 	return found, err
 }
 
-// detachWait is how long a device that something still holds gets to go away.
-const detachWait = time.Second
+// detachLooks is how often it is looked, each millisecond, whether a device that something still holds has gone away.
+const detachLooks = 1000
 
 // Detach: see blockdev.Pool.
 func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
@@ -567,8 +567,8 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	for _, d := range devices {
 		err = errors.Join(err, unix.IoctlSetInt(int(d.file.Fd()), unix.LOOP_CLR_FD, 0), d.file.Close())
 	}
-	for deadline := time.Now().Add(detachWait); err == nil && len(devices) > 0; time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
+	for looks := 0; err == nil && len(devices) > 0; time.Sleep(time.Millisecond) {
+		if looks++; looks > detachLooks {
 			return fmt.Errorf("%w: %s is held as %s", errdefs.ErrInUse, ref, devices[0].path())
 		}
 		if err = ctx.Err(); err == nil {

@@ -84,6 +84,27 @@ func (s Scrape) Is(t testing.TB, series string, want float64) {
 	}
 }
 
+// Until scrapes until some series have the values that are wanted, and returns the last scrape: what takes a pool longer than a scrape waits is in a later one.
+func Until(t testing.TB, scrape func() Scrape, want map[string]float64) Scrape {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		s, all := scrape(), true
+		for series, value := range want {
+			is, there := s.Values[series]
+			all = all && there && is == value
+		}
+		if all {
+			return s
+		}
+		if time.Now().After(deadline) {
+			for series, value := range want {
+				s.Is(t, series, value)
+			}
+			return s
+		}
+	}
+}
+
 // Has reports whether there is a series of a metric, as it is declared; of a histogram its count.
 func (s Scrape) Has(name string) bool {
 	for series := range s.Values {

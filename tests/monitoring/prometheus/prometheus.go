@@ -89,7 +89,7 @@ func (s *Server) Query(ctx context.Context, text string) ([]Sample, error) {
 func (s *Server) Eventually(t testing.TB, text string) {
 	t.Helper()
 	var err error
-	for deadline := time.Now().Add(40 * time.Second); time.Now().Before(deadline); time.Sleep(200 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(200 * time.Millisecond) {
 		var found []Sample
 		if found, err = s.Query(t.Context(), text); err == nil && len(found) > 0 {
 			return
