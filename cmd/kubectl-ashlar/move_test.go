@@ -282,14 +282,10 @@ func TestMove(t *testing.T) {
 		t.Fatalf("it was taken back, and spec.move is %+v", v.Spec.Move)
 	}
 	run(t, apitest.Admin, "move", "pvc-1", "--cancel").refused(t, "it does not move; it is on node n1")
-	program := start(t, apitest.Admin, "move", v.ID(), "--to=n2/default")
-	becomes(e, v, (*v1alpha1.Volume).Moving)
-	check.OK(t, e.advance(t.Context(), v))
-	program.saying(t, "pvc-1: 50 %, half is copied\n")
 	e.drivers("")
-	r := program.ended(t)
+	r := run(t, apitest.Admin, "move", v.ID(), "--to=n2/default")
 	check.OK(t, r.err)
-	r.says(t, "pvc-1: it is in pool default of node n2.\n")
+	r.says(t, "pvc-1: 50 %, half is copied\n", "pvc-1: it is in pool default of node n2.\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.NodeName != "n2" || v.Spec.Move != nil {
 		t.Errorf("after the move: %+v", v.Spec)

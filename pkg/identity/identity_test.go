@@ -103,7 +103,7 @@ func TestProbeForever(t *testing.T) {
 		}
 		return nil
 	})
-	if err := csirpc.ProbeForever(t.Context(), connect(t, s), time.Second); err != nil || asked != 2 {
+	if err := csirpc.ProbeForever(t.Context(), connect(t, s), time.Minute); err != nil || asked != 2 {
 		t.Errorf("asked %d times: %v", asked, err)
 	}
 }
