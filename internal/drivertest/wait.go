@@ -116,13 +116,13 @@ func LoopsOver(image string) (names []string) {
 	return names
 }
 
-// Unmount unmounts a path. It tries for 10 s, for a mount may be busy a moment longer than what used it: the kernel
+// Unmount unmounts a path. It tries for a while, for a mount may be busy a moment longer than what used it: the kernel
 // lets go of a file after the loop device over it has gone, and a program that another test starts has copies of this
 // process's descriptors until it executes.
 func Unmount(t testing.TB, path string) {
 	t.Helper()
 	err := unix.Unmount(path, 0)
-	for end := time.Now().Add(10 * time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(end); err = unix.Unmount(path, 0) {
+	for end := time.Now().Add(goneTime); errors.Is(err, unix.EBUSY) && time.Now().Before(end); err = unix.Unmount(path, 0) {
 		time.Sleep(20 * time.Millisecond)
 	}
 	if err != nil {

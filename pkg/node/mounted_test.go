@@ -53,7 +53,7 @@ func TestWholeLife(t *testing.T) {
 
 			drivertest.Twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: target})
 			drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging})
-			if left := drivertest.Leftovers(f.dir); len(left) > 0 {
+			if left := drivertest.Gone(func() []string { return drivertest.Leftovers(f.dir) }); len(left) > 0 {
 				t.Errorf("left: %v", left)
 			}
 		})
