@@ -136,7 +136,7 @@ func TestToldFirst(t *testing.T) {
 	f.flaky("b")
 	write := f.write(0)
 	f.starts()
-	for end := time.Now().Add(10 * time.Second); len(f.now().v.Current()) > 1; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(tendedPatience); len(f.now().v.Current()) > 1; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("it is on the list still")
 		}
@@ -304,7 +304,7 @@ func TestEndsBeside(t *testing.T) {
 	cancel()
 	select {
 	case <-done:
-	case <-time.After(3 * endPatience):
+	case <-time.After(tendedPatience):
 		t.Error("it waits")
 	}
 }
@@ -503,7 +503,7 @@ func TestRestoredInMirror(t *testing.T) {
 	f.starts()
 	f.ends(write, "the write")
 	f.current("a")
-	for end := time.Now().Add(10 * time.Second); f.state("a").List != f.now().v.Status.Lists; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(tendedPatience); f.state("a").List != f.now().v.Status.Lists; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("it is not told")
 		}
