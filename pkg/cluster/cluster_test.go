@@ -4,7 +4,10 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
+	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -14,6 +17,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
@@ -398,6 +402,35 @@ func (w *environment) asked(what string, call func(context.Context) error, is fu
 	w.eventually(what, is)
 	cancel()
 	fails(w, <-answer, errdefs.ErrUnavailable)
+}
+
+// waits makes a call that is given up before it is answered, until it had the time to say what it waits for.
+func (w *environment) waits(call func() error, says string) {
+	w.Helper()
+	w.eventually("it waits, and says "+says, func() bool {
+		err := call()
+		fails(w, err, errdefs.ErrUnavailable)
+		return strings.Contains(err.Error(), says)
+	})
+}
+
+// written writes to an object again as long as others write to it too, and returns what else there is to say.
+func (w *environment) written(write func() error) (err error) {
+	w.Helper()
+	w.eventually("it is written", func() bool {
+		err = write()
+		return !apierrors.IsConflict(err)
+	})
+	return err
+}
+
+// places waits until a store knows which nodes are cordoned, of all there are: that is, which are not.
+func (w *environment) places(s *store.Store, label string, want map[string]string) {
+	w.Helper()
+	w.eventually(fmt.Sprint("the store knows the places ", want), func() bool {
+		have, err := s.Places(w.ctx, label)
+		return err == nil && maps.Equal(have, want)
+	})
 }
 
 // TestStore: Store and Agent together keep every clause of volume.Store.

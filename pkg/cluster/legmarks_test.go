@@ -35,9 +35,16 @@ func TestReachedMarks(t *testing.T) {
 		have, err := a.local.Get(w.ctx, v.ID)
 		return err == nil && have.ReplicaOf == v.ID.Key
 	})
-	w.claimFor(v.ID, b.name)
-	device, err := b.uses.OpenLeg(w.ctx, v.ID)
-	check.OK(t, err)
+	opened := func(m *machine) (device blockdev.Device) {
+		w.claimFor(v.ID, m.name)
+		w.eventually("its node knows of the claim", func() (is bool) {
+			var err error
+			device, err = m.uses.OpenLeg(w.ctx, v.ID)
+			return err == nil
+		})
+		return device
+	}
+	device := opened(b)
 	whole := blockdev.Extent{Length: 16 * mib}
 	if have, err := b.uses.Marks(w.ctx, v.ID, volume.NoEra); err != nil || len(have) != 1 || have[0] != whole {
 		t.Errorf("since what is not known there was written %v, %v, want all", have, err)
@@ -45,7 +52,7 @@ func TestReachedMarks(t *testing.T) {
 	if have, err := b.uses.Marks(w.ctx, v.ID, 0); err != nil || len(have) != 0 {
 		t.Errorf("there is data at %v, %v, and nobody wrote", have, err)
 	}
-	_, err = b.uses.BeginEra(w.ctx, v.ID)
+	_, err := b.uses.BeginEra(w.ctx, v.ID)
 	fails(t, err, errdefs.ErrUnsupported)
 	f, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
 	check.OK(t, err)
@@ -58,9 +65,7 @@ func TestReachedMarks(t *testing.T) {
 		t.Errorf("there is data at %v, %v, and some was written at 5 MiB", have, err)
 	}
 	check.OK(t, errors.Join(device.Close(), b.uses.CloseLeg(w.ctx, v.ID)))
-	w.claimFor(v.ID, a.name)
-	device, err = a.uses.OpenLeg(w.ctx, v.ID)
-	check.OK(t, err)
+	device = opened(a)
 	if have, err := a.uses.Marks(w.ctx, v.ID, 0); err != nil || !holds(have) {
 		t.Errorf("at home there is data at %v, %v, and some was written at 5 MiB", have, err)
 	}

@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"testing"
@@ -85,7 +86,9 @@ func TestLimitsAfterStart(t *testing.T) {
 	w.parameters("changing", limits, limits)
 	set("changing")
 
-	check.OK(t, a.agent.Consumers().Modified(w.ctx, made["told"], volume.Grant{Generation: 1, Node: b.name}, map[string]string{"readAheadKiB": "64"}))
+	w.again("its home says what they are", func(ctx context.Context) error {
+		return a.agent.Consumers().Modified(ctx, made["told"], volume.Grant{Generation: 1, Node: b.name}, map[string]string{"readAheadKiB": "64"})
+	})
 	w.parameters("told", limits, limits)
 	w.claimFor(made["ended"], "")
 	w.parameters("ended", limits, limits)

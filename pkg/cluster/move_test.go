@@ -216,6 +216,7 @@ func TestMoveUndone(t *testing.T) {
 		t.Helper()
 		w.movesTo("v", b.name)
 		let <- struct{}{}
+		w.eventually("what it was let is copied", func() bool { return len(let) == 0 }) // or the next copy has two
 		w.movesays("v", "are copied from node node-1")
 		if left := w.leftovers(b); len(left) != 1 {
 			t.Fatalf("node-2 has %v", left)

@@ -182,6 +182,7 @@ func TestSnapshotMoveUndone(t *testing.T) {
 		t.Helper()
 		w.cutMovesTo(snapshot.ID, b.name)
 		let <- struct{}{}
+		w.eventually("what it was let is copied", func() bool { return len(let) == 0 }) // or the next copy has two
 		w.cutSays(snapshot.ID, "are copied from node node-1")
 		if left := w.leftovers(b); len(left) != 1 {
 			t.Fatalf("node-2 has %v", left)
@@ -263,8 +264,9 @@ func flippedCut(t *testing.T) (w *environment, a, b *machine, s *store.Store, sn
 	check.OK(t, b.local.BringSnapshot(w.ctx, snapshot.Name, from))
 	w.cutMovesTo(snapshot.ID, b.name)
 	now := w.cutObject(snapshot.ID)
+	before := now.DeepCopy()
 	now.Status.Move = &v1alpha1.MoveStatus{Node: b.name, Message: "m", Copied: &v1alpha1.MoveCopied{Generation: now.Generation, Size: now.Status.Size, Sealed: metav1.NewMicroTime(from.Created)}}
-	check.OK(t, w.Status().Update(w.ctx, now))
+	check.OK(t, w.Status().Patch(w.ctx, now, client.MergeFrom(before)))
 	w.knows(s, snapshot.ID, b)
 	return w, a, b, s, snapshot, want
 }
@@ -322,8 +324,9 @@ func TestSnapshotMoveCopyLost(t *testing.T) {
 func (w *environment) cutArrived(id volume.ID) {
 	w.Helper()
 	now := w.cutObject(id)
+	before := now.DeepCopy()
 	now.Status.Move.Arrived = true
-	check.OK(w, w.Status().Update(w.ctx, now))
+	check.OK(w, w.Status().Patch(w.ctx, now, client.MergeFrom(before)))
 }
 
 // TestSnapshotMoveRestored: the object of a snapshot that has moved, and not arrived, comes back without its status: all of it is brought, and it arrives.

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -152,12 +151,7 @@ func TestMoveRolledBack(t *testing.T) {
 				t.Error("its bytes are others")
 			}
 			w.claimFor(v.ID, "")
-			w.eventually("what was left is gone", func() bool {
-				a.stop() // while node-2 does not answer yet, it asks again after minutes
-				w.start(a)
-				time.Sleep(time.Second)
-				return errors.Is(second(a.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
-			})
+			w.forgets(a, v.ID)
 		})
 	}
 }

@@ -189,15 +189,17 @@ func TestWhereNoPodsRun(t *testing.T) {
 			}
 		}
 	}
-	edit("node-a", func(n *corev1.NodeSpec) { n.Unschedulable = true })
 	edit("node-b", func(n *corev1.NodeSpec) {
 		n.Taints = []corev1.Taint{{Key: "maintenance", Effect: corev1.TaintEffectNoExecute}, {Key: "x", Effect: corev1.TaintEffectPreferNoSchedule}}
 	})
+	edit("node-a", func(n *corev1.NodeSpec) { n.Unschedulable = true })
+	w.places(s, "", map[string]string{"node-b": "node-b", "node-c": "node-c"}) // so it knows of what was before
 	on("node-c")
 	on("node-c", nodes...) // what is preferred comes after what is possible
 	on("node-b", "node-a", "node-b")
 	on("node-a", "node-a")
 	edit("node-c", func(n *corev1.NodeSpec) { n.Unschedulable = true })
+	w.places(s, "", map[string]string{"node-b": "node-b"})
 	on("node-b")
 	edit("node-b", func(n *corev1.NodeSpec) { n.Unschedulable = true })
 	var err error

@@ -26,10 +26,13 @@ import (
 
 // ask asks for a volume on one node to have replicas, as kubectl ashlar does.
 func (w *environment) ask(name string, n int) error {
-	o := w.object(name)
-	before := o.DeepCopy()
-	o.Spec.Replicas = n
-	return w.Patch(w.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+	w.Helper()
+	return w.written(func() error {
+		o := w.object(name)
+		before := o.DeepCopy()
+		o.Spec.Replicas = n
+		return w.Patch(w.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+	})
 }
 
 // became reports whether a volume that was on one node has legs on so many, of which the one that it was is current, and nothing of the request is left.

@@ -16,10 +16,7 @@ import (
 func TestReplicatedGroup(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	w.cordoned("node-3", true)
-	w.eventually("the store knows that", func() bool {
-		_, err := s.Create(w.ctx, anyNode("probe", "node-1", "node-3"))
-		return err == nil
-	})
+	w.places(s, "", map[string]string{"node-1": "node-1", "node-2": "node-2"})
 	first, err := s.Create(w.ctx, replicas("first", 2, "node-1"))
 	check.OK(t, err)
 	second, err := s.Create(w.ctx, replicas("second", 2, "node-2"))

@@ -38,7 +38,7 @@ func TestReplicaMovesUsed(t *testing.T) {
 		metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
 		check.OK(t, w.Update(w.ctx, node))
 	}
-	time.Sleep(time.Second) // the controller's watch
+	w.places(s, "zone", map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"})
 	spec := replicas("v", 2, "node-1")
 	spec.Replicas.TopologyKey = "zone"
 	v, err := s.Create(w.ctx, spec)
@@ -57,7 +57,7 @@ func TestReplicaMovesUsed(t *testing.T) {
 		w.legMovesTo(old, "")
 	}
 	w.cordoned(to, true)
-	time.Sleep(time.Second)
+	w.places(s, "", map[string]string{"node-1": "node-1", old.Spec.NodeName: old.Spec.NodeName, "node-4": "node-4"})
 	w.legMovesTo(old, to)
 	stays("its new node is cordoned")
 	w.cordoned(to, false)
@@ -106,7 +106,7 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	w.pooled(s, b)
 	w.pooled(s, c)
 	w.cordoned(c.name, true)
-	time.Sleep(time.Second)
+	w.places(s, "", map[string]string{a.name: a.name, b.name: b.name})
 	v, err := s.Create(w.ctx, replicas("v", 2, a.name))
 	check.OK(t, err)
 	w.cordoned(c.name, false)

@@ -135,7 +135,7 @@ func TestSetTakenBack(t *testing.T) {
 	s, _ := w.store()
 	w.pooled(s, m)
 	down.Store(true)
-	fails(t, second(s.Create(soon(t), inSet("v"))), errdefs.ErrUnavailable)
+	w.asked("it is asked for", func(ctx context.Context) error { return second(s.Create(ctx, inSet("v"))) }, func() bool { return w.object("v") != nil })
 	first := w.object("v").Spec.Pool
 	fails(t, second(s.Create(soon(t), inSet("v"))), errdefs.ErrUnavailable)
 	if now := w.object("v").Spec.Pool; now != first {
@@ -186,7 +186,7 @@ func TestLeftInOtherPool(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			w, m, s := newCluster(t)
 			m.stop()
-			fails(t, second(s.Create(soon(t), inSet("v"))), errdefs.ErrUnavailable)
+			w.asked("it is asked for", func(ctx context.Context) error { return second(s.Create(ctx, inSet("v"))) }, func() bool { return w.object("v") != nil })
 			first := w.object("v").Spec.Pool
 			begun := inSet("v")
 			begun.Pool = first

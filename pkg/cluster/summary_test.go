@@ -287,7 +287,7 @@ func TestProgress(t *testing.T) {
 	} {
 		// One more is that a busy machine took a look's time to copy what was let go; but not each time.
 		var writes []int
-		for len(writes) == 0 || writes[len(writes)-1] != 3+2 && len(writes) < 3 {
+		for len(writes) == 0 || writes[len(writes)-1] != 3+2 && len(writes) < 10 {
 			name := fmt.Sprint(what, len(writes))
 			writes = append(writes, one(name, made(name)))
 		}

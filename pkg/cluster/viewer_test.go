@@ -98,8 +98,8 @@ func TestViewer(t *testing.T) {
 		return shown.Claim != nil && len(shown.Pods) == 0
 	})
 
-	quiet()
 	cancel()
+	quiet()
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.eventually("it is gone", func() bool { _, shown := of(id); return shown == nil })
 	select {
@@ -116,9 +116,10 @@ func TestViewerWithoutRights(t *testing.T) {
 	v, err := s.Create(w.ctx, spec("seen"))
 	check.OK(t, err)
 	w.eventually("the volume is shown", func() bool { _, shown := of(v.ID.String()); return shown != nil })
-	if o, _ := of(""); len(o.Missing) != 1 || !strings.Contains(o.Missing[0], "the right to list and watch") {
-		t.Errorf("what is left out: %q", o.Missing)
-	}
+	w.eventually("what is left out is said", func() bool {
+		o, _ := of("")
+		return len(o.Missing) == 1 && strings.Contains(o.Missing[0], "the right to list and watch")
+	})
 }
 
 // TestViewerOfReplicas: a volume with replicas is shown as one, and that one of them is not current any more is told at once.
