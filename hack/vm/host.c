@@ -21,6 +21,20 @@ int sigsuspend(const sigset_t *mask)
 	return ppoll(NULL, 0, &most, mask);
 }
 
+// It sets its timer for one signal, and sets it again when that has come. One that comes while it still handles the one before is dropped (unblock_signals): a kernel that has work to do would
+// then never again hear that time goes by, and do that work alone for good. So a signal comes again each 20 ms until the timer is set anew. One more does no harm.
+int timer_settime(timer_t timer, int flags, const struct itimerspec *to, struct itimerspec *before)
+{
+	static int (*next)(timer_t, int, const struct itimerspec *, struct itimerspec *);
+	struct itimerspec again = *to;
+
+	if (!next)
+		next = (int (*)(timer_t, int, const struct itimerspec *, struct itimerspec *))dlsym(RTLD_NEXT, "timer_settime");
+	if (to->it_value.tv_sec != 0 || to->it_value.tv_nsec != 0)
+		again.it_interval = (struct timespec){.tv_nsec = 20000000};
+	return next(timer, flags, &again, before);
+}
+
 // Before it sleeps it looks at its timer, and does not sleep if that is not set: it has just expired, or its
 // signal was lost, and then nothing would set it again and the idle kernel would spin for good. A signal more
 // does no harm. It is blocked here and comes when the caller unblocks it.
