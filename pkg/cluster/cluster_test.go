@@ -380,14 +380,8 @@ func spec(name string) volume.Spec {
 }
 
 // soon is a context that is over before a node that is down would be back.
-func soon(t testing.TB) context.Context { return lasting(t, time.Second) }
-
-// later is soon for a call that does much before it waits.
-func later(t testing.TB) context.Context { return lasting(t, 5*time.Second) }
-
-// lasting is a context that is over after a while.
-func lasting(t testing.TB, d time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), d)
+func soon(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	t.Cleanup(cancel)
 	return ctx
 }

@@ -280,12 +280,12 @@ func TestCopyElsewherePlaced(t *testing.T) {
 	}
 	cordon := func(is bool) {
 		t.Helper()
-		var n corev1.Node
-		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: a.name}, &n))
-		before := n.DeepCopy()
-		n.Spec.Unschedulable = is
-		check.OK(t, w.Patch(w.ctx, &n, client.MergeFrom(before)))
-		time.Sleep(time.Second) // the store's cache hears of it
+		w.cordoned(a.name, is)
+		places := map[string]string{a.name: a.name, b.name: b.name}
+		if is {
+			delete(places, a.name)
+		}
+		w.places(s, "", places)
 	}
 	anywhere("free", a)
 	cordon(true)

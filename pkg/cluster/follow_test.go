@@ -28,7 +28,7 @@ func (w *environment) cordoned(name string, is bool) {
 // cordoned. One that stays stays, until somebody changes that.
 func TestFollow(t *testing.T) {
 	w, a, b := twoOf(t)
-	w.follow = 2 * time.Second
+	w.follow = 6 * time.Second // in which what comes before is known
 	s := w.calling(a)
 	w.pooled(s, b)
 	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Access: volume.AccessAny, Nodes: []string{a.name}, Filesystem: "ext4", Size: volume.Range{Required: 64 * mib},
