@@ -35,9 +35,8 @@ int timer_settime(timer_t timer, int flags, const struct itimerspec *to, struct 
 	return next(timer, flags, &again, before);
 }
 
-// Before it sleeps it looks at its timer, and does not sleep if that is not set: it has just expired, or its
-// signal was lost, and then nothing would set it again and the idle kernel would spin for good. A signal more
-// does no harm. It is blocked here and comes when the caller unblocks it.
+// Before it sleeps it looks at its timer, and does not sleep if that is not set: nothing
+// would set it again then, and the idle kernel would spin for good. A signal more does no harm. It is blocked here and comes when the caller unblocks it.
 int timer_gettime(timer_t timer, struct itimerspec *left)
 {
 	static int (*next)(timer_t, struct itimerspec *);

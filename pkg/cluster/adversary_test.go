@@ -164,9 +164,9 @@ func (w *environment) gone() {
 // strays waits until a pool reports so many.
 func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 	w.Helper()
-	p := &v1alpha1.Pool{}
+	var p *v1alpha1.Pool
 	w.eventually(fmt.Sprintf("%d strays are reported", n), func() bool {
-		check.OK(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, pool)}, p)))
+		p = w.pool(nodeName, pool)
 		return p.Status.StrayCount == n && len(p.Status.Strays) == n && meta.IsStatusConditionTrue(p.Status.Conditions, v1alpha1.Accounted) == (n == 0)
 	})
 	return p.Status.Strays
@@ -181,8 +181,7 @@ func (w *environment) adopt(pool, which string) {
 // adoptOn is adopt for a pool of another node.
 func (w *environment) adoptOn(node, pool, which string) {
 	w.Helper()
-	p := &v1alpha1.Pool{}
-	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, p))
+	p := w.pool(node, pool)
 	before := p.DeepCopy()
 	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: which}
 	check.OK(w, w.Patch(w.ctx, p, client.MergeFrom(before)))

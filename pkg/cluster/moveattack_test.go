@@ -257,10 +257,7 @@ func (w *environment) comesBack(m *machine) {
 	w.Helper()
 	w.node(m.name, true)
 	w.start(m)
-	w.eventually("node "+m.name+" has a stray", func() bool {
-		p := &v1alpha1.Pool{}
-		return w.Get(w.ctx, client.ObjectKey{Name: m.name + ".default"}, p) == nil && p.Status.StrayCount == 1 // the pools of a node that is gone go
-	})
+	w.eventually("node "+m.name+" has a stray", func() bool { return w.pool(m.name, "default").Status.StrayCount == 1 })
 }
 
 // forgets waits until a machine has nothing of a volume any more that was taken for gone when that left it. While the new node does not answer yet it asks again after minutes, or when it starts.

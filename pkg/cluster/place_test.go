@@ -46,6 +46,7 @@ func (w *environment) startWith(m *machine, names ...string) {
 	m.stop = w.run(m.agent.Run)
 }
 
+// pool is the object of a pool, once there is one.
 func (w *environment) pool(node, name string) *v1alpha1.Pool {
 	w.Helper()
 	p := &v1alpha1.Pool{}
