@@ -136,7 +136,7 @@ func numbers(legs []uint64) string {
 	return strings.Join(all, ", ")
 }
 
-// Look returns how a mirror is; errdefs.ErrNotFound if there is none.
+// Look returns how a mirror is; errdefs.ErrNotFound if there is none. It does not wait for a step that is under way, and sees how it is before that or after it.
 func Look(name string) (s State, err error) {
 	err = of(name, "look at it", func() error {
 		s, err = state(name)
@@ -145,7 +145,39 @@ func Look(name string) (s State, err error) {
 	return s, err
 }
 
-func state(name string) (s State, err error) {
+// state is how a mirror is at one moment. It takes several questions to the kernel: if a step of this package came between them, they are asked again.
+func state(name string) (State, error) {
+	for before := partsOf(name); ; {
+		s, err := stateNow(name)
+		after := partsOf(name)
+		if after == before {
+			return s, err
+		}
+		before = after
+	}
+}
+
+// parts are what steps of this package change of a mirror, and of the devices below it.
+type parts [3]struct {
+	number                  uint64
+	live, suspended, loaded bool
+	table                   string
+}
+
+// partsOf returns nothing of what cannot be read: that is an error of stateNow.
+func partsOf(name string) (p parts) {
+	for i, part := range []string{name, name + baseSuffix, name + joinsSuffix} {
+		d, err := dm.Find(part)
+		if err != nil || d == nil {
+			continue
+		}
+		p[i].number, p[i].live, p[i].suspended, p[i].loaded = d.Number, d.Live, d.Suspended, d.Loaded
+		_, p[i].table, _ = dm.Table(part)
+	}
+	return p
+}
+
+func stateNow(name string) (s State, err error) {
 	d, err := dm.Find(name)
 	if err != nil {
 		return s, err

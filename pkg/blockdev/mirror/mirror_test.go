@@ -362,6 +362,54 @@ func TestLegComesBack(t *testing.T) {
 	}
 }
 
+// TestLooksAtOneMoment: whoever looks while a leg joins, becomes one of those that are current, or leaves, sees how it was before a step, or after it, and nothing in between.
+func TestLooksAtOneMoment(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 1)
+	joins := f.legs[2].number
+	changes := later(func() error {
+		for i := range 60 {
+			if err := mirror.Join(ctx, f.name, joins, differs(dm.Range{Length: mib})); err != nil {
+				return err
+			}
+			for i%2 == 0 {
+				if err := mirror.Finish(ctx, f.name, 0); err == nil {
+					break
+				} else if !errors.Is(err, errdefs.ErrUnavailable) {
+					return err
+				}
+			}
+			if err := mirror.Leave(ctx, f.name, joins); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	current := f.numbers(2)
+	for n := 0; ; n++ {
+		select {
+		case err := <-changes:
+			check.OK(t, err)
+			t.Log(n, "looks")
+			return
+		default:
+		}
+		s := f.look()
+		var legs []uint64
+		for _, l := range s.Legs {
+			if l.Device != joins {
+				legs = append(legs, l.Device)
+			}
+			if l.Failed && l.Device != joins {
+				t.Fatalf("leg %d has failed: %+v", l.Device, s)
+			}
+		}
+		if !slices.Equal(legs, current) || s.Joining != nil && (s.Joining.Device != joins || s.Joining.Failed) || s.Size != size {
+			t.Fatalf("there are legs %v, not %v, and %d that joins: %+v, joining %+v", legs, current, joins, s, s.Joining)
+		}
+	}
+}
+
 // TestJoinsUnderLoad: a leg of which nothing is known joins beside a writer; all legs are equal then.
 func TestJoinsUnderLoad(t *testing.T) {
 	ctx := context.Background()

@@ -396,7 +396,7 @@ func (f tendedConnections) Legs(ref blockdev.Ref) ([]remotepool.Leg, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	l := f.legs[ref.Key]
-	if l.ended {
+	if l == nil || l.ended {
 		return nil, nil
 	}
 	return []remotepool.Leg{{NQN: ref.Key, Live: l.live, Used: true}}, nil
