@@ -746,9 +746,12 @@ func TestOldDefinitions(t *testing.T) {
 		check.OK(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
 	}))
 	w.eventually("they are in force", func() bool {
-		o := w.object("plain")
-		o.Spec.Delete = "x"
-		check.OK(t, w.Update(w.ctx, o, client.DryRunAll))
+		var o *v1alpha1.Volume
+		check.OK(t, w.written(func() error {
+			o = w.object("plain")
+			o.Spec.Delete = "x"
+			return w.Update(w.ctx, o, client.DryRunAll)
+		}))
 		return o.Spec.Delete == ""
 	})
 	fails(t, s.Delete(w.ctx, f.plain.ID), errdefs.ErrUnavailable)
@@ -762,9 +765,12 @@ func TestOldDefinitions(t *testing.T) {
 	w.hold(server, 5*time.Second)
 	check.OK(t, server.Define(w.ctx))
 	w.eventually("they are in force again", func() bool {
-		o := w.object("plain")
-		o.Spec.Delete = "x"
-		check.OK(t, w.Update(w.ctx, o, client.DryRunAll))
+		var o *v1alpha1.Volume
+		check.OK(t, w.written(func() error {
+			o = w.object("plain")
+			o.Spec.Delete = "x"
+			return w.Update(w.ctx, o, client.DryRunAll)
+		}))
 		return o.Spec.Delete == "x"
 	})
 	check.OK(t, s.Delete(w.ctx, f.plain.ID))
@@ -807,7 +813,7 @@ func TestDefinitionsDeleted(t *testing.T) {
 	check.OK(t, server.Undefine(ctx, "volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev"))
 	f.unharmed(w, m)
 	m.stop()
-	check.OK(t, server.Define(ctx))
+	check.OK(t, server.Define(w.ctx))
 	w.start(m)
 	w.strays("default", 6)
 	f.unharmed(w, m)

@@ -853,12 +853,18 @@ func TestCarryAgain(t *testing.T) {
 		return v
 	}
 	mirrored := func(v *carriedVolume) { v.kernel(func(*volume.Mirrored) {}) }
-	pinned := func(v *carriedVolume) { v.kernel(synced); v.pins() }
 	goesOn, failed, back := begun("goes on", mirrored), begun("failed", mirrored), begun("taken back", mirrored)
 	forgets, held, claimed := begun("forgets", mirrored), begun("held", mirrored), begun("claimed anew", mirrored)
-	// Those that are pinned come last, as nobody waits long for the controller.
-	stays, flipped, lost := begun("stays pinned", pinned), begun("flipped", pinned), begun("pinned and failed", pinned)
-	released, other := begun("released", pinned), begun("flipped to another pool", pinned)
+	stays, flipped, lost := begun("stays pinned", mirrored), begun("flipped", mirrored), begun("pinned and failed", mirrored)
+	released, other := begun("released", mirrored), begun("flipped to another pool", mirrored)
+	// All are pinned at once, and last, as nobody waits long for the controller.
+	pinned := []*carriedVolume{stays, flipped, lost, released, other}
+	for _, v := range pinned {
+		v.kernel(synced)
+	}
+	for _, v := range pinned {
+		v.pins()
+	}
 	again(func() {
 		failed.kernel(newFailed)
 		forgets.kernel(forgot)

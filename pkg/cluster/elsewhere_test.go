@@ -48,8 +48,12 @@ func (w *environment) leftovers(m *machine) (all []volume.Leftover) {
 // TestLeftovers: what is left of a copy to another pool goes as soon as no object asks for the copy.
 func TestLeftovers(t *testing.T) {
 	w, m, s := newCluster(t)
+	promised := m.capacity(t).Promised
 	v, err := s.Create(w.ctx, spec("source"))
 	check.OK(t, err)
+	w.eventually("the pool tells of the volume", func() bool { // so it is not looked at again until it is to be
+		return w.pool(m.name, "default").Status.Promised == promised+mib
+	})
 	from, err := m.local.OpenCut(w.ctx, v.ID, volume.KeyOf("copy"))
 	check.OK(t, err)
 	from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
@@ -329,7 +333,7 @@ func copyElsewhereTakenBack(t *testing.T, how string) {
 	let <- struct{}{}
 	w.asked("a part is copied", func(ctx context.Context) error { return second(s.Create(ctx, of)) }, func() bool {
 		now := w.object(of.Name)
-		return now != nil && now.Status.Progress != nil && len(w.leftovers(b)) == 1 && time.Since(begun) > 2*briefly
+		return now != nil && now.Status.Progress != nil && len(w.leftovers(b)) == 1 && time.Since(begun) > 3*briefly
 	})
 	if how == "cut off" {
 		toAPI.set(true)

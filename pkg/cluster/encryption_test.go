@@ -128,9 +128,11 @@ func TestEncryptedAdopted(t *testing.T) {
 		"without":          func(o *v1alpha1.Volume) { o.Spec.Encryption = "" },
 		"without discards": func(o *v1alpha1.Volume) { o.Spec.EncryptionDiscard = false },
 	} {
-		o := w.object(again.Name)
-		edit(o)
-		if err := w.Update(w.ctx, o); err == nil || !strings.Contains(err.Error(), "encryption of a volume does not change") {
+		if err := w.written(func() error {
+			o := w.object(again.Name)
+			edit(o)
+			return w.Update(w.ctx, o)
+		}); err == nil || !strings.Contains(err.Error(), "encryption of a volume does not change") {
 			t.Errorf("%s: %v", what, err)
 		}
 	}

@@ -13,6 +13,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
@@ -252,7 +253,7 @@ func TestEventsOfPools(t *testing.T) {
 func TestEventsOfNodes(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.beating(nodeName)
-	s := w.listening(briefly)
+	s := w.listening(silentAfter)
 	w.pooled(s, m)
 	used, claim, _ := w.claimed(s, "used")
 	check.OK(t, s.Claim(w.ctx, used.ID, volume.Claim{Node: nodeName, Mode: "m"}))
@@ -378,6 +379,12 @@ func TestEventsRefused(t *testing.T) {
 		"refused": {func() {
 			allow(slices.DeleteFunc(slices.Clone(roles["controller"]), func(r rbacv1.PolicyRule) bool { return r.Resources[0] == "events" }))
 			t.Cleanup(func() { allow(roles["controller"]) })
+			its, err := client.New(apitest.Get(t).Config("controller"), client.Options{Scheme: w.Scheme()})
+			check.OK(t, err)
+			w.eventually("the rights are in force", func() bool {
+				one := &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "none"}, InvolvedObject: corev1.ObjectReference{Namespace: "default"}}
+				return apierrors.IsForbidden(its.Create(w.ctx, one, client.DryRunAll))
+			})
 		}, func() { allow(roles["controller"]) }},
 		"no answer": {func() { cut.Store(true) }, func() { cut.Store(false) }},
 	} {

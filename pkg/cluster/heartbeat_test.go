@@ -416,7 +416,7 @@ func TestServerHangs(t *testing.T) {
 	m.stop()
 	m.hook = hook
 	w.start(m)
-	s := w.listening(briefly)
+	s := w.listening(silentAfter)
 	w.pooled(s, m)
 	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })
 	ctx, cancel := context.WithCancel(w.ctx)
@@ -426,14 +426,14 @@ func TestServerHangs(t *testing.T) {
 	w.comes(begun, "it is being made")
 	thaw := apitest.Get(t).Freeze(t)
 	pausing.Store(true)
-	time.Sleep(briefly + heartbeat)
+	time.Sleep(silentAfter + heartbeat)
 	thaw()
 	time.Sleep(heartbeat / 2)
 	pausing.Store(false)
 	var err error
 	select {
 	case err = <-asked: // the store had heard nothing for too long, and could not tell
-	case <-time.After(briefly): // the agent was faster than the store
+	case <-time.After(silentAfter): // the agent was faster than the store
 		cancel()
 		err = <-asked
 	}
