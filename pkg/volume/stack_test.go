@@ -33,7 +33,7 @@ func mixed(t *testing.T) (files, group string) {
 	drivertest.NeedLVM(t)
 	dir := drivertest.Dir(t)
 	drivertest.MountNew(t, "xfs", filepath.Join(dir, "xfs"), 512*mib)
-	group = drivertest.NewGroup(t, 256*mib).URL() + "?reservePercent=0"
+	group = drivertest.NewGroup(t, 512*mib).URL() + "?reservePercent=0"
 	drivertest.SetUpLVM(t, `"a|.*|"`)
 	check.OK(t, os.Mkdir(filepath.Join(dir, "xfs", "pool"), 0o700))
 	return "file://" + filepath.Join(dir, "xfs", "pool") + "?reservePercent=0&create=1", group

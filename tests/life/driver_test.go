@@ -225,15 +225,23 @@ func (v *vol) usage(path string) *csi.VolumeUsage {
 // problems returns the reasons that both services give, and that have to be the same.
 func (v *vol) problems() []string {
 	v.t.Helper()
-	atController, err := v.ControllerGetVolumeHealth(v.t.Context(), &csi.ControllerGetVolumeHealthRequest{VolumeId: v.ID})
-	check.OK(v.t, err)
-	onNode, err := v.NodeGetVolumeHealth(v.t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.ID})
-	check.OK(v.t, err)
-	a, b := reasons(atController.GetVolumeHealth()), reasons(onNode.GetVolumeHealth())
-	if !slices.Equal(a, b) {
-		v.t.Fatalf("the controller says %v, the node %v", a, b)
+	atController := func() []string {
+		health, err := v.ControllerGetVolumeHealth(v.t.Context(), &csi.ControllerGetVolumeHealthRequest{VolumeId: v.ID})
+		check.OK(v.t, err)
+		return reasons(health.GetVolumeHealth())
 	}
-	return a
+	for was := atController(); ; {
+		health, err := v.NodeGetVolumeHealth(v.t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.ID})
+		check.OK(v.t, err)
+		onNode, is := reasons(health.GetVolumeHealth()), atController()
+		switch {
+		case slices.Equal(is, onNode):
+			return is
+		case slices.Equal(is, was):
+			v.t.Fatalf("the controller says %v, the node %v", is, onNode)
+		}
+		was = is // it changed meanwhile
+	}
 }
 
 func reasons(health *csi.VolumeHealth) []string {
