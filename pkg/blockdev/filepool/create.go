@@ -37,8 +37,11 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		return blockdev.Record{}, err
 	}
 	if ready {
-		o.Changing.Lock()
-		defer o.Changing.Unlock()
+		end, err := p.BeginChange(ctx, o)
+		if err != nil {
+			return blockdev.Record{}, err
+		}
+		defer end()
 		return o.Record(), p.completeSlots(o)
 	}
 	if o == nil {
@@ -451,9 +454,12 @@ func (p *pool) promisedTo(o *object) (size, growing int64) {
 }
 
 // saveSize saves the size of an object, and that which it is being grown to.
-func (p *pool) saveSize(o *object, size, growing int64) error {
-	o.Changing.Lock()
-	defer o.Changing.Unlock()
+func (p *pool) saveSize(ctx context.Context, o *object, size, growing int64) error {
+	end, err := p.BeginChange(ctx, o)
+	if err != nil {
+		return err
+	}
+	defer end()
 	record := o.Record()
 	record.Size = size
 	return p.save(o, record, catalog.Ready, growing)
@@ -473,16 +479,16 @@ func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, prom
 	}
 	if size > promised {
 		if err := p.reserve(ctx, size-promised, func() error {
-			return p.saveSize(o, record.Size, size)
+			return p.saveSize(ctx, o, record.Size, size)
 		}); err != nil {
 			return err
 		}
 	}
 	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), record.Thin), image.Sync()); err != nil {
 		// Take the promise back; what was allocated beyond the size goes with it.
-		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.saveSize(o, record.Size, before))
+		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.saveSize(context.WithoutCancel(ctx), o, record.Size, before))
 	}
-	return p.saveSize(o, size, 0)
+	return p.saveSize(ctx, o, size, 0)
 }
 
 // checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy of what the

@@ -237,13 +237,16 @@ func (p *pool) Name() string { return p.name }
 
 func (p *pool) Granularity() int64 { return blockdev.Granularity }
 
-func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
+func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
 	o, _, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	o.Changing.Lock()
-	defer o.Changing.Unlock()
+	end, err := p.BeginChange(ctx, o)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	defer end()
 	before := o.Record()
 	record, err := catalog.ChangeLabels(before, change)
 	switch {

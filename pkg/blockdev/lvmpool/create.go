@@ -468,8 +468,11 @@ func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, siz
 }
 
 func (p *pool) saveSize(ctx context.Context, o *logical, size int64) error {
-	o.Changing.Lock()
-	defer o.Changing.Unlock()
+	end, err := p.BeginChange(ctx, o)
+	if err != nil {
+		return err
+	}
+	defer end()
 	record := o.Record()
 	record.Size = size
 	return p.save(ctx, o, record)

@@ -516,8 +516,11 @@ func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	o.Changing.Lock()
-	defer o.Changing.Unlock()
+	end, err := p.BeginChange(ctx, o)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	defer end()
 	record, err := catalog.ChangeLabels(o.Record(), change)
 	if err != nil {
 		return blockdev.Record{}, err

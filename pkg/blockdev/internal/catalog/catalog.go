@@ -8,7 +8,7 @@
 //     held to look and to change, never while something is waited for: no record is written, no image opened and no command
 //     run with it. (File pools ask for the free space of their filesystem with it, as that and what is promised are one sum.)
 //     It is the innermost one: no other lock is taken with it.
-//   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool); SetLabels alone may come beside it, so who saves a record does that with Entry.Changing held.
+//   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool); SetLabels alone may come beside it, so who saves a record does that between BeginChange and its end.
 //     One that is being made or removed is worked on by who has claimed it: Begin, BeginDelete, ClaimCopies and Sweep do, and Release and
 //     Forget end that. To other calls it is errdefs.ErrBusy, and Sweep passes it by.
 //   - Only its worker changes the entry of an object, with Mu held where others look (Set), and only the worker reads it without
@@ -60,14 +60,11 @@ type Entry struct {
 	// Released is when an unfinished copy was left for a retry to go on with; zero for what waits for its removal only.
 	Released time.Time
 	claimed  bool // somebody is making or removing it
-
-	// Changing is held from looking at the record of a ready object until what was changed of it is saved: SetLabels may come beside another call.
-	Changing *sync.Mutex
 }
 
 // Found is the entry of an object that is on the disk.
 func Found(record blockdev.Record, state State) Entry {
-	e := Entry{Changing: new(sync.Mutex)}
+	var e Entry
 	e.set(record, state)
 	return e
 }
@@ -117,14 +114,41 @@ type Catalog[T Object] struct {
 
 	pool       string
 	erasing    chan struct{}              // has room for who erases an object
+	changing   map[T]chan struct{}        // those whose records are being changed; closed when that is done
 	keys       map[blockdev.Kind][]string // of Objects, in order
 	unfinished map[blockdev.Ref]bool      // of Objects, those that are not ready
 }
 
 // New returns the empty catalog of a pool.
 func New[T Object](pool string) *Catalog[T] {
-	return &Catalog[T]{pool: pool, erasing: make(chan struct{}, 1), Objects: map[blockdev.Ref]T{}, Damaged: map[blockdev.Ref]error{},
+	return &Catalog[T]{pool: pool, erasing: make(chan struct{}, 1), changing: map[T]chan struct{}{}, Objects: map[blockdev.Ref]T{}, Damaged: map[blockdev.Ref]error{},
 		keys: map[blockdev.Kind][]string{}, unfinished: map[blockdev.Ref]bool{}}
+}
+
+// BeginChange is called before the record of a ready object is looked at to be changed, and end once what was changed is saved: SetLabels may come beside another call. It waits for who changes it already. The error is the
+// context's; then there is nothing to end.
+func (c *Catalog[T]) BeginChange(ctx context.Context, o T) (end func(), err error) {
+	for {
+		c.Mu.Lock()
+		other, is := c.changing[o]
+		if !is {
+			done := make(chan struct{})
+			c.changing[o] = done
+			c.Mu.Unlock()
+			return func() {
+				c.Mu.Lock()
+				delete(c.changing, o)
+				c.Mu.Unlock()
+				close(done)
+			}, nil
+		}
+		c.Mu.Unlock()
+		select {
+		case <-other:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("wait for another change of the record of %s in pool %s: %w", o.entry().Ref(), c.pool, ctx.Err())
+		}
+	}
 }
 
 // Put adds an object. The caller holds Mu.

@@ -6,9 +6,12 @@ import (
 	"fmt"
 	"maps"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -299,4 +302,40 @@ func TestLabels(t *testing.T) {
 		}
 		is.Labels["a"], record.Labels["a"] = "c", "c"
 	}
+}
+
+// TestChange: one at a time changes the record of an object. Who waits for that gives up when his time is up, and keeps nobody else waiting; other objects are not waited for.
+func TestChange(t *testing.T) {
+	c := New[*object]("default")
+	a, b := &object{Found(blockdev.Record{}, Ready)}, &object{Found(blockdev.Record{}, Ready)}
+	end, err := c.BeginChange(t.Context(), a)
+	check.OK(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if _, err := c.BeginChange(ctx, a); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("beside another change: %v", err)
+	}
+	other, err := c.BeginChange(t.Context(), b)
+	check.OK(t, err)
+	other()
+	var changing, changed atomic.Int32
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			end, err := c.BeginChange(t.Context(), a)
+			if err != nil || changing.Add(1) > 1 {
+				t.Errorf("another change is under way, %v", err)
+			}
+			time.Sleep(time.Millisecond)
+			changed.Add(1)
+			changing.Add(-1)
+			end()
+		})
+	}
+	time.Sleep(10 * time.Millisecond)
+	if n := changed.Load(); n > 0 {
+		t.Errorf("%d changed it before the first one had ended", n)
+	}
+	end()
+	all.Wait()
 }
