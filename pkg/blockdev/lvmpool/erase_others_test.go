@@ -149,11 +149,7 @@ func (h *herd) change(ref blockdev.Ref, b []byte) error {
 		at := int64(h.intN(len(b)/int(block)*3/4)) * block
 		switch h.intN(4) {
 		case 0:
-			clear(b[at : at+block])
-			out, failure := exec.Command("blkdiscard", "-o", fmt.Sprint(at), "-l", fmt.Sprint(block), device.Path).CombinedOutput()
-			if failure != nil {
-				err = fmt.Errorf("blkdiscard: %w: %s", failure, out)
-			}
+			err = discard(device.Path, at, b[at:at+block])
 		case 1:
 			n := copy(b[at:], marked(fmt.Sprint("own ", h.number()), block))
 			err = writeDirect(device.Path, at, b[at:at+int64(n)])
@@ -167,6 +163,29 @@ func (h *herd) change(ref blockdev.Ref, b []byte) error {
 	}
 	h.put(ref, b)
 	return errors.Join(err, device.Close())
+}
+
+// discard discards a range, of which the kernel may leave some as it was (a block that is no power of two it takes in parts, and thin pools keep what is a part of one). b is what is there, before and afterwards.
+func discard(device string, at int64, b []byte) error {
+	out, err := exec.Command("blkdiscard", "-o", fmt.Sprint(at), "-l", fmt.Sprint(len(b)), device).CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("blkdiscard: %w: %s", err, out)
+	}
+	have, err := readDevice(device, at, int64(len(b)))
+	if err != nil {
+		return err
+	}
+	const page = 4096
+	for i := 0; i < len(b); i += page {
+		switch now := have[i : i+page]; {
+		case bytes.Equal(now, b[i:i+page]):
+		case len(bytes.Trim(now, "\x00")) == 0:
+			clear(b[i : i+page])
+		default:
+			return fmt.Errorf("what was discarded at byte %d is neither as it was nor zeros, but begins with %.16q", at+int64(i), now)
+		}
+	}
+	return nil
 }
 
 func (h *herd) snapshot(origin blockdev.Ref, b []byte) error {

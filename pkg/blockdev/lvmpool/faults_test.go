@@ -206,8 +206,13 @@ func (f *lvmFixture) read(ref blockdev.Ref, offset, size int64) (b []byte) {
 
 func (f *lvmFixture) holds(ref blockdev.Ref, offset int64, want []byte) {
 	f.Helper()
-	if !bytes.Equal(f.read(ref, offset, int64(len(want))), want) {
-		f.Errorf("%s does not hold what was written at byte %d", ref, offset)
+	have := f.read(ref, offset, int64(len(want)))
+	for at := 0; at < len(want); at += 512 {
+		end := min(at+512, len(want))
+		if !bytes.Equal(have[at:end], want[at:end]) {
+			f.Errorf("%s has %.16q... at byte %d, and %.16q... was written", ref, have[at:end], offset+int64(at), want[at:end])
+			return
+		}
 	}
 }
 
