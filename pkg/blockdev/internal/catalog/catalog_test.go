@@ -338,4 +338,35 @@ func TestChange(t *testing.T) {
 	}
 	end()
 	all.Wait()
+	if len(c.changing) > 0 {
+		t.Error("it is remembered who changed what")
+	}
+}
+
+// TestChangesInOrder: who changes a record again and again does not keep others from it.
+func TestChangesInOrder(t *testing.T) {
+	c := New[*object]("default")
+	o := &object{Found(blockdev.Record{}, Ready)}
+	var stop atomic.Bool
+	var all sync.WaitGroup
+	all.Go(func() {
+		for !stop.Load() {
+			end, err := c.BeginChange(t.Context(), o)
+			check.OK(t, err)
+			time.Sleep(time.Millisecond)
+			end()
+		}
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	for range 20 {
+		end, err := c.BeginChange(ctx, o)
+		if err != nil {
+			t.Error(err)
+			break
+		}
+		end()
+	}
+	stop.Store(true)
+	all.Wait()
 }
