@@ -484,9 +484,11 @@ func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, prom
 			return err
 		}
 	}
-	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), record.Thin), image.Sync()); err != nil {
+	err = errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), record.Thin), image.Sync())
+	ctx = context.WithoutCancel(ctx) // what was begun is written down
+	if err != nil {
 		// Take the promise back; what was allocated beyond the size goes with it.
-		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.saveSize(context.WithoutCancel(ctx), o, record.Size, before))
+		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.saveSize(ctx, o, record.Size, before))
 	}
 	return p.saveSize(ctx, o, size, 0)
 }
