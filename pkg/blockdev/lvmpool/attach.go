@@ -127,8 +127,11 @@ func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 const attachTries = 5
 
 func (p *pool) attach(ctx context.Context, o *logical, record blockdev.Record, how blockdev.Attachment) (blockdev.Device, error) {
-	o.attaching.Lock() // a snapshot may be the source of several copies at once
-	defer o.attaching.Unlock()
+	end, err := p.attaching.Begin(ctx, o)
+	if err != nil {
+		return blockdev.Device{}, fmt.Errorf("wait for another who brings its device up: %w", err)
+	}
+	defer end()
 	for try := 0; ; try++ {
 		device, err := p.attachOnce(ctx, o, record, how)
 		if !dm.Vanished(err) || try == attachTries {

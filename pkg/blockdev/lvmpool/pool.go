@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -54,6 +53,8 @@ type pool struct {
 
 	reading chan struct{} // has room for who has a snapshot of the thin pool's metadata: see withMetadata
 
+	attaching catalog.Turns[*logical] // of those whose devices are brought up: a snapshot may be the source of several copies at once
+
 	*catalog.Catalog[*logical]
 	// Guarded by its Mu, too, or not changed after the pool was opened:
 	strays  []string // volumes named like ours, without our tag
@@ -66,8 +67,6 @@ type logical struct {
 	catalog.Entry
 	tags    []string // ours, as they are on the volume
 	inGroup          // as the last report said, and what was done since
-
-	attaching sync.Mutex // held while devices are brought up
 
 	spare bool // grow.KEY may be there still, of a growth that was cut short
 	// Of an unfinished copy:

@@ -28,7 +28,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sync/semaphore"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -115,49 +114,25 @@ type Catalog[T Object] struct {
 
 	pool       string
 	erasing    chan struct{}              // has room for who erases an object
-	changing   map[T]*turns               // of those whose records are being changed
+	changing   Turns[T]                   // of those whose records are being changed
 	keys       map[blockdev.Kind][]string // of Objects, in order
 	unfinished map[blockdev.Ref]bool      // of Objects, those that are not ready
 }
 
 // New returns the empty catalog of a pool.
 func New[T Object](pool string) *Catalog[T] {
-	return &Catalog[T]{pool: pool, erasing: make(chan struct{}, 1), changing: map[T]*turns{}, Objects: map[blockdev.Ref]T{}, Damaged: map[blockdev.Ref]error{},
+	return &Catalog[T]{pool: pool, erasing: make(chan struct{}, 1), Objects: map[blockdev.Ref]T{}, Damaged: map[blockdev.Ref]error{},
 		keys: map[blockdev.Kind][]string{}, unfinished: map[blockdev.Ref]bool{}}
 }
 
 // BeginChange is called before the record of a ready object is looked at to be changed, and end once what was changed is saved: SetLabels may come beside another call. Who came first is first. The error is the context's; then
 // there is nothing to end.
 func (c *Catalog[T]) BeginChange(ctx context.Context, o T) (end func(), err error) {
-	c.Mu.Lock()
-	t := c.changing[o]
-	if t == nil {
-		t = &turns{Weighted: semaphore.NewWeighted(1)}
-		c.changing[o] = t
-	}
-	t.users++
-	c.Mu.Unlock()
-	leave := func() {
-		c.Mu.Lock()
-		defer c.Mu.Unlock()
-		if t.users--; t.users == 0 {
-			delete(c.changing, o)
-		}
-	}
-	if err := t.Acquire(ctx, 1); err != nil {
-		leave()
+	end, err = c.changing.Begin(ctx, o)
+	if err != nil {
 		return nil, fmt.Errorf("wait for another change of the record of %s in pool %s: %w", o.entry().Ref(), c.pool, err)
 	}
-	return func() {
-		t.Release(1)
-		leave()
-	}, nil
-}
-
-// turns has one after another change the record of an object.
-type turns struct {
-	*semaphore.Weighted
-	users int // who has the turn or waits for it; guarded by Mu
+	return end, nil
 }
 
 // Put adds an object. The caller holds Mu.
