@@ -46,7 +46,7 @@ func WithTLS() bool { return os.Getenv("ASHLAR_TLSHD") != "" }
 // RunTLSHD runs tlshd in a network namespace until stop is called, or the test ends; in the machine's own without a name. It returns when it takes requests.
 func RunTLSHD(t testing.TB, netns string) (stop func()) {
 	t.Helper()
-	path := "/proc/self/ns/net"
+	path := "/proc/thread-self/ns/net" // that of the process may be another one by now: what it has locked its first thread for is not undone
 	if netns != "" {
 		path = "/run/netns/" + netns
 	}
