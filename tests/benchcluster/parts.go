@@ -72,7 +72,8 @@ func measureParts(ctx context.Context, args []string) (err error) {
 		return err
 	}
 	defer w.server.Stop()
-	ctx, cancel := context.WithCancel(ctx)
+	outer := ctx
+	ctx, cancel := context.WithCancel(outer)
 	var parts sync.WaitGroup
 	defer parts.Wait()
 	defer cancel()
@@ -81,7 +82,14 @@ func measureParts(ctx context.Context, args []string) (err error) {
 	}
 	defer w.agent.Close()
 	defer w.controller.Close()
-	return w.measure(ctx, *volumes, *idle)
+	if err := w.measure(ctx, *volumes, *idle); err != nil {
+		return err
+	}
+	w.controller.Close()
+	w.agent.Close()
+	cancel()
+	parts.Wait()
+	return w.measureBare(outer, max(1, *volumes/10))
 }
 
 // start starts all parts and waits until the controller knows all pools.
