@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -163,6 +166,24 @@ func (p *pair) gone(id volume.ID) {
 	}
 }
 
+// bare waits until no device is over that of a connection: one that goes with its last user goes a moment later.
+func (p *pair) bare(id volume.ID) {
+	p.Helper()
+	connected, err := p.kernel.List("nqn.2026-11.dev.ashlar:" + id.Key)
+	check.OK(p, err)
+	for _, c := range connected {
+		for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+			over, err := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number)))
+			if check.OK(p, err); len(over) == 0 {
+				break
+			}
+			if time.Now().After(end) {
+				p.Fatalf("%v stays over %s", over, c.Path)
+			}
+		}
+	}
+}
+
 func writeSynced(path string, b []byte) error {
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	if err != nil {
@@ -185,6 +206,7 @@ func TestReachedFormat(t *testing.T) {
 			t.Errorf("formatted: %v, want %v", made, want)
 		}
 		if want {
+			p.bare(id)
 			p.start() // nothing has it mounted
 			if connected, err := p.kernel.List("nqn.2026-11.dev.ashlar:" + id.Key); err != nil || len(connected) > 0 {
 				t.Errorf("after a start connected are %v, %v", connected, err)

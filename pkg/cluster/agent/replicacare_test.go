@@ -244,6 +244,37 @@ func (f *tended) current(names ...string) {
 	}
 }
 
+// noticed waits until the kernel has noticed that a leg fails, or has no such leg any more.
+func (f *tended) noticed(name string) {
+	f.t.Helper()
+	for end := time.Now().Add(tendedPatience); ; time.Sleep(5 * time.Millisecond) {
+		s, err := mirror.Look(f.tender.name)
+		check.OK(f.t, err)
+		at := slices.IndexFunc(s.Legs, func(l mirror.Leg) bool { return l.Device == f.legs[name].number })
+		if at < 0 || s.Legs[at].Failed {
+			return
+		}
+		if time.Now().After(end) {
+			f.t.Fatalf("nobody has noticed that %s fails: %+v", name, s)
+		}
+	}
+}
+
+// busy waits until something is under way to a leg.
+func (f *tended) busy(name string) {
+	f.t.Helper()
+	for end := time.Now().Add(tendedPatience); ; time.Sleep(time.Millisecond) {
+		text, err := os.ReadFile("/sys/dev/block/" + dm.Number(f.legs[name].number) + "/inflight")
+		check.OK(f.t, err)
+		if strings.Trim(string(text), "0 \n") != "" {
+			return
+		}
+		if time.Now().After(end) {
+			f.t.Fatalf("nothing is under way to %s", name)
+		}
+	}
+}
+
 type tendedCache struct {
 	cache.Cache
 	*tended
@@ -519,7 +550,7 @@ func TestLastFailsFlushBeforeListed(t *testing.T) {
 	file := f.file()
 	flush := make(chan error, 1)
 	go func() { flush <- file.Sync() }()
-	time.Sleep(300 * time.Millisecond)
+	f.noticed("a")
 	f.mends("a")
 	acknowledged := byte(0)
 	for fill := byte(1); fill < 6; fill++ {
@@ -634,7 +665,7 @@ func TestForgottenMeanwhile(t *testing.T) {
 	file := f.file()
 	flush := make(chan error, 1)
 	go func() { flush <- file.Sync() }()
-	time.Sleep(300 * time.Millisecond)
+	f.noticed("b")
 	f.mends("b")
 	for range 5 {
 		f.ends(f.write(0), "what is written when the leg is well again")
@@ -663,7 +694,7 @@ func TestMarksOfWhatLeft(t *testing.T) {
 					flush := make(chan error, 1)
 					file := f.file()
 					go func() { flush <- file.Sync() }()
-					time.Sleep(300 * time.Millisecond)
+					f.noticed("a")
 					f.mends("a")
 				}
 				for range 5 {
@@ -705,7 +736,7 @@ func TestHoldsDataWhenAsked(t *testing.T) {
 	l := f.legs["a"]
 	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(l.disk) + " 0 2000"}}))
 	write := f.write(0)
-	time.Sleep(100 * time.Millisecond)
+	f.busy("a")
 	f.marks = func(name string) error {
 		select {
 		case err := <-write:
@@ -893,7 +924,7 @@ func TestAllEnd(t *testing.T) {
 	f.v.Spec.Legs = []string{"near", "far", "away"}
 	f.fails(f.legs["far"])
 	write := f.write(0)
-	time.Sleep(300 * time.Millisecond)
+	f.noticed("far")
 	f.mu.Lock()
 	f.legs["far"].ended, f.legs["away"].ended = true, true
 	f.mu.Unlock()
