@@ -260,17 +260,17 @@ func (f *tended) noticed(name string) {
 	}
 }
 
-// busy waits until something is under way to a leg.
-func (f *tended) busy(name string) {
+// delays waits until a leg that delays what comes (dm-delay) has something that is written.
+func (f *tended) delays(name string) {
 	f.t.Helper()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(time.Millisecond) {
-		text, err := os.ReadFile("/sys/dev/block/" + dm.Number(f.legs[name].number) + "/inflight")
+		status, err := dm.Status(f.legs[name].name)
 		check.OK(f.t, err)
-		if strings.Trim(string(text), "0 \n") != "" {
+		if words := strings.Fields(status[0].Text); words[1] != "0" { // of reads, of writes, of flushes
 			return
 		}
 		if time.Now().After(end) {
-			f.t.Fatalf("nothing is under way to %s", name)
+			f.t.Fatalf("nothing is written to %s: %+v", name, status)
 		}
 	}
 }
@@ -736,7 +736,7 @@ func TestHoldsDataWhenAsked(t *testing.T) {
 	l := f.legs["a"]
 	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(l.disk) + " 0 2000"}}))
 	write := f.write(0)
-	f.busy("a")
+	f.delays("a")
 	f.marks = func(name string) error {
 		select {
 		case err := <-write:
