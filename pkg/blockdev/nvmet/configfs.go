@@ -208,7 +208,7 @@ func encrypts() (can bool, err error) {
 	if err := set(filepath.Join(probe, "addr_trtype"), "tcp"); err != nil {
 		return false, err
 	}
-	err = set(filepath.Join(probe, security), "tls1.3")
+	err = set(filepath.Join(probe, security), encrypted)
 	if errors.Is(err, unix.EINVAL) {
 		return false, nil
 	}

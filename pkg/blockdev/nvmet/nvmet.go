@@ -373,7 +373,8 @@ func (t *Target) Resized(ctx context.Context, nqn string) error {
 }
 
 // Exports returns what the kernel has of ours, whoever made it and at whatever address, without the secrets. What was cut short, or others have changed,
-// lacks some of its fields: without a host nobody may connect, and without a device nobody can, as it appears nowhere or has no namespace.
+// lacks some of its fields: without a host nobody may connect, and without a device nobody can, as it appears nowhere, has no namespace, or is to be connected to with
+// TLS and has no key.
 func (t *Target) Exports(ctx context.Context) ([]Export, error) {
 	subsystems, err := list(filepath.Join(root, "subsystems"))
 	if err != nil {

@@ -17,7 +17,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -481,8 +483,59 @@ func TestTLS(t *testing.T) {
 			t.Errorf("of what was cleared the keys are %q", left)
 		}
 	}
+	keyTaken(t, target, other)
 	check.OK(t, target.Add(t.Context(), *plain)) // and without again
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
+}
+
+// keyTaken: an export of which somebody has taken the key, by which nobody can connect again, is not shown as whole, and is when it is exported again.
+func keyTaken(t *testing.T, target *nvmet.Target, e *nvmet.Export) {
+	t.Helper()
+	whole := func() bool {
+		found, err := target.Exports(t.Context())
+		return err == nil && len(found) == 1 && found[0].Device == e.Device
+	}
+	ring := number(t, drivertest.Keys(t, " .nvme:")[0])
+	for what, take := range map[string]func(serial int) error{
+		"unlinked": func(int) error {
+			_, err := unix.KeyctlInt(unix.KEYCTL_CLEAR, ring, 0, 0, 0)
+			return err
+		},
+		"revoked": func(serial int) error { // which who has its keyring may do
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			_, err := unix.KeyctlInt(unix.KEYCTL_LINK, ring, unix.KEY_SPEC_THREAD_KEYRING, 0, 0)
+			check.OK(t, err)
+			_, err = unix.KeyctlInt(unix.KEYCTL_REVOKE, serial, 0, 0, 0)
+			_, failure := unix.KeyctlInt(unix.KEYCTL_UNLINK, ring, unix.KEY_SPEC_THREAD_KEYRING, 0, 0)
+			return errors.Join(err, failure)
+		},
+	} {
+		check.OK(t, target.Add(t.Context(), *e))
+		if !whole() {
+			t.Error("with its key it is not whole")
+		}
+		if more := drivertest.Gone(func() []string { return drivertest.Keys(t, e.NQN)[1:] }); len(more) > 0 { // of before
+			t.Fatalf("keys of before are left: %q", more)
+		}
+		check.OK(t, take(number(t, drivertest.Keys(t, e.NQN)[0])))
+		if whole() {
+			t.Errorf("with its key %s it is whole", what)
+		}
+		check.OK(t, target.Add(t.Context(), *e))
+		if !whole() {
+			t.Errorf("after its key was %s it is exported again, and not whole", what)
+		}
+		check.OK(t, target.Remove(t.Context(), e.NQN))
+	}
+}
+
+// number is that of a key, as the kernel tells of it.
+func number(t *testing.T, line string) int {
+	t.Helper()
+	n, err := strconv.ParseInt(strings.Fields(line)[0], 16, 32)
+	check.OK(t, err)
+	return int(n)
 }
 
 // cleared takes an export out of the kernel as nvmetcli does.

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -41,6 +42,9 @@ func ports() ([]string, error) {
 // security is the attribute of a port that says whether it has TLS: none, tls1.3. Linux has it since 6.7.
 const security = "addr_tsas"
 
+// encrypted is the value of that attribute of a port with TLS.
+const encrypted = "tls1.3"
+
 // where are the attributes of a port that say where it listens.
 func (t *Target) where() [][2]string {
 	family := "ipv4"
@@ -57,7 +61,7 @@ func (t *Target) where() [][2]string {
 func (t *Target) attributes(port string, tls bool) [][2]string {
 	switch {
 	case tls:
-		return append(t.where(), [2]string{security, "tls1.3"}, [2]string{"addr_treq", "required"})
+		return append(t.where(), [2]string{security, encrypted}, [2]string{"addr_treq", "required"})
 	case there(filepath.Join(port, security)):
 		return append(t.where(), [2]string{security, "none"})
 	}
@@ -202,9 +206,13 @@ func (t *Target) otherwise(listening string, tls bool, nqns []string) error {
 	return fmt.Errorf("listen at %s %s TLS: %w", t.address, way, ErrOtherwise)
 }
 
-// published are the subsystems that appear at one of our ports.
+// published are the subsystems that appear at one of our ports, and can be connected to: at one with TLS only with a key.
 func published() (map[string]bool, error) {
 	all, err := ports()
+	if err != nil {
+		return nil, err
+	}
+	served, err := psk.Served(Prefix)
 	if err != nil {
 		return nil, err
 	}
@@ -214,8 +222,9 @@ func published() (map[string]bool, error) {
 		if err != nil {
 			return nil, err
 		}
+		way, _ := get(filepath.Join(port, security)) // before Linux 6.7 there is none
 		for _, nqn := range nqns {
-			appear[nqn] = true
+			appear[nqn] = appear[nqn] || way != encrypted || slices.Contains(served, nqn)
 		}
 	}
 	return appear, nil

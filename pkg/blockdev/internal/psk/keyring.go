@@ -1,11 +1,13 @@
 package psk
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -26,6 +28,7 @@ const readable = 0x3f030000
 // key is one that the kernel has, of those that this process may see.
 type key struct {
 	serial      int
+	revoked     bool // nobody can use it any more
 	kind        string
 	description []string // its words
 }
@@ -42,7 +45,7 @@ func list() (keys []key, err error) {
 			continue
 		}
 		if serial, err := strconv.ParseInt(words[0], 16, 32); err == nil {
-			keys = append(keys, key{int(serial), words[7], words[8:]})
+			keys = append(keys, key{int(serial), strings.Contains(words[1], "R"), words[7], words[8:]})
 		}
 	}
 	return keys, nil
@@ -95,15 +98,45 @@ func End(subsystem string) error {
 	return err
 }
 
-// Served returns the subsystems, of those whose names have a prefix, for which there are keys as Serve puts them there.
+// Served returns the subsystems, of those whose names have a prefix, that hosts can connect to by keys as Serve puts them there.
 func Served(prefix string) (subsystems []string, err error) {
-	all, err := list()
+	from, all, err := ring()
+	if errors.Is(err, errdefs.ErrUnsupported) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	in, err := members(from)
+	if err != nil {
+		return nil, fmt.Errorf("read the keyring %s: %w", keyring, errdefs.FromErrno(err))
+	}
 	for _, k := range all {
-		if k.kind == keyType && len(k.description) >= 3 && strings.HasPrefix(k.description[2], prefix) {
+		if k.kind == keyType && !k.revoked && in[k.serial] && len(k.description) >= 3 && strings.HasPrefix(k.description[2], prefix) {
 			subsystems = append(subsystems, k.description[2])
 		}
 	}
-	return subsystems, err
+	return subsystems, nil
+}
+
+// members are the numbers of the keys in a keyring.
+func members(ring int) (map[int]bool, error) {
+	buffer := make([]byte, 1<<10)
+	for {
+		n, err := unix.KeyctlBuffer(unix.KEYCTL_READ, ring, buffer, 0) // how many bytes there are, be there room or not
+		if err != nil {
+			return nil, err
+		}
+		if n > len(buffer) {
+			buffer = make([]byte, 2*n)
+			continue
+		}
+		in := make(map[int]bool, n/4)
+		for one := range slices.Chunk(buffer[:n], 4) {
+			in[int(int32(binary.NativeEndian.Uint32(one)))] = true
+		}
+		return in, nil
+	}
 }
 
 // Use calls a function with the number of the key by which a host connects to a subsystem. In no keyring the key stays: it goes with the connection that was
