@@ -30,10 +30,10 @@ type Remote struct {
 	Allow func(ctx context.Context, token, method string) (context.Context, error)
 }
 
-// What callers from elsewhere can take of this process at the most. Whoever wants more waits, or is hung up on.
+// What callers from elsewhere can take of this process at the most. Whoever wants more waits, or is hung up on; or a connection over which nobody was let in yet gives way.
 const (
 	remoteConnections = 64
-	remoteOfOne       = 8        // of one address: a pod that only connects does not keep others out
+	remoteOfOne       = 8        // of one address, which a node's pods may share with it: a pod that only connects does not keep others out
 	remoteStreams     = 64       // of one connection
 	remoteRequest     = 64 << 10 // bytes; answers are as large as gRPC takes them
 	remoteHeaders     = 16 << 10 // bytes: a token has some 1 KiB

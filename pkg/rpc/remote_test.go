@@ -185,20 +185,68 @@ func TestRemoteConnections(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
+	first := connect("127.0.0.2")
 	for range remoteOfOne {
 		connect("127.0.0.2")
 	}
-	hungUp(connect("127.0.0.2"), "one of an address too many")
+	hungUp(first, "one of an address too many")
 	c := dialFake(t, address, func(bool) string { return "right" })
-	if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); err != nil {
-		t.Errorf("while another address has all that it may have: %v", err)
+	call := func(while string) {
+		t.Helper()
+		if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); err != nil {
+			t.Errorf("while %s: %v", while, err)
+		}
 	}
+	call("another address has all that it may have")
 	for i := 1; i < remoteConnections/remoteOfOne; i++ {
 		for range remoteOfOne {
 			connect(fmt.Sprint("127.0.1.", i))
 		}
 	}
 	hungUp(connect("127.0.2.1"), "one connection too many")
+	call("others have all connections that there may be")
+}
+
+// TestRemoteStrangers: who only connects, or has no token, and has the address of somebody who is known, as the pods of a node may, does not keep him out, and does not cut him off.
+func TestRemoteStrangers(t *testing.T) {
+	var accepted atomic.Int64
+	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { accepted.Add(1); return nil }})
+	strangers := func(n int) {
+		for i := range n {
+			if i%2 == 0 {
+				_, _ = dialFake(t, address, func(bool) string { return "wrong" }).NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"})
+				continue
+			}
+			c, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = c.Close() })
+		}
+	}
+	strangers(remoteOfOne)
+	known, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	dials := atomic.Int64{}
+	c, err := grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})),
+		grpc.WithContextDialer(func(_ context.Context, address string) (net.Conn, error) {
+			dials.Add(1)
+			return net.Dial("tcp", address)
+		}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	known = metadata.AppendToOutgoingContext(known, tokenHeader, tokenPrefix+"right")
+	for range 2 {
+		if _, err := csi.NewNodeClient(c).NodeStageVolume(known, &csi.NodeStageVolumeRequest{VolumeId: "v"}); err != nil {
+			t.Error(err)
+		}
+		strangers(2 * remoteOfOne)
+	}
+	if n := dials.Load(); n != 1 || accepted.Load() != 2 {
+		t.Errorf("who is known connected %d times, and %d of 2 calls were made", n, accepted.Load())
+	}
 }
 
 // counting is a connection that counts what is written to it.

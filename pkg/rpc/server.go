@@ -20,6 +20,7 @@ import (
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -159,7 +160,8 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	server := grpc.NewServer(options...)
 	s.register(server)
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(limit(listener, most, each)) }()
+	guard.connections = limit(listener, most, each, s.Remote != nil)
+	go func() { served <- server.Serve(guard.connections) }()
 	select {
 	case err := <-served:
 		return err
@@ -229,7 +231,8 @@ type guard struct {
 	observe func(method string, err error, took time.Duration) // may be nil
 	remote  *Remote                                            // nil for a socket of this machine
 
-	refusals refusals
+	connections *limited
+	refusals    refusals
 }
 
 // interrupter is a service that goes on with some work after its caller is gone. It is told of
@@ -276,6 +279,9 @@ func (c *call) allowed(ctx context.Context) (_ context.Context, err error) {
 	}
 	ctx, err = c.guard.remote.check(ctx, c.method)
 	c.refused = err != nil
+	if from, is := peer.FromContext(ctx); is && err == nil {
+		c.guard.connections.vouch(from.Addr.String())
+	}
 	return ctx, err
 }
 
