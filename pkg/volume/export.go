@@ -772,11 +772,11 @@ func (e Exported) add(ctx context.Context, exporter Exporter, path string, psk s
 		return e, err
 	}
 	e.Otherwise = true
-	if e.PSK == psk {
+	if e.PSK == psk { // without, all else is there already; at an address of its own it would keep from there what is with TLS
 		e.PSK = secret.Text{}
-	} else {
-		e.PSK = psk
+		return e, nil
 	}
+	e.PSK = psk
 	return e, exporter.Add(ctx, e.export(path))
 }
 

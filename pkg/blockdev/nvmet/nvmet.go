@@ -156,8 +156,8 @@ func (e Export) check() error {
 // another device or UUID. A subsystem appears at the address last of all, when all else is right: a host that is waiting to connect
 // again and finds it without its namespace would take the device away from under its users. For the same reason those of a machine
 // that has started belong into one call: the kernel listens from the first on, and a host that finds no subsystem of its name gives
-// up (since Linux 6.10). What can be exported is, also if others cannot. With TLS and without go to one address one after the other only: what appears there stays
-// as it is, which is ErrOtherwise, and as long as it does, errdefs.ErrUnavailable is for all else that was to appear the other way.
+// up (since Linux 6.10). What can be exported is, also if others cannot. With TLS and without go to one address one after the other only: what appears there, or at
+// an address of before, stays as it is, which is ErrOtherwise; and as long as it does, errdefs.ErrUnavailable is for all else that was to appear the other way at that address.
 func (t *Target) Add(ctx context.Context, exports ...Export) error {
 	ready := map[bool][]string{} // with TLS, and without
 	var failures []error

@@ -345,6 +345,47 @@ func TestMoves(t *testing.T) {
 	listens()
 }
 
+// TestMovesSwitched: what appears at an address of before, with TLS or without, appears the other way nowhere, and keeps nobody from what is new at the next address.
+func TestMovesSwitched(t *testing.T) {
+	target := needTarget(t)
+	if errors.Is(nvmet.TLS(), errdefs.ErrUnsupported) {
+		t.Skip("this kernel has no TLS")
+	}
+	elsewhere, err := nvmet.Open(netip.MustParseAddrPort("127.0.0.2:4420"))
+	check.OK(t, err)
+	for _, tls := range []bool{false, true} {
+		way := map[bool]secret.Text{tls: {}, !tls: newPSK()}
+		used, next := export(t, 1), export(t, 2)
+		used.PSK, next.PSK = way[false], way[true]
+		check.OK(t, target.Add(t.Context(), *used))
+		before, other := state(t), *used
+		other.PSK = way[true]
+		if err := elsewhere.Add(t.Context(), other); !errors.Is(err, nvmet.ErrOtherwise) {
+			t.Errorf("used with TLS %t, and given the other way at another address: %v", used.PSK != (secret.Text{}), err)
+		}
+		same(t, "given the other way at another address", before)
+		check.OK(t, elsewhere.Add(t.Context(), *next))
+		check.OK(t, elsewhere.Add(t.Context(), *used)) // it stays where it is
+		if at := appears(t, used.NQN); len(at) != 1 || slices.Equal(at, appears(t, next.NQN)) {
+			t.Errorf("it appears at %q, and what is new at %q", at, appears(t, next.NQN))
+		}
+		check.OK(t, errors.Join(elsewhere.Remove(t.Context(), used.NQN), elsewhere.Remove(t.Context(), next.NQN)))
+	}
+}
+
+// appears are the ports at which a subsystem appears.
+func appears(t *testing.T, nqn string) (at []string) {
+	t.Helper()
+	all, err := nvmet.Ports()
+	check.OK(t, err)
+	for _, port := range all {
+		if _, err := os.Lstat(filepath.Join(port, "subsystems", nqn)); err == nil {
+			at = append(at, port)
+		}
+	}
+	return at
+}
+
 // TestDiffers: an export is not changed into another one, one that cannot be made does not keep the others from it, and no error has
 // a secret.
 func TestDiffers(t *testing.T) {

@@ -159,7 +159,7 @@ func cannotListen(err error) error {
 }
 
 // publish has subsystems appear at the target's address, with or without TLS, but for those that are removed meanwhile. At an address of before, at which they appear
-// as well, they stay: who uses them is connected there.
+// as well, they stay: who uses them is connected there. What appears the other way at whatever address appears nowhere else.
 func (t *Target) publish(tls bool, nqns []string) error {
 	if len(nqns) == 0 {
 		return nil
@@ -169,14 +169,37 @@ func (t *Target) publish(tls bool, nqns []string) error {
 		return err
 	}
 	defer unlock()
-	listening, err := t.listening()
+	appear, err := appearing()
 	if err != nil {
 		return err
 	}
-	if listening != "" {
-		if is, err := has(listening, t.attributes(listening, tls)); err != nil || !is {
-			return errors.Join(err, t.otherwise(listening, tls, nqns))
+	way := map[bool]string{true: "with", false: "without"}[tls]
+	var failures []error
+	left := slices.DeleteFunc(slices.Clone(nqns), func(nqn string) bool { return appear[!tls][nqn] })
+	if len(left) < len(nqns) {
+		failures = append(failures, fmt.Errorf("listen at %s %s TLS: %w", t.address, way, ErrOtherwise))
+	}
+	listening, err := t.listening()
+	if err == nil && listening != "" {
+		var same bool
+		if same, err = has(listening, t.attributes(listening, tls)); err == nil && !same {
+			if slices.ContainsFunc(left, func(nqn string) bool { return !appear[tls][nqn] }) {
+				failures = append(failures, fmt.Errorf("%w: listen at %s %s TLS: what was exported there before that was wanted is used still; end the pods on other nodes that use volumes of this one",
+					errdefs.ErrUnavailable, t.address, way))
+			}
+			left = nil
 		}
+	}
+	if err == nil {
+		err = t.link(tls, left)
+	}
+	return errors.Join(append(failures, err)...)
+}
+
+// link has subsystems appear at the target's address, which has no port yet, or one that is as it is to be. Who calls has the lock.
+func (t *Target) link(tls bool, nqns []string) error {
+	if len(nqns) == 0 {
+		return nil
 	}
 	port, err := t.port(tls)
 	if err != nil {
@@ -192,31 +215,15 @@ func (t *Target) publish(tls bool, nqns []string) error {
 }
 
 // ErrOtherwise: it is exported already with TLS, or without, and was to be the other way. It stays as it is: whoever uses it is connected.
-var ErrOtherwise = fmt.Errorf("%w: it is exported there since before that was wanted", errdefs.ErrExists)
+var ErrOtherwise = fmt.Errorf("%w: it is exported since before that was wanted", errdefs.ErrExists)
 
-// otherwise is the error for subsystems that are to appear at an address at which a port listens the other way, with TLS or without: those that are there stay.
-func (t *Target) otherwise(listening string, tls bool, nqns []string) error {
-	way := map[bool]string{true: "with", false: "without"}[tls]
-	for _, nqn := range nqns {
-		if !there(filepath.Join(listening, "subsystems", nqn)) {
-			return fmt.Errorf("%w: listen at %s %s TLS: what was exported there before that was wanted is used still; end the pods on other nodes that use volumes of this one",
-				errdefs.ErrUnavailable, t.address, way)
-		}
-	}
-	return fmt.Errorf("listen at %s %s TLS: %w", t.address, way, ErrOtherwise)
-}
-
-// published are the subsystems that appear at one of our ports, and can be connected to: at one with TLS only with a key.
-func published() (map[string]bool, error) {
+// appearing are the subsystems that appear at one of our ports, at one with TLS and at one without.
+func appearing() (map[bool]map[string]bool, error) {
 	all, err := ports()
 	if err != nil {
 		return nil, err
 	}
-	served, err := psk.Served(Prefix)
-	if err != nil {
-		return nil, err
-	}
-	appear := map[string]bool{}
+	appear := map[bool]map[string]bool{true: {}, false: {}}
 	for _, port := range all {
 		nqns, err := list(filepath.Join(port, "subsystems"))
 		if err != nil {
@@ -224,10 +231,25 @@ func published() (map[string]bool, error) {
 		}
 		way, _ := get(filepath.Join(port, security)) // before Linux 6.7 there is none
 		for _, nqn := range nqns {
-			appear[nqn] = appear[nqn] || way != encrypted || slices.Contains(served, nqn)
+			appear[way == encrypted][nqn] = true
 		}
 	}
 	return appear, nil
+}
+
+// published are the subsystems that appear at one of our ports, and can be connected to: at one with TLS only with a key.
+func published() (map[string]bool, error) {
+	appear, err := appearing()
+	if err != nil {
+		return nil, err
+	}
+	served, err := psk.Served(Prefix)
+	for _, nqn := range served {
+		if appear[true][nqn] {
+			appear[false][nqn] = true
+		}
+	}
+	return appear[false], err
 }
 
 // unpublish has a subsystem appear nowhere any more, and ends its connections. A port at which nothing is exported any more goes.
