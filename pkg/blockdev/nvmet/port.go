@@ -240,8 +240,8 @@ func appearing() (map[bool]map[string]bool, error) {
 // published are the subsystems that appear at one of our ports, and can be connected to: at one with TLS only with a key.
 func published() (map[string]bool, error) {
 	appear, err := appearing()
-	if err != nil {
-		return nil, err
+	if err != nil || len(appear[true]) == 0 {
+		return appear[false], err
 	}
 	served, err := psk.Served(Prefix)
 	for _, nqn := range served {
