@@ -243,7 +243,7 @@ func (c Connection) begin() error {
 	}
 	err := psk.Use(c.PSK, c.Host, c.NQN, func(key int) error { return begin(fmt.Sprintf(",tls,tls_key=%d", key)) })
 	if errors.Is(err, errdefs.ErrUnavailable) {
-		return fmt.Errorf("%w; or the handshake of TLS has failed: see what tlshd says on both nodes (journalctl -u tlshd)", err)
+		return fmt.Errorf("%w; or the handshake of TLS has failed: see what tlshd says on both nodes (journalctl -u tlshd), and restart it where it was started before nvme-tcp was loaded", err)
 	}
 	return err
 }

@@ -4,7 +4,10 @@ import (
 	"bytes"
 	"crypto/rand"
 	"errors"
+	"fmt"
+	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -178,6 +181,56 @@ func TestTLSHDAway(t *testing.T) {
 	}
 	drivertest.RunTLSHD(t, "")
 	w.until(t, 20, time.Minute)
+}
+
+// TestTLSHDEarly: a tlshd that was started before there was a keyring, as before the kernel's modules were loaded, refuses until it is started again; who connects is told.
+func TestTLSHDEarly(t *testing.T) {
+	drivertest.NeedTLS(t)
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	drivertest.Run(t, "sh", "-c", "ip netns pids "+netns+" | xargs kill -KILL")
+	early := exec.Command("nsenter", "--net=/run/netns/"+netns, "unshare", "--mount", "sh", "-c", "mount --bind /dev/null /proc/keys; exec $ASHLAR_TLSHD --stderr")
+	said, err := os.Create(filepath.Join(t.TempDir(), "said"))
+	check.OK(t, err)
+	early.Stderr = said
+	check.OK(t, early.Start())
+	refused := func() []string {
+		_, err := nvme.Connect(t.Context(), c)
+		words, unread := os.ReadFile(said.Name())
+		if check.OK(t, unread); errors.Is(err, errdefs.ErrUnavailable) && strings.Contains(err.Error(), "restart it where") && bytes.Contains(words, []byte("failed to search 'psk' key")) {
+			return nil
+		}
+		return []string{fmt.Sprint(err), string(words)}
+	}
+	if left := drivertest.Gone(refused); len(left) > 0 {
+		t.Errorf("with a tlshd that has no keyring: %q", left)
+	}
+	check.OK(t, early.Process.Kill())
+	_ = early.Wait() // it was killed
+	check.OK(t, said.Close())
+	drivertest.RunTLSHD(t, netns)
+	connect(t, c)
+}
+
+// TestTLSWithoutDNS: where DNS servers are silent, who is in the file of hosts is connected to at once.
+func TestTLSWithoutDNS(t *testing.T) {
+	drivertest.NeedTLS(t)
+	home(t)
+	silent, err := net.ListenPacket("udp", "10.77.0.2:53")
+	check.OK(t, err)
+	t.Cleanup(func() { _ = silent.Close() })
+	for path, text := range map[string]string{"/etc/resolv.conf": "nameserver 10.77.0.2\n", "/etc/hosts": homeIP + " home\n10.77.0.2 consumer\n"} {
+		file := filepath.Join(t.TempDir(), filepath.Base(path))
+		check.OK(t, os.WriteFile(file, []byte(text), 0o600))
+		drivertest.Run(t, "mount", "--bind", file, path)
+		t.Cleanup(func() { drivertest.Run(t, "umount", path) })
+	}
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	began := time.Now()
+	connect(t, c)
+	if took := time.Since(began); took > 9*time.Second { // 10 s are what one silent server costs
+		t.Errorf("it took %s", took)
+	}
 }
 
 // TestWithoutTLS: a host that cannot encrypt says what is missing, and is not connected.
