@@ -28,14 +28,17 @@ func newPSK() secret.Text {
 	return nvmet.PSK(key)
 }
 
-// said writes words to a device, reads them again from the disk's side, and returns what went over the wire.
+// ephemeral is what a host says that wants each connection to have keys from an exchange of its own: its psk_key_exchange_modes are psk_dhe_ke (RFC 8446, 4.2.9).
+var ephemeral = []byte{0, 45, 0, 2, 1, 1}
+
+// said connects, writes words to a device, reads them again from the disk's side, and returns what went over the wire.
 func said(t *testing.T, c nvme.Connection, disk string, words []byte) []byte {
 	t.Helper()
+	heard := drivertest.Wire(t, "ashlar-c")
 	device := connect(t, c)
 	if device.TLS != (c.PSK != (secret.Text{})) {
 		t.Errorf("the device is %+v, with %v", device, c.PSK)
 	}
-	heard := drivertest.Wire(t, "ashlar-c")
 	f, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	check.OK(t, err)
 	_, err = f.WriteAt(words, mib)
@@ -84,8 +87,12 @@ func TestTLS(t *testing.T) {
 			}
 			t.Logf("%s: %v, after %s", what, err, time.Since(began).Round(time.Millisecond))
 		}
-		if bytes.Contains(said(t, c, hidden, words), marker) {
+		all := said(t, c, hidden, words)
+		if bytes.Contains(all, marker) {
 			t.Error("with TLS, what was written can be read on the wire")
+		}
+		if !bytes.Contains(all, ephemeral) {
+			t.Error("the host may go without keys of the connection's own: who learns its key later could read what was written")
 		}
 		if keys := drivertest.Keys(t, e.NQN); len(keys) != 2 {
 			t.Errorf("while it is connected, the keys of host and target are %q", keys)
