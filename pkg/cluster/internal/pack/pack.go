@@ -92,11 +92,15 @@ func (w *writer) string(s string) {
 		return
 	}
 	from := len(w.text)
+	near := max(0, from-reach)
 	w.number(uint64(len(s)) << 2)
 	w.text = append(w.text, s...)
-	if before := bytes.Index(w.text[:from], w.text[from:]); before >= 0 && len(s) >= shortest {
+	if len(s) < shortest {
+		return
+	}
+	if before := bytes.Index(w.text[near:from], w.text[from:]); before >= 0 {
 		w.text = w.text[:from]
-		w.number(uint64(before)<<2 | 2)
+		w.number(uint64(near+before)<<2 | 2)
 	}
 }
 

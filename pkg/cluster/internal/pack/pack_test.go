@@ -81,6 +81,30 @@ func TestWords(t *testing.T) {
 	}
 }
 
+// TestLong: an object of which somebody wrote very much takes no longer for each thing that it says.
+func TestLong(t *testing.T) {
+	f, err := pack.New(reflect.TypeFor[v1alpha1.Volume]())
+	check.OK(t, err)
+	each := func(n int) (best time.Duration) {
+		v := &v1alpha1.Volume{}
+		v.Annotations = map[string]string{}
+		for i := range n {
+			v.Annotations[fmt.Sprintf("annotation-%d", i)] = fmt.Sprint(i)
+		}
+		for range 5 {
+			begin := time.Now()
+			f.Pack("v", v)
+			if took := time.Since(begin) / time.Duration(n); best == 0 || took < best {
+				best = took
+			}
+		}
+		return best
+	}
+	if short, long := each(1000), each(8000); long > 4*short {
+		t.Errorf("each annotation takes %v of 8000, and %v of 1000", long, short)
+	}
+}
+
 // TestCannot: what could not be kept as it is has no format.
 func TestCannot(t *testing.T) {
 	for _, v := range []any{struct{ V any }{}, struct{ v int }{}, struct{ V []*int }{}, struct{ V map[string]*int }{}, struct{ V float64 }{}} {

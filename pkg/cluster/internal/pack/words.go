@@ -9,6 +9,7 @@ const (
 	mostWords         = 4096   // of a format; they are never forgotten
 	shortest, longest = 3, 256 // bytes of a word
 	window            = 4096   // about how many strings are remembered that one owner said
+	reach             = 4096   // bytes before a string in which it is looked for: in all of a long text, each would take the longer
 )
 
 // words are what values of several owners say, as the names of nodes. Its zero value is ready.
