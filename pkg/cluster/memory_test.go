@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"runtime"
+	"runtime/debug"
 	"strings"
 	"testing"
 	"time"
@@ -54,7 +55,7 @@ type objects struct{ volume, pool, node []byte }
 const sampleUID = "9f1b2c3d-4e5f-4a6b-8c7d-0e9f8a7b6c5d"
 
 // sample makes a volume in a cluster, has it claimed, and returns the objects.
-func sample(b *testing.B) objects {
+func sample(b testing.TB) objects {
 	w, m, s := newCluster(b)
 	v, err := s.Create(w.ctx, volume.Spec{Name: cluster.ProvisionedPrefix + sampleUID, Size: volume.Range{Required: 64 * mib}, Filesystem: filesystem.Ext4, Nodes: []string{m.name},
 		For: volume.Requester{Namespace: "the-namespace", Name: "data-database-0", PersistentVolume: cluster.ProvisionedPrefix + sampleUID}})
@@ -90,22 +91,82 @@ func sample(b *testing.B) objects {
 
 // heap returns what a controller has on its heap that watches a cluster with so many nodes, two pools on each, and volumes.
 func (o objects) heap(b *testing.B, nodes, volumes int) uint64 {
+	s, stop := o.controller(b, nodes, volumes)
+	defer stop()
+	used := settled()
+	runtime.KeepAlive(s)
+	return used
+}
+
+// controller is one that watches a cluster with so many nodes, two pools on each, and volumes, until it is stopped.
+func (o objects) controller(t testing.TB, nodes, volumes int) (s *store.Store, stop func()) {
 	server := httptest.NewServer(o.serve(nodes, volumes))
-	defer server.Close()
 	s, err := store.New(&rest.Config{Host: server.URL}, store.Options{AbandonGrace: time.Second, GoneGrace: time.Hour, Driver: cluster.DefaultDriver})
-	check.OK(b, err)
-	ctx, stop := context.WithCancel(b.Context())
+	check.OK(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- s.Run(ctx) }()
 	for s.Ready(ctx) != nil {
 		time.Sleep(50 * time.Millisecond)
 	}
-	used := settled()
-	runtime.KeepAlive(s)
-	stop()
-	if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
-		b.Error(err)
+	return s, func() {
+		cancel()
+		if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+		server.Close()
 	}
+}
+
+// TestAllInLittle: what goes through all volumes again and again, as whoever reads the metrics and who lists the volumes in pages has the controller do, does not need the memory
+// for all of them at once.
+func TestAllInLittle(t *testing.T) {
+	const volumes, limit = 10000, 1000
+	s, stop := sample(t).controller(t, 10, volumes)
+	defer stop()
+	settled()
+	defer debug.SetGCPercent(debug.SetGCPercent(10)) // what is garbage counts little
+	for what, do := range map[string]func(){
+		"the metrics": func() {
+			if len(s.Samples()) == 0 {
+				t.Error("there are no metrics")
+			}
+		},
+		"a page of volumes": func() {
+			if list, err := s.List(t.Context(), volume.ID{}, 100); err != nil || len(list) != 100 {
+				t.Errorf("%d volumes, %v", len(list), err)
+			}
+		},
+	} {
+		if used := most(do); used > volumes*limit {
+			t.Errorf("%s: %d bytes for each volume, want no more than %d", what, used/volumes, limit)
+		}
+	}
+}
+
+// most returns by how much the heap grows at most while something is done.
+func most(do func()) (used uint64) {
+	heap := func() uint64 {
+		var is runtime.MemStats
+		runtime.ReadMemStats(&is)
+		return is.HeapAlloc
+	}
+	runtime.GC()
+	before, done, looked := heap(), make(chan bool), make(chan bool)
+	go func() {
+		defer close(looked)
+		for {
+			used = max(used, max(heap(), before)-before)
+			select {
+			case <-done:
+				return
+			case <-time.After(time.Millisecond):
+			}
+		}
+	}()
+	do()
+	close(done)
+	<-looked
 	return used
 }
 

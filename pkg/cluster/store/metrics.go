@@ -2,13 +2,14 @@ package store
 
 import (
 	"context"
+	"errors"
 	"strconv"
 	"strings"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
@@ -25,57 +26,55 @@ func (s *Store) Samples() []metrics.Sample {
 	if s.Ready(ctx) != nil {
 		return nil
 	}
-	objects, err := cluster.Cached(ctx, s.kube.Cache)
-	if err != nil {
-		return nil // the cache has stopped
-	}
 	count := map[counted]int{}
 	nodes := map[string]bool{}
-	for i := range objects.Pools { // of a node with pools all states are there, so that an alert sees a change from 0
-		node := objects.Pools[i].Spec.NodeName
-		nodes[node] = true
-		for _, state := range v1alpha1.States {
-			for _, kind := range []string{"volume", "snapshot", "replica"} {
-				count[counted{node, kind, state}] += 0
+	legs := map[string]leg{}
+	if errors.Join(
+		kube.Each(ctx, s.kube.Cache, &v1alpha1.Pool{}, func(p *v1alpha1.Pool) { // of a node with pools all states are there, so that an alert sees a change from 0
+			nodes[p.Spec.NodeName] = true
+			for _, state := range v1alpha1.States {
+				for _, kind := range []string{"volume", "snapshot", "replica"} {
+					count[counted{p.Spec.NodeName, kind, state}] += 0
+				}
 			}
-		}
-	}
-	for i := range objects.Volumes {
-		v := &objects.Volumes[i]
-		nodes[v.Spec.NodeName] = true // also if its Pools are gone, as of a node that is
-		kind := "volume"
-		if v.Spec.ReplicaOf != "" {
-			kind = "replica"
-		}
-		count[counted{v.Spec.NodeName, kind, v1alpha1.StateOf(v)}]++
-	}
-	for i := range objects.Snapshots {
-		o := &objects.Snapshots[i]
-		nodes[o.Spec.NodeName] = true
-		count[counted{o.Spec.NodeName, "snapshot", v1alpha1.StateOf(o)}]++
+		}),
+		kube.Each(ctx, s.kube.Cache, &v1alpha1.Volume{}, func(v *v1alpha1.Volume) {
+			nodes[v.Spec.NodeName] = true // also if its Pools are gone, as of a node that is
+			kind := "volume"
+			if v.Spec.ReplicaOf != "" {
+				kind = "replica"
+				legs[v.Name] = leg{v.Spec.NodeName, v1alpha1.IsLost(v)}
+			}
+			count[counted{v.Spec.NodeName, kind, v1alpha1.StateOf(v)}]++
+		}),
+		kube.Each(ctx, s.kube.Cache, &v1alpha1.Snapshot{}, func(o *v1alpha1.Snapshot) {
+			nodes[o.Spec.NodeName] = true
+			count[counted{o.Spec.NodeName, "snapshot", v1alpha1.StateOf(o)}]++
+		})) != nil {
+		return nil // the cache has stopped
 	}
 	var samples []metrics.Sample
 	for what, n := range count {
 		samples = append(samples, metrics.Objects.At(float64(n), what.node, what.kind, strings.ToLower(what.state)))
 	}
-	samples = append(samples, s.replicaSamples(ctx, objects, nodes)...)
+	samples = append(samples, s.replicaSamples(ctx, legs, nodes)...)
 	for node := range nodes {
 		samples = append(samples, metrics.NodeAgentUp.Is(s.nodes.Ready(ctx, node) == nil, node))
 	}
 	return samples
 }
 
-// replicaSamples are those of volumes with several legs, of which some objects are the legs. Of each of some nodes all states are there.
-func (s *Store) replicaSamples(ctx context.Context, objects cluster.Objects, nodes map[string]bool) (samples []metrics.Sample) {
+// leg is what counts of a leg.
+type leg struct {
+	node string
+	lost bool
+}
+
+// replicaSamples are those of volumes with several legs, which are there by their names. Of each of some nodes all states are there.
+func (s *Store) replicaSamples(ctx context.Context, legs map[string]leg, nodes map[string]bool) (samples []metrics.Sample) {
 	var list v1alpha1.ReplicatedVolumeList
 	if s.kube.Cache.List(ctx, &list, client.UnsafeDisableDeepCopy) != nil {
 		return nil // it has stopped
-	}
-	legs := map[string]*v1alpha1.Volume{}
-	for i := range objects.Volumes {
-		if v := &objects.Volumes[i]; v.Spec.ReplicaOf != "" {
-			legs[v.Name] = v
-		}
 	}
 	type at struct{ node, state string }
 	differ := 0
@@ -91,19 +90,19 @@ func (s *Store) replicaSamples(ctx context.Context, objects cluster.Objects, nod
 		current := 0
 		for j := range r.Status.Legs {
 			l := &r.Status.Legs[j]
-			v := legs[l.Name]
+			one, there := legs[l.Name]
 			switch {
-			case v == nil || v1alpha1.IsLost(v):
+			case !there || one.lost:
 			case l.Current:
 				current++
-				replicas[at{v.Spec.NodeName, "current"}]++
+				replicas[at{one.node, "current"}]++
 			case l.State == v1alpha1.LegJoining:
-				replicas[at{v.Spec.NodeName, "joining"}]++
+				replicas[at{one.node, "joining"}]++
 				if p := l.Progress; p != nil {
-					resync[v.Spec.NodeName] += p.Total - p.Done
+					resync[one.node] += p.Total - p.Done
 				}
 			default:
-				replicas[at{v.Spec.NodeName, "waiting"}]++
+				replicas[at{one.node, "waiting"}]++
 			}
 		}
 		volumes[[2]int{r.Spec.Replicas, max(r.Spec.Replicas-current, 0)}]++

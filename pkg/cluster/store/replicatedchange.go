@@ -246,45 +246,26 @@ func notCurrent(v *v1alpha1.Volume, l *v1alpha1.Leg) string {
 	return "it does not have all that was written; what it lacks is copied to it while the volume is used"
 }
 
-// listed is a volume as it is listed.
-type listed struct {
-	id         volume.ID
-	volume     *v1alpha1.Volume // or its leg; nil: none is there
-	replicated *v1alpha1.ReplicatedVolume
-}
-
-func (l *listed) as() volume.Volume {
-	if l.replicated == nil {
-		return cluster.ToVolume(l.volume)
-	}
-	return cluster.ToReplicated(l.replicated, l.volume)
-}
-
-// listReplicated are the volumes with several legs whose IDs are after one; of all volumes some are their legs. What is returned is the cache's own.
-func (s *Store) listReplicated(ctx context.Context, after volume.ID, all []v1alpha1.Volume) (found []*listed, _ error) {
+// listReplicated calls add with each volume with several legs whose ID is after one.
+func (s *Store) listReplicated(ctx context.Context, after volume.ID, add func(volume.Volume)) error {
 	var list v1alpha1.ReplicatedVolumeList
 	if err := s.kube.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		return nil, kube.APIError("list replicated volumes", err)
-	}
-	if len(list.Items) == 0 {
-		return nil, nil
-	}
-	legs := map[string][]*v1alpha1.Volume{}
-	for i := range all {
-		if v := &all[i]; v.Spec.ReplicaOf != "" {
-			legs[v.Spec.ReplicaOf] = append(legs[v.Spec.ReplicaOf], v)
-		}
+		return kube.APIError("list replicated volumes", err)
 	}
 	for i := range list.Items {
 		r := &list.Items[i]
 		if r.Status.Made == nil || compareIDs(cluster.ReplicatedID(r), after) <= 0 {
 			continue
 		}
-		one := &listed{id: cluster.ReplicatedID(r), replicated: r}
-		if current := currentLegs(r, legs[r.Name]); len(current) > 0 {
-			one.volume = current[0]
+		legs, err := s.legs(ctx, r)
+		if err != nil {
+			return err
 		}
-		found = append(found, one)
+		var current *v1alpha1.Volume
+		if all := currentLegs(r, legs); len(all) > 0 {
+			current = all[0]
+		}
+		add(cluster.ToReplicated(r, current))
 	}
-	return found, nil
+	return nil
 }

@@ -3,6 +3,7 @@ package store
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -205,44 +206,56 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
 	}
-	var list v1alpha1.SnapshotList
-	options := []client.ListOption{client.UnsafeDisableDeepCopy}
-	if source != (volume.ID{}) {
-		options = append(options, client.MatchingFields{cluster.BySource: source.Key})
+	found := firsts[volume.Snapshot]{id: func(s volume.Snapshot) volume.ID { return s.ID }, limit: limit}
+	groups := map[string][]string{} // of those that are there, the names of their members
+	var failure error
+	visit := func(o *v1alpha1.Snapshot) {
+		if failure != nil || o.Status.Created == nil || compareIDs(cluster.SnapshotID(o), after) <= 0 || (source != (volume.ID{}) && cluster.SnapshotSource(o) != source) {
+			return
+		}
+		var there bool
+		if there, failure = s.isThere(ctx, o, groups); there {
+			found.add(cluster.ToSnapshot(o))
+		}
 	}
-	if err := s.kube.Client.List(ctx, &list, options...); err != nil {
+	if err := s.eachSnapshot(ctx, source, visit); err != nil {
 		return nil, kube.APIError("list snapshots", err)
 	}
-	groups := map[string][]v1alpha1.Snapshot{} // the members of each
-	var found []*v1alpha1.Snapshot
-	for i := range list.Items {
-		o := &list.Items[i]
-		if o.Status.Created == nil || compareIDs(cluster.SnapshotID(o), after) <= 0 || (source != (volume.ID{}) && cluster.SnapshotSource(o) != source) {
-			continue
-		}
-		there, err := s.isThere(ctx, o, groups)
-		if err != nil {
-			return nil, err
-		}
-		if there {
-			found = append(found, o)
-		}
+	return found.cut(), failure
+}
+
+// eachSnapshot calls visit with each snapshot of a volume, or with none of any.
+func (s *Store) eachSnapshot(ctx context.Context, source volume.ID, visit func(*v1alpha1.Snapshot)) error {
+	if source == (volume.ID{}) {
+		return each(ctx, s, &v1alpha1.Snapshot{}, visit)
 	}
-	return page(found, cluster.SnapshotID, limit, cluster.ToSnapshot), nil
+	var list v1alpha1.SnapshotList
+	if err := s.kube.Client.List(ctx, &list, client.MatchingFields{cluster.BySource: source.Key}, client.UnsafeDisableDeepCopy); err != nil {
+		return err
+	}
+	for i := range list.Items {
+		visit(&list.Items[i])
+	}
+	return nil
 }
 
 // isThere reports whether the group of a snapshot is there; without a group it is true. groups is what was found out of others.
-func (s *Store) isThere(ctx context.Context, o *v1alpha1.Snapshot, groups map[string][]v1alpha1.Snapshot) (bool, error) {
+func (s *Store) isThere(ctx context.Context, o *v1alpha1.Snapshot, groups map[string][]string) (bool, error) {
 	if o.Spec.Group == nil {
 		return true, nil
 	}
-	members, known := groups[o.Spec.Group.Key]
+	names, known := groups[o.Spec.Group.Key]
 	if !known {
-		var err error
-		if members, err = s.members(ctx, o.Spec.Group.Key); err != nil {
+		members, err := s.members(ctx, o.Spec.Group.Key)
+		if err != nil {
 			return false, err
 		}
-		groups[o.Spec.Group.Key] = members
+		if whole(members) {
+			for i := range members {
+				names = append(names, members[i].Name)
+			}
+		}
+		groups[o.Spec.Group.Key] = names
 	}
-	return wholeWith(members, o), nil
+	return slices.Contains(names, o.Name), nil
 }

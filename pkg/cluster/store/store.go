@@ -355,15 +355,36 @@ func compareIDs(a, b volume.ID) int {
 	return strings.Compare(a.Key, b.Key)
 }
 
-// page returns what the first of some objects stand for, up to limit (0: all), in the order of their IDs.
-func page[O, V any](objects []*O, id func(*O) volume.ID, limit int, as func(*O) V) []V {
-	slices.SortFunc(objects, func(a, b *O) int { return compareIDs(id(a), id(b)) })
-	if limit > 0 && len(objects) > limit {
-		objects = objects[:limit]
+// firsts keeps the first of what is added, up to limit (0: all), by their IDs.
+type firsts[V any] struct {
+	id    func(V) volume.ID
+	limit int
+	found []V
+}
+
+// spare is how many more than the limit are kept until they are sorted.
+const spare = 100
+
+func (f *firsts[V]) add(v V) {
+	if f.found = append(f.found, v); f.limit > 0 && len(f.found) >= 2*f.limit+spare {
+		f.cut()
 	}
-	var values []V
-	for _, o := range objects {
-		values = append(values, as(o))
+}
+
+// cut returns them in their order.
+func (f *firsts[V]) cut() []V {
+	slices.SortFunc(f.found, func(a, b V) int { return compareIDs(f.id(a), f.id(b)) })
+	if f.limit > 0 && len(f.found) > f.limit {
+		clear(f.found[f.limit:])
+		f.found = f.found[:f.limit]
 	}
-	return values
+	return f.found
+}
+
+// each calls visit with each object of a kind, one after the other, from a cache that has what this store wrote.
+func each[T client.Object](ctx context.Context, s *Store, of T, visit func(T)) error {
+	if err := s.kube.CaughtUp(ctx, of); err != nil {
+		return err
+	}
+	return kube.Each(ctx, s.kube.Cache, of, visit)
 }

@@ -526,26 +526,30 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
 	}
-	var list v1alpha1.VolumeList
-	if err := s.kube.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+	found := firsts[volume.Volume]{id: func(v volume.Volume) volume.ID { return v.ID }, limit: limit}
+	becoming := map[string]volume.Volume{} // with several legs, which are not yet
+	err := each(ctx, s, &v1alpha1.Volume{}, func(v *v1alpha1.Volume) {
+		switch {
+		case v.Status.Created == nil || compareIDs(cluster.VolumeID(v), after) <= 0:
+		case v.Spec.Replicas > 0:
+			becoming[v.Name] = cluster.ToVolume(v)
+		case v.Spec.ReplicaOf == "":
+			found.add(cluster.ToVolume(v))
+		}
+	})
+	if err != nil {
 		return nil, kube.APIError("list volumes", err)
 	}
-	found, err := s.listReplicated(ctx, after, list.Items)
-	if err != nil {
+	if err := s.listReplicated(ctx, after, func(v volume.Volume) {
+		delete(becoming, v.ID.Key)
+		found.add(v)
+	}); err != nil {
 		return nil, err
 	}
-	whole := map[string]bool{}
-	for _, one := range found {
-		whole[one.id.Key] = true
+	for _, v := range becoming {
+		found.add(v)
 	}
-	for i := range list.Items {
-		v := &list.Items[i]
-		becomes := v.Spec.Replicas > 0 && !whole[v.Name] // a volume with several legs, and is not yet
-		if (v.Spec.ReplicaOf == "" || becomes) && v.Status.Created != nil && compareIDs(cluster.VolumeID(v), after) > 0 {
-			found = append(found, &listed{id: cluster.VolumeID(v), volume: v})
-		}
-	}
-	return page(found, func(l *listed) volume.ID { return l.id }, limit, (*listed).as), nil
+	return found.cut(), nil
 }
 
 // Health: see volume.Store.

@@ -1,0 +1,47 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+
+	toolscache "k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// Each calls visit with each object of a kind that a cache has, one after the other, as they were at one moment: a list has all of them in memory, unpacked. Nobody may change them.
+func Each[T client.Object](ctx context.Context, c cache.Cache, of T, visit func(T)) error {
+	informer, err := c.GetInformer(ctx, of)
+	if err != nil {
+		return err
+	}
+	stored, ok := informer.(interface{ GetStore() toolscache.Store })
+	if !ok {
+		return fmt.Errorf("the cache of %T cannot be looked at: %T", of, informer)
+	}
+	store := stored.GetStore()
+	if packed, is := store.(indexer); is {
+		store = packed.Indexer
+	}
+	for _, v := range store.List() {
+		o, is := unpacked(v).(T)
+		if !is {
+			return fmt.Errorf("the cache of %T has a %T", of, v)
+		}
+		visit(o)
+	}
+	return nil
+}
+
+// CaughtUp waits until the cache has what the client wrote of a kind before, as its lists do.
+func (c Connection) CaughtUp(ctx context.Context, of client.Object) error {
+	f, ok := c.Client.(*fresh)
+	if !ok {
+		return fmt.Errorf("it is not known what a %T wrote", c.Client)
+	}
+	gvk, err := f.GroupVersionKindFor(of)
+	if err != nil {
+		return err
+	}
+	return f.caughtUp(ctx, gvk, "")
+}
