@@ -155,8 +155,8 @@ type handles struct {
 	live   client.Client
 	driver string
 
-	read  time.Time                           // when all were
-	names map[string]*corev1.PersistentVolume // of the driver, by handle
+	read  time.Time         // when all were
+	names map[string]string // of those of the driver, by handle
 }
 
 // readEvery is how often all PersistentVolumes are read at most, to find those that were written by hand.
@@ -208,39 +208,56 @@ func bound(pv *corev1.PersistentVolume) bool { return pv.Status.Phase == corev1.
 // as the other may have been kept when its claim was deleted; nil for none.
 func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*corev1.PersistentVolume, error) {
 	handle := cluster.VolumeID(v).String()
-	var own *corev1.PersistentVolume
-	if v.Spec.PersistentVolume != "" {
-		pv := &corev1.PersistentVolume{}
-		err := h.live.Get(ctx, client.ObjectKey{Name: v.Spec.PersistentVolume}, pv)
-		if client.IgnoreNotFound(err) != nil {
-			return nil, err
-		}
-		if err == nil && h.handle(pv) == handle {
-			own = pv
-		}
+	own, err := h.named(ctx, v.Spec.PersistentVolume, handle)
+	if err != nil || own != nil && bound(own) || v.Status.Created == nil { // nobody can have written one for what was not made
+		return own, err
 	}
-	if own != nil && bound(own) || v.Status.Created == nil { // nobody can have written one for what was not made
-		return own, nil
+	if err := h.readAll(ctx); err != nil {
+		return nil, err
 	}
-	if time.Since(h.read) >= readEvery {
-		names := map[string]*corev1.PersistentVolume{}
-		if err := kube.EachPage(ctx, h.live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
-			for i := range list.Items {
-				one := &list.Items[i]
-				handle := h.handle(one)
-				if have := names[handle]; handle != "" && (have == nil || !bound(have) && bound(one)) {
-					names[handle] = one.DeepCopy()
-				}
-			}
-		}); err != nil {
-			return nil, err
-		}
-		h.read, h.names = time.Now(), names
+	other, err := h.named(ctx, h.names[handle], handle)
+	if err != nil {
+		return nil, err
 	}
-	if other := h.names[handle]; own == nil || other != nil && bound(other) {
+	if own == nil || other != nil && bound(other) {
 		return other, nil
 	}
 	return own, nil
+}
+
+// named returns the PersistentVolume of a name, if it has a handle; nil if there is none.
+func (h *handles) named(ctx context.Context, name, handle string) (*corev1.PersistentVolume, error) {
+	if name == "" {
+		return nil, nil
+	}
+	pv := &corev1.PersistentVolume{}
+	err := h.live.Get(ctx, client.ObjectKey{Name: name}, pv)
+	if err != nil || h.handle(pv) != handle {
+		return nil, client.IgnoreNotFound(err)
+	}
+	return pv, nil
+}
+
+// readAll reads which PersistentVolumes there are, unless that is known. No more than their names is kept: there may be very many.
+func (h *handles) readAll(ctx context.Context) error {
+	if time.Since(h.read) < readEvery {
+		return nil
+	}
+	names, isBound := map[string]string{}, map[string]bool{}
+	if err := kube.EachPage(ctx, h.live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
+		for i := range list.Items {
+			one := &list.Items[i]
+			handle := h.handle(one)
+			if handle == "" || names[handle] != "" && (isBound[handle] || !bound(one)) {
+				continue
+			}
+			names[handle], isBound[handle] = one.Name, bound(one)
+		}
+	}); err != nil {
+		return err
+	}
+	h.read, h.names = time.Now(), names
+	return nil
 }
 
 // handle is that of a PersistentVolume of the driver; empty for others.
