@@ -81,10 +81,18 @@ func (p *packing) SetTransform(transform cache.TransformFunc) error {
 		if !ok {
 			return v, nil // it is packed, or cache.DeletedFinalStateUnknown
 		}
-		name := o.GetName()
+		name, owner := o.GetName(), ownerOf(o)
 		o.SetName("")
-		return &packed{p.format, name, p.format.Pack(name, o)}, nil
+		return &packed{p.format, name, p.format.Pack(owner, o)}, nil
 	})
+}
+
+// ownerOf is what an object is of, to package pack: a leg is of its volume. What the legs of one volume alone say, as its claim, would be kept for ever, and there is room for so many words only.
+func ownerOf(o metav1.Object) string {
+	if v, is := o.(*v1alpha1.Volume); is && v.Spec.ReplicaOf != "" {
+		return v.Spec.ReplicaOf
+	}
+	return o.GetName()
 }
 
 // AddEventHandler has a handler told of objects as they are.
