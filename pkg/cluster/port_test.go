@@ -42,6 +42,7 @@ import (
 // served serves the port of a machine's agent, as cmd/driver does.
 func (w *environment) served(m *machine) func(context.Context) error {
 	server := port.Server{Node: m.name, Namespace: apitest.Namespace, Config: wrapped(apitest.Get(w).Agent(w, m.name))}
+	server.Config.QPS = 0 // as that of a pod
 	agent, uses := m.agent, m.uses
 	services := rpc.Services{SnapshotMetadata: controller.New(m.local), Locks: m.locks, Others: func(r grpc.ServiceRegistrar) {
 		transfer.Register(r, agent.OpenCopy, nil)

@@ -24,6 +24,8 @@ type api struct {
 }
 
 func connect(config *rest.Config) (*api, error) {
+	config = rest.CopyConfig(config)
+	config.QPS = -1 // with the five a second that are usual, who makes up tokens keeps out all others
 	authentication, err := authenticationclient.NewForConfig(config)
 	if err != nil {
 		return nil, err
