@@ -508,6 +508,18 @@ func TestTLS(t *testing.T) {
 	if len(keys(hidden)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
 		t.Errorf("the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
+	// A home that has lost its key gives another host and another secret: by those of before nobody connects any more.
+	of := func() []string { return drivertest.Keys(t, other.NQN) }
+	lost := *other
+	lost.Host, lost.PSK = nvmet.Prefix+"node:b:lost", newPSK()
+	check.OK(t, target.Add(t.Context(), lost))
+	if more := drivertest.Gone(func() []string { return of()[1:] }); len(more) > 0 || !strings.Contains(of()[0], lost.Host) {
+		t.Errorf("after another host and another secret the keys are %q", of())
+	}
+	check.OK(t, target.Add(t.Context(), *other))
+	if more := drivertest.Gone(func() []string { return of()[1:] }); len(more) > 0 || !strings.Contains(of()[0], other.Host) {
+		t.Errorf("after those of before again the keys are %q", of())
+	}
 	check.OK(t, target.Remove(t.Context(), hidden.NQN))
 	if left := drivertest.Gone(func() []string { return keys(hidden) }); len(left) > 0 || len(keys(other)) != 1 {
 		t.Errorf("after the end of one the keys are %q", drivertest.Keys(t, nvmet.Prefix))

@@ -65,20 +65,22 @@ func ring() (serial int, all []key, err error) {
 	return 0, all, err
 }
 
-// Serve lets a host that has a secret connect to a subsystem of this machine, from this network namespace's addresses.
+// Serve lets a host that has a secret connect to a subsystem of this machine, from this network namespace's addresses; and with a secret of before nobody, be it that host or another.
 func Serve(psk secret.Text, host, subsystem string) error {
-	identity, key, err := derive(psk, host, subsystem)
+	identity, shared, err := derive(psk, host, subsystem)
 	if err != nil {
 		return err
 	}
-	into, _, err := ring()
+	into, all, err := ring()
 	if err == nil {
-		_, err = unix.AddKey(keyType, identity, key, into)
+		_, err = unix.AddKey(keyType, identity, shared, into)
 	}
 	if err != nil {
 		return fmt.Errorf("put the key of TLS for %s into the keyring %s: %w", subsystem, keyring, errdefs.FromErrno(err))
 	}
-	return nil
+	return take(into, all, func(k key) bool {
+		return k.of(subsystem) && !strings.HasPrefix(strings.Join(k.description, " "), identity)
+	})
 }
 
 // End takes away what Serve put there for a subsystem; again, or without, it does nothing.
@@ -87,12 +89,22 @@ func End(subsystem string) error {
 	if errors.Is(err, errdefs.ErrUnsupported) {
 		return nil
 	}
+	return errors.Join(err, take(from, all, func(k key) bool { return k.of(subsystem) }))
+}
+
+// of reports whether a key is one of TLS, for a subsystem.
+func (k key) of(subsystem string) bool {
+	return k.kind == keyType && len(k.description) >= 3 && k.description[2] == subsystem
+}
+
+// take takes some keys out of a keyring, of those that are there.
+func take(from int, all []key, which func(key) bool) (err error) {
 	for _, k := range all {
-		if k.kind != keyType || len(k.description) < 3 || k.description[2] != subsystem {
+		if !which(k) {
 			continue
 		}
 		if _, failure := unix.KeyctlInt(unix.KEYCTL_UNLINK, k.serial, from, 0, 0); failure != nil && !errors.Is(failure, unix.ENOENT) && !errors.Is(failure, unix.ENOKEY) {
-			err = errors.Join(err, fmt.Errorf("take the key of TLS for %s from the keyring %s: %w", subsystem, keyring, errdefs.FromErrno(failure)))
+			err = errors.Join(err, fmt.Errorf("take a key of TLS for %s from the keyring %s: %w", k.description[2], keyring, errdefs.FromErrno(failure)))
 		}
 	}
 	return err
