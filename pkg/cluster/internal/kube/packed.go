@@ -81,10 +81,20 @@ func (p *packing) SetTransform(transform cache.TransformFunc) error {
 		if !ok {
 			return v, nil // it is packed, or cache.DeletedFinalStateUnknown
 		}
-		name, owner := o.GetName(), ownerOf(o)
+		name, owner := p.known(o.GetName()), ownerOf(o)
 		o.SetName("")
 		return &packed{p.format, name, p.format.Pack(owner, o)}, nil
 	})
+}
+
+// known is a name as the store has it: its keys and all states of an object share one text.
+func (p *packing) known(name string) string {
+	if v, is, err := p.SharedIndexInformer.GetIndexer().GetByKey(name); err == nil && is {
+		if o, is := v.(*packed); is {
+			return o.name
+		}
+	}
+	return name
 }
 
 // ownerOf is what an object is of, to package pack: a leg is of its volume. What the legs of one volume alone say, as its claim, would be kept for ever, and there is room for so many words only.
