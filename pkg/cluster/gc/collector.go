@@ -115,7 +115,7 @@ func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 func (c *Collector) SnapshotChanged(o client.Object, gone bool) {
 	c.objectChanged(o, gone)
 	if m, ok := o.(*v1alpha1.Snapshot); ok && !gone && m.Spec.Group != nil && m.Status.Created == nil {
-		c.pending.AddAfter(candidate{aGroup, m.Spec.Group.Key}, time.Until(m.CreationTimestamp.Add(c.options.AbandonGrace)))
+		c.pending.AddAfter(candidate{aGroup, strings.Clone(m.Spec.Group.Key)}, time.Until(m.CreationTimestamp.Add(c.options.AbandonGrace)))
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -72,7 +73,7 @@ func (p *Replicator) VolumeChanged(o client.Object, _ bool) {
 	v, is := o.(*v1alpha1.Volume)
 	switch {
 	case is && v.Spec.ReplicaOf != "":
-		p.pending.Add(v.Spec.ReplicaOf)
+		p.pending.Add(strings.Clone(v.Spec.ReplicaOf)) // without a copy, all of the leg would stay
 	case is && v.Spec.Replicas > 0:
 		p.pending.Add(v.Name)
 	}
