@@ -313,8 +313,8 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 	if err != nil {
 		return time.Time{}, err
 	}
-	if !o.cut.Equal(origin.Created) {
-		// Nothing yet, or of another origin of that name: begin anew.
+	if !o.cut.Equal(origin.Created) || sparse.StillWhole(image, spec.Size) != nil {
+		// Nothing yet, or of another origin of that name, or somebody removed what was there: begin anew.
 		if err := image.Truncate(0); err != nil {
 			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}

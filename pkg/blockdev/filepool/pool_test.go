@@ -702,6 +702,8 @@ func TestResume(t *testing.T) {
 		"not a copy now":  {func(s *blockdev.Spec) { s.Origin = blockdev.Ref{} }, false},
 		"other snapshot":  {nil, false},
 		"deleted between": {func(*blockdev.Spec) { check.OK(t, pool.Delete(t.Context(), pooltest.Vol("b"))) }, false},
+		"removed by hand": {func(*blockdev.Spec) { check.OK(t, os.Remove(path(dir, pooltest.Vol("b"), ".img"))) }, false},
+		"emptied by hand": {func(*blockdev.Spec) { check.OK(t, os.Truncate(path(dir, pooltest.Vol("b"), ".img"), 0)) }, false},
 	} {
 		interrupt(spec)
 		retry := spec
