@@ -2,6 +2,7 @@ package sparse
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -49,7 +50,7 @@ func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error)
 	return true, nil
 }
 
-// Allocated passes on where the first bytes of a file have data, from an offset on.
+// Allocated passes on where the first bytes of a file have data, from an offset on. errdefs.ErrDataLoss if somebody cuts it short meanwhile.
 func Allocated(ctx context.Context, f *os.File, size, from int64, yield func(blockdev.Extent) error) error {
 	ForgetCached(f)
 	w := &extents.Writer{Yield: yield}
@@ -68,11 +69,15 @@ func Allocated(ctx context.Context, f *os.File, size, from int64, yield func(blo
 		}
 		offset = stop
 	}
+	if err := StillWhole(f, size); err != nil {
+		return err
+	}
 	return w.Flush()
 }
 
 // Changed passes on where two files, which nobody writes to, differ, from an offset on. Blocks that they share are the same. Else, where
-// either has data it reads both, and compares. The target is as large as the base, or larger. It says how far it is (progress).
+// either has data it reads both, and compares. The target is as large as the base, or larger. It says how far it is (progress). errdefs.ErrDataLoss if somebody
+// cuts one of them short meanwhile.
 func Changed(ctx context.Context, base, target *os.File, baseSize, size, from int64, yield func(blockdev.Extent) error) error {
 	c := &comparison{base: base, target: target, baseSize: baseSize, size: size, far: from, w: &extents.Writer{Yield: yield},
 		have: make([]byte, compared), want: make([]byte, compared)}
@@ -99,6 +104,9 @@ func Changed(ctx context.Context, base, target *os.File, baseSize, size, from in
 		}
 		c.told(ctx, next)
 		offset = next
+	}
+	if err := cmp.Or(StillWhole(base, baseSize), StillWhole(target, size)); err != nil {
+		return err
 	}
 	return c.w.Flush()
 }
@@ -149,7 +157,7 @@ func (c *comparison) compare(ctx context.Context, offset, end int64) (int64, err
 			return offset, errdefs.FromErrno(err)
 		}
 		if _, err := c.target.ReadAt(c.want[:n], offset); err != nil {
-			return offset, errdefs.FromErrno(err)
+			return offset, cmp.Or(StillWhole(c.target, c.size), errdefs.FromErrno(err))
 		}
 		if !bytes.Equal(c.have[:n], c.want[:n]) {
 			if err := c.w.Add(blockdev.Extent{Offset: offset, Length: n}); err != nil {

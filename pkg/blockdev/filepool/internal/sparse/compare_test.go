@@ -19,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 const (
@@ -158,6 +159,40 @@ func compareCuts(t *testing.T, base, target *os.File, baseSize, size, from int64
 			if differs != listed && (differs || at >= from) { // what is before from may count, or not
 				t.Fatalf("from %s to %s, from byte %d: block %d differs: %v, listed: %v (%v)", base.Name(), target.Name(), from, at/block, differs, listed, have)
 			}
+		}
+	}
+}
+
+// TestListedCutShort: a file that somebody cuts short while it is listed looks as if it had a hole there, and is an error.
+func TestListedCutShort(t *testing.T) {
+	dir := mounted(t, "tmpfs")
+	const size = 8 << 20
+	full := func(name string, content byte) *os.File {
+		f, err := os.Create(filepath.Join(dir, name))
+		check.OK(t, err)
+		t.Cleanup(func() { _ = f.Close() })
+		for at := int64(0); at < size; at += 2 * block {
+			_, err := f.WriteAt(bytes.Repeat([]byte{content}, block), at)
+			check.OK(t, err)
+		}
+		check.OK(t, f.Truncate(size))
+		return f
+	}
+	none := full("none", 0)
+	for name, list := range map[string]func(cut *os.File, yield func(blockdev.Extent) error) error{
+		"allocated": func(cut *os.File, yield func(blockdev.Extent) error) error {
+			return sparse.Allocated(t.Context(), cut, size, 0, yield)
+		},
+		"changed from": func(cut *os.File, yield func(blockdev.Extent) error) error {
+			return sparse.Changed(t.Context(), cut, none, size, size, 0, yield)
+		},
+		"changed to": func(cut *os.File, yield func(blockdev.Extent) error) error {
+			return sparse.Changed(t.Context(), none, cut, size, size, 0, yield)
+		},
+	} {
+		cut := full("cut", 1)
+		if err := list(cut, func(blockdev.Extent) error { return cut.Truncate(size / 2) }); !errors.Is(err, errdefs.ErrDataLoss) {
+			t.Errorf("%s: %v", name, err)
 		}
 	}
 }
