@@ -262,7 +262,7 @@ type origin struct {
 
 func (o origin) id() ID { return IDOf(o.pool.Name(), o.record) }
 
-// holdSource keeps a snapshot that is copied from being deleted with its group, of which the caller
+// holdSource keeps a snapshot that is copied, or read, from being deleted with its group, of which the caller
 // need not know the members. ErrBusy while that is under way.
 func (l *Local) holdSource(id ID) (release func(), err error) {
 	return l.lockSources(nil, []string{id.String()})
@@ -271,7 +271,7 @@ func (l *Local) holdSource(id ID) (release func(), err error) {
 func (l *Local) lockSources(exclusive, shared []string) (release func(), err error) {
 	unlock, busy := l.sources.TryLock(exclusive, shared)
 	if unlock == nil {
-		return nil, fmt.Errorf("%w: %s is being copied, or deleted; try again", errdefs.ErrBusy, busy)
+		return nil, fmt.Errorf("%w: %s is being copied, read, or deleted; try again", errdefs.ErrBusy, busy)
 	}
 	return unlock, nil
 }

@@ -85,6 +85,42 @@ func TestEncryptedRanges(t *testing.T) {
 	}
 }
 
+// TestGroupStaysWhileListed: a group whose members the caller does not name is not deleted while somebody is told what is in one of them.
+func TestGroupStaysWhileListed(t *testing.T) {
+	disk := memory.NewDisk(storetest.Size)
+	l := start(t, 0, disk.Open("default", nil))
+	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 4 * mib}})
+	check.OK(t, err)
+	cut := func(name string) (volume.GroupID, volume.ID) {
+		t.Helper()
+		check.OK(t, storetest.WriteTo(disk.Open("default", nil))(t.Context(), v.ID, 0, []byte(name)))
+		group, err := l.CreateGroup(t.Context(), name, []volume.ID{v.ID})
+		check.OK(t, err)
+		return group.ID, group.Snapshots[0].ID
+	}
+	base, from := cut("base")
+	target, to := cut("target")
+	for what, list := range map[string]func(yield func(blockdev.Extent) error) error{
+		"allocated": func(yield func(blockdev.Extent) error) error { return l.Allocated(t.Context(), to, 0, yield) },
+		"changed":   func(yield func(blockdev.Extent) error) error { return l.Changed(t.Context(), from, to, 0, yield) },
+	} {
+		listed := false
+		check.OK(t, list(func(blockdev.Extent) error {
+			listed = true
+			fails(t, l.DeleteGroup(t.Context(), target), errdefs.ErrBusy, what+": deletion of its group")
+			if what == "changed" {
+				fails(t, l.DeleteGroup(t.Context(), base), errdefs.ErrBusy, what+": deletion of the group of its base")
+			}
+			return nil
+		}))
+		if !listed {
+			t.Errorf("%s: nothing is listed", what)
+		}
+	}
+	check.OK(t, l.DeleteGroup(t.Context(), base))
+	check.OK(t, l.DeleteGroup(t.Context(), target))
+}
+
 // TestCopyOfEncrypted: a volume of which nobody says that it is encrypted is no copy of one that is, nor of its snapshots.
 func TestCopyOfEncrypted(t *testing.T) {
 	pool := memory.NewDisk(storetest.Size).Open("default", nil)

@@ -160,6 +160,11 @@ func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blo
 	if err != nil {
 		return err
 	}
+	release, err := l.holdSource(id)
+	if err != nil {
+		return err
+	}
+	defer release()
 	from, yield = behindHeader(schemeOf(record), from, yield)
 	ctx, end := l.progress.Track(ctx, pool.Name(), ref.String()) // where it has to be read
 	defer end()
@@ -187,6 +192,11 @@ func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield 
 	if !ok {
 		return fmt.Errorf("%w: pool %s cannot compare snapshots", errdefs.ErrUnsupported, pool.Name())
 	}
+	release, err := l.lockSources(nil, []string{base.String(), target.String()})
+	if err != nil {
+		return err
+	}
+	defer release()
 	from, yield = behindHeader(recent.Scheme, from, yield)
 	ctx, end := l.progress.Track(ctx, pool.Name(), ref.String()) // where it has to be read
 	defer end()
