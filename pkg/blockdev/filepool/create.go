@@ -382,7 +382,7 @@ func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 		return nil, fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, layout.Image(ref), p.name)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("open image: %w", errdefs.FromErrno(err))
+		return nil, fmt.Errorf("open image: %w", p.notOpened(ref, err))
 	}
 	if err = p.checkOwner(ref, f, flags != os.O_RDONLY); err == nil {
 		info, err = f.Stat()
@@ -397,6 +397,14 @@ func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 			errdefs.ErrDataLoss, layout.Image(ref), p.name, info.Size(), record.Size)
 	}
 	return f, nil
+}
+
+// notOpened is why an image cannot be opened. Root is refused with EPERM only what somebody set an attribute of (chattr(1)).
+func (p *pool) notOpened(ref blockdev.Ref, err error) error {
+	if errors.Is(err, unix.EPERM) {
+		return fmt.Errorf("%w: %w: somebody protected it; take that back with chattr -i -a %s/%s", errdefs.ErrPrecondition, err, p.location.Path, layout.Image(ref))
+	}
+	return errdefs.FromErrno(err)
 }
 
 // imageOwner is the attribute of an image (xattr(7)) that says whose it is, as its name may come to be

@@ -360,7 +360,7 @@ func (p *pool) openOwn(ref blockdev.Ref) (*os.File, error) {
 	}
 	image, err := p.root.OpenFile(layout.Image(ref), os.O_RDWR, 0)
 	if err != nil {
-		return nil, errdefs.FromErrno(err)
+		return nil, p.notOpened(ref, err)
 	}
 	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
 		return nil, image.Close()

@@ -475,6 +475,30 @@ func TestOlderSize(t *testing.T) {
 	}
 }
 
+// TestProtected: an image that somebody protected (chattr(1)) is neither handed out for writing nor removed, and the error says how to end that; then
+// the deletion is done.
+func TestProtected(t *testing.T) {
+	dir := filepath.Join(mountNew(t, "ext4"), "pool")
+	pool := pooltest.OpenedFiles(t, dir)
+	for _, attribute := range []string{"i", "a"} {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
+		image := path(dir, pooltest.Vol("a"), ".img")
+		run(t, "chattr", "+"+attribute, image)
+		for what, err := range map[string]error{
+			"Attach": pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})),
+			"Expand": pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 8*pooltest.MiB)),
+			"Delete": pool.Delete(t.Context(), pooltest.Vol("a")),
+		} {
+			pooltest.Fails(t, err, errdefs.ErrPrecondition, what)
+			if advice := "chattr -i -a " + image; err == nil || !strings.Contains(err.Error(), advice) {
+				t.Errorf("%s: %v does not say %q", what, err, advice)
+			}
+		}
+		run(t, "chattr", "-i", "-a", image)
+		check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+	}
+}
+
 func inodeOf(t testing.TB, path string) uint64 {
 	t.Helper()
 	info, err := os.Lstat(path)
