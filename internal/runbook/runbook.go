@@ -37,6 +37,7 @@ var pages = map[string]string{
 	"HeaderLost":         "data-loss",
 	"ImageMissing":       "data-loss",
 	"ImageOfAnother":     "data-loss",
+	"ImageReplaced":      "data-loss",
 	"ImageTruncated":     "data-loss",
 	"RecordDamaged":      "data-loss",
 	"SnapshotMissing":    "data-loss",

@@ -18,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -387,6 +388,9 @@ func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 	if err = p.checkOwner(ref, f, flags != os.O_RDONLY); err == nil {
 		info, err = f.Stat()
 	}
+	if err == nil {
+		err = p.checkReplaced(ref, info)
+	}
 	if err != nil {
 		f.Close()
 		return nil, errdefs.FromErrno(err)
@@ -405,6 +409,26 @@ func (p *pool) notOpened(ref blockdev.Ref, err error) error {
 		return fmt.Errorf("%w: %w: somebody protected it; take that back with chattr -i -a %s/%s", errdefs.ErrPrecondition, err, p.location.Path, layout.Image(ref))
 	}
 	return errdefs.FromErrno(err)
+}
+
+// errReplaced is that of an image that is not the one which is in use.
+var errReplaced = fmt.Errorf("%w: the image was replaced while it is in use", errdefs.ErrDataLoss)
+
+// checkReplaced makes sure that what is written to the devices of an object goes to its image: whoever puts a copy in its place
+// while it is in use has a file that lacks all that is written from then on.
+func (p *pool) checkReplaced(ref blockdev.Ref, image fs.FileInfo) error {
+	loops, err := p.openLoops(ref)
+	if err != nil {
+		return err
+	}
+	defer closeLoops(loops)
+	for _, l := range loops {
+		if device := loop.Path(l.Number); !l.ReadOnly() && !isImage(image, l.Backing) {
+			return fmt.Errorf("%w: what is written to %s goes to a file without a name, and is lost when its users end; stop what they write, copy %s to another file, end them, and put that in the place of %s of pool %s",
+				errReplaced, device, device, layout.Image(ref), p.name)
+		}
+	}
+	return nil
 }
 
 // imageOwner is the attribute of an image (xattr(7)) that says whose it is, as its name may come to be

@@ -108,6 +108,8 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 		reason := "ImageTruncated"
 		if errors.Is(err, errNotOwn) {
 			reason = "ImageOfAnother"
+		} else if errors.Is(err, errReplaced) {
+			reason = "ImageReplaced"
 		} else if _, statErr := p.root.Lstat(layout.Image(ref)); errors.Is(statErr, os.ErrNotExist) {
 			reason = "ImageMissing"
 		}

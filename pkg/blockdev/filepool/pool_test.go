@@ -499,6 +499,44 @@ func TestProtected(t *testing.T) {
 	}
 }
 
+// TestReplacedInUse: a copy that somebody puts in the place of an image while that is in use lacks what is written from then on. It is
+// neither copied nor grown, and that is said; and once the device is copied as the error says, all of it is there.
+func TestReplacedInUse(t *testing.T) {
+	for _, fs := range filesystems {
+		t.Run(fs, func(t *testing.T) {
+			dir := filepath.Join(mountNew(t, fs), "pool")
+			pool := pooltest.OpenedFiles(t, dir)
+			a, size := pooltest.Vol("a"), int64(4*pooltest.MiB)
+			pooltest.Create(t, pool, blockdev.Spec{Ref: a, Size: size})
+			device := pooltest.Attach(t, pool, a, blockdev.Attachment{Keep: true})
+			check.OK(t, device.Close())
+			image, text := path(dir, a, ".img"), bytes.Repeat([]byte("text"), 1024)
+			run(t, "cp", "-a", image, image+".new")
+			check.OK(t, os.Rename(image+".new", image))
+			pooltest.WriteTo(t, device.Path, 0, text)
+			problems, err := pool.Health(t.Context(), a)
+			if have := reasons(problems); err != nil || !slices.Equal(have, []string{"3 ImageReplaced"}) {
+				t.Errorf("Health: %v, %v", problems, err)
+			}
+			copied := blockdev.Spec{Ref: pooltest.Snap("a"), Name: "copy", Size: size, Origin: a}
+			pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), copied)), errdefs.ErrDataLoss, "a copy")
+			pooltest.Fails(t, pooltest.Second(pool.Expand(t.Context(), a, 2*size)), errdefs.ErrDataLoss, "Expand")
+			run(t, "cp", device.Path, image+".new")
+			check.OK(t, pool.Detach(t.Context(), a))
+			check.OK(t, os.Rename(image+".new", image))
+			if problems, err := pool.Health(t.Context(), a); err != nil || len(problems) > 0 {
+				t.Errorf("Health: %v, %v", problems, err)
+			}
+			check.OK(t, pooltest.Second(pool.Create(t.Context(), copied)))
+			have, err := os.ReadFile(path(dir, copied.Ref, ".img"))
+			check.OK(t, err)
+			if !bytes.HasPrefix(have, text) {
+				t.Error("the copy lacks what was written")
+			}
+		})
+	}
+}
+
 func inodeOf(t testing.TB, path string) uint64 {
 	t.Helper()
 	info, err := os.Lstat(path)

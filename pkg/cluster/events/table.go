@@ -72,6 +72,7 @@ var Table = []Entry{
 	{"ImageMissing", warning, objects, "The file with the bytes is gone."},
 	{"ImageTruncated", warning, objects, "The file with the bytes is shorter than its record says."},
 	{"ImageOfAnother", warning, objects, "What is at the place of the bytes is not the file that was made for them."},
+	{"ImageReplaced", warning, objects, "Somebody put another file in the place of the bytes while they are in use: what is written from then on is lost when that ends."},
 	{"VolumeTruncated", warning, objects, "The logical volume is smaller than its record says."},
 	{"HeaderLost", warning, volumes, "The header of the encrypted volume, which is in use, is gone or cannot be read: what is on it can be read only for as long as it stays in use."},
 	{"RecordDamaged", warning, anywhere, "The record of a volume or a snapshot cannot be used; on a Pool or a Node: of some in the pool."},
