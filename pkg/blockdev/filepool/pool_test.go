@@ -510,6 +510,7 @@ func TestReplacedInUse(t *testing.T) {
 			pooltest.Create(t, pool, blockdev.Spec{Ref: a, Size: size})
 			device := pooltest.Attach(t, pool, a, blockdev.Attachment{Keep: true})
 			check.OK(t, device.Close())
+			t.Cleanup(func() { check.OK(t, pool.Detach(context.Background(), a)) })
 			image, text := path(dir, a, ".img"), bytes.Repeat([]byte("text"), 1024)
 			run(t, "cp", "-a", image, image+".new")
 			check.OK(t, os.Rename(image+".new", image))
