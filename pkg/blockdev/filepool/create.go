@@ -380,7 +380,7 @@ func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 	}
 	f, err := p.root.OpenFile(layout.Image(ref), flags, 0)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, layout.Image(ref), p.name)
+		return nil, p.missing(ref)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("open image: %w", p.notOpened(ref, err))
@@ -417,18 +417,44 @@ var errReplaced = fmt.Errorf("%w: the image was replaced while it is in use", er
 // checkReplaced makes sure that what is written to the devices of an object goes to its image: whoever puts a copy in its place
 // while it is in use has a file that lacks all that is written from then on.
 func (p *pool) checkReplaced(ref blockdev.Ref, image fs.FileInfo) error {
-	loops, err := p.openLoops(ref)
+	device, err := p.beside(ref, image)
+	if err != nil || device == "" {
+		return err
+	}
+	return fmt.Errorf("%w: %s", errReplaced, p.nameless(ref, device))
+}
+
+// missing is the error of an object without an image.
+func (p *pool) missing(ref blockdev.Ref) error {
+	device, err := p.beside(ref, nil)
 	if err != nil {
 		return err
 	}
+	if device != "" {
+		return fmt.Errorf("%w: the image was removed while it is in use: %s", errdefs.ErrDataLoss, p.nameless(ref, device))
+	}
+	return fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, layout.Image(ref), p.name)
+}
+
+// beside is the device that an object is written through, if that is over another file than its image (nil: there is none); empty without one.
+func (p *pool) beside(ref blockdev.Ref, image fs.FileInfo) (device string, err error) {
+	loops, err := p.openLoops(ref)
+	if err != nil {
+		return "", err
+	}
 	defer closeLoops(loops)
 	for _, l := range loops {
-		if device := loop.Path(l.Number); !l.ReadOnly() && !isImage(image, l.Backing) {
-			return fmt.Errorf("%w: what is written to %s goes to a file without a name, and is lost when its users end; stop what they write, copy %s to another file, end them, and put that in the place of %s of pool %s",
-				errReplaced, device, device, layout.Image(ref), p.name)
+		if !l.ReadOnly() && (image == nil || !isImage(image, l.Backing)) {
+			return loop.Path(l.Number), nil
 		}
 	}
-	return nil
+	return "", nil
+}
+
+// nameless says what happens to what is written through such a device, and what to do.
+func (p *pool) nameless(ref blockdev.Ref, device string) string {
+	return fmt.Sprintf("what is written to %s goes to a file without a name, and is lost when its users end; stop what they write, copy %s to another file, end them, and put that in the place of %s of pool %s",
+		device, device, layout.Image(ref), p.name)
 }
 
 // imageOwner is the attribute of an image (xattr(7)) that says whose it is, as its name may come to be

@@ -500,7 +500,7 @@ func TestProtected(t *testing.T) {
 }
 
 // TestReplacedInUse: a copy that somebody puts in the place of an image while that is in use lacks what is written from then on. It is
-// neither copied nor grown, and that is said; and once the device is copied as the error says, all of it is there.
+// neither copied nor grown, and that is said, as it is where there is no file any more; and once the device is copied as the error says, all of it is there.
 func TestReplacedInUse(t *testing.T) {
 	for _, fs := range filesystems {
 		t.Run(fs, func(t *testing.T) {
@@ -522,6 +522,11 @@ func TestReplacedInUse(t *testing.T) {
 			copied := blockdev.Spec{Ref: pooltest.Snap("a"), Name: "copy", Size: size, Origin: a}
 			pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), copied)), errdefs.ErrDataLoss, "a copy")
 			pooltest.Fails(t, pooltest.Second(pool.Expand(t.Context(), a, 2*size)), errdefs.ErrDataLoss, "Expand")
+			check.OK(t, os.Remove(image))
+			problems, err = pool.Health(t.Context(), a)
+			if have := reasons(problems); err != nil || !slices.Equal(have, []string{"3 ImageMissing"}) || !strings.Contains(problems[0].Message, "copy "+device.Path) {
+				t.Errorf("without a file in its place, Health: %v, %v", problems, err)
+			}
 			run(t, "cp", device.Path, image+".new")
 			check.OK(t, pool.Detach(t.Context(), a))
 			check.OK(t, os.Rename(image+".new", image))
