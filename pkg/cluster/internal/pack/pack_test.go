@@ -88,7 +88,7 @@ func TestLong(t *testing.T) {
 	said := strings.Repeat("again", 40)
 	size := func(between int) int {
 		v := &v1alpha1.Volume{}
-		v.Annotations = map[string]string{"a": said, "b": strings.Repeat("-", between), "c": said}
+		v.Finalizers = []string{said, strings.Repeat("-", between), said} // which are in order
 		return len(f.Pack("v", v)) - between
 	}
 	near, far, farther := size(1<<10), size(1<<13), size(1<<14)
