@@ -224,7 +224,7 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	return found.cut(), failure
 }
 
-// eachSnapshot calls visit with each snapshot of a volume, or with none of any.
+// eachSnapshot calls visit with each snapshot of a volume; without a volume, with each there is.
 func (s *Store) eachSnapshot(ctx context.Context, source volume.ID, visit func(*v1alpha1.Snapshot)) error {
 	if source == (volume.ID{}) {
 		return each(ctx, s, &v1alpha1.Snapshot{}, visit)
