@@ -79,7 +79,7 @@ func Serve(psk secret.Text, host, subsystem string) error {
 		return fmt.Errorf("put the key of TLS for %s into the keyring %s: %w", subsystem, keyring, errdefs.FromErrno(err))
 	}
 	return take(into, all, func(k key) bool {
-		return k.of(subsystem) && !strings.HasPrefix(strings.Join(k.description, " "), identity)
+		return k.subsystem() == subsystem && !strings.HasPrefix(strings.Join(k.description, " "), identity)
 	})
 }
 
@@ -89,12 +89,15 @@ func End(subsystem string) error {
 	if errors.Is(err, errdefs.ErrUnsupported) {
 		return nil
 	}
-	return errors.Join(err, take(from, all, func(k key) bool { return k.of(subsystem) }))
+	return errors.Join(err, take(from, all, func(k key) bool { return k.subsystem() == subsystem }))
 }
 
-// of reports whether a key is one of TLS, for a subsystem.
-func (k key) of(subsystem string) bool {
-	return k.kind == keyType && len(k.description) >= 3 && k.description[2] == subsystem
+// subsystem is that which a key of TLS is for; empty for one of another kind.
+func (k key) subsystem() string {
+	if k.kind != keyType || len(k.description) < 3 {
+		return ""
+	}
+	return k.description[2]
 }
 
 // take takes some keys out of a keyring, of those that are there.
@@ -104,7 +107,7 @@ func take(from int, all []key, which func(key) bool) (err error) {
 			continue
 		}
 		if _, failure := unix.KeyctlInt(unix.KEYCTL_UNLINK, k.serial, from, 0, 0); failure != nil && !errors.Is(failure, unix.ENOENT) && !errors.Is(failure, unix.ENOKEY) {
-			err = errors.Join(err, fmt.Errorf("take a key of TLS for %s from the keyring %s: %w", k.description[2], keyring, errdefs.FromErrno(failure)))
+			err = errors.Join(err, fmt.Errorf("take a key of TLS for %s from the keyring %s: %w", k.subsystem(), keyring, errdefs.FromErrno(failure)))
 		}
 	}
 	return err
@@ -125,8 +128,8 @@ func Served(prefix string) (subsystems []string, err error) {
 		return nil, fmt.Errorf("read the keyring %s: %w", keyring, errdefs.FromErrno(err))
 	}
 	for _, k := range all {
-		if k.kind == keyType && !k.revoked && (unseen || in[k.serial]) && len(k.description) >= 3 && strings.HasPrefix(k.description[2], prefix) {
-			subsystems = append(subsystems, k.description[2])
+		if name := k.subsystem(); name != "" && !k.revoked && (unseen || in[k.serial]) && strings.HasPrefix(name, prefix) {
+			subsystems = append(subsystems, name)
 		}
 	}
 	return subsystems, nil
