@@ -215,7 +215,11 @@ func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*co
 	if err := h.readAll(ctx); err != nil {
 		return nil, err
 	}
-	other, err := h.named(ctx, h.names[handle], handle)
+	name := h.names[handle]
+	if own != nil && name == own.Name {
+		return own, nil
+	}
+	other, err := h.named(ctx, name, handle)
 	if err != nil {
 		return nil, err
 	}
