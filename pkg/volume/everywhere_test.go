@@ -172,14 +172,16 @@ func (p *pair) bare(id volume.ID) {
 	connected, err := p.kernel.List("nqn.2026-11.dev.ashlar:" + id.Key)
 	check.OK(p, err)
 	for _, c := range connected {
-		for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-			over, err := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number)))
-			if check.OK(p, err); len(over) == 0 {
-				break
+		over := func() (names []string) {
+			entries, err := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number)))
+			check.OK(p, err)
+			for _, e := range entries {
+				names = append(names, e.Name())
 			}
-			if time.Now().After(end) {
-				p.Fatalf("%v stays over %s", over, c.Path)
-			}
+			return names
+		}
+		if left := drivertest.Gone(over); len(left) > 0 {
+			p.Fatalf("%v stays over %s", left, c.Path)
 		}
 	}
 }
