@@ -72,8 +72,15 @@ func measureParts(ctx context.Context, args []string) (err error) {
 		return err
 	}
 	defer w.server.Stop()
-	outer := ctx
-	ctx, cancel := context.WithCancel(outer)
+	if err := w.measureDriver(ctx, dir, *volumes, *idle); err != nil {
+		return err
+	}
+	return w.measureBare(ctx, max(1, *volumes/10))
+}
+
+// measureDriver measures all parts, which have ended when it returns.
+func (w *environment) measureDriver(ctx context.Context, dir string, volumes int, idle time.Duration) error {
+	ctx, cancel := context.WithCancel(ctx)
 	var parts sync.WaitGroup
 	defer parts.Wait()
 	defer cancel()
@@ -82,14 +89,7 @@ func measureParts(ctx context.Context, args []string) (err error) {
 	}
 	defer w.agent.Close()
 	defer w.controller.Close()
-	if err := w.measure(ctx, *volumes, *idle); err != nil {
-		return err
-	}
-	w.controller.Close()
-	w.agent.Close()
-	cancel()
-	parts.Wait()
-	return w.measureBare(outer, max(1, *volumes/10))
+	return w.measure(ctx, volumes, idle)
 }
 
 // start starts all parts and waits until the controller knows all pools.
