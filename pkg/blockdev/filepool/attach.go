@@ -29,6 +29,7 @@ import (
 type knownLoop struct {
 	number        int
 	device, inode uint64 // of its backing file
+	keeper        bool
 	seen          uint64 // counts what was noted: what is seen again is another one
 }
 
@@ -50,7 +51,7 @@ func (p *pool) noteLoop(ref blockdev.Ref, b loop.Backing) {
 			known = append(known, l)
 		}
 	}
-	p.loops[ref] = append(known, knownLoop{b.Number, b.Device, b.Inode, p.seen})
+	p.loops[ref] = append(known, knownLoop{b.Number, b.Device, b.Inode, b.Node != 0, p.seen})
 }
 
 // forgetLoops takes back what was noted of loop devices of an object, but for those seen again since.

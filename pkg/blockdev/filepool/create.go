@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"maps"
 	"os"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -438,6 +439,14 @@ func (p *pool) missing(ref blockdev.Ref) error {
 
 // beside is the device that an object is written through, if that is over another file than its image (nil: there is none); empty without one.
 func (p *pool) beside(ref blockdev.Ref, image fs.FileInfo) (device string, err error) {
+	p.Mu.Lock()
+	may := slices.ContainsFunc(p.loops[ref], func(l knownLoop) bool {
+		return !l.keeper && (image == nil || !isImage(image, loop.Backing{Device: l.device, Inode: l.inode}))
+	})
+	p.Mu.Unlock()
+	if !may { // nearly always, so no device is opened to find that out
+		return "", nil
+	}
 	loops, err := p.openLoops(ref)
 	if err != nil {
 		return "", err
