@@ -703,7 +703,7 @@ func TestReplicaBandwidth(t *testing.T) {
 			took := time.Since(began)
 			t.Logf("%d MiB, %v: all have moved after %v, %d at once", volumes*size/mib, flags, took, most)
 			if least := volumes * size / limit * time.Second; flags != nil && took < least*7/10 {
-				t.Errorf("with the limit it took %v, and not %v", took, least)
+				t.Errorf("with the limit it took %v, and not %v\n%s", took, least, c.logs())
 			}
 			if most > 2 {
 				t.Errorf("%d legs joined at once", most)

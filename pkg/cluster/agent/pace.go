@@ -10,8 +10,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pace keeps what the kernel copies of the volumes that this node uses, to where they move and to legs that join, within a bandwidth. The kernel takes one number for all of it: per cent of the
-// time in which it may copy. What that gives depends on disks, network and who else uses them, so it is moved by what was copied since the last look.
+// pace keeps what the kernel copies of the volumes that this node uses, to where they move and to legs that join, within a bandwidth, on average. The kernel takes one number for all of it: per cent of the
+// time in which it may copy. What that gives depends on disks, network and who else uses them, and changes while it goes on. So the number is moved by what was copied since the last look, and what was copied above the limit
+// is made up for.
 type pace struct {
 	limit int64 // bytes per second; 0: none
 
@@ -19,7 +20,10 @@ type pace struct {
 	throttle func(percent int) error // nil: not known yet
 	percent  int                     // that the kernel was told; 0: nothing yet
 	failed   bool
-	copies   map[paced]rate
+	copies   map[paced]int64 // how much of each was done when something was told of it, in bytes; notYet: nothing was
+	looked   time.Time       // when the number was set, or left as it is
+	since    int64           // bytes copied since then
+	ahead    float64         // bytes copied above the limit, as far as they are made up for; negative: below it
 }
 
 // paced is a copy.
@@ -31,18 +35,13 @@ const (
 	pacedJoin = "join"
 )
 
-// rate is how a copy was at the last look.
-type rate struct {
-	done   int64 // bytes
-	at     time.Time
-	second float64 // bytes in one, as the number is now; 0: not known
-}
-
 const (
 	firstPercent = 1 // of the time, until it is known what that gives: a small volume is copied before that
 	allPercent   = 100
-	leastLook    = 200 * time.Millisecond // between two looks that say something of a rate
-	mostLook     = 5 * time.Second        // after which a copy of which nothing was told is none any more
+	leastLook    = time.Second     // between two looks: the kernel says what is done in units of 1 MiB or more
+	makesUp      = 5 * time.Second // in which it is made up for what was copied above the limit
+	mostBelow    = time.Second     // of the limit, that may be made up for if less was copied
+	mostAhead    = time.Minute     // of the limit, that is made up for
 )
 
 // by says who tells the kernel.
@@ -57,15 +56,15 @@ func (p *pace) begins(ctx context.Context, one paced, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.limit > 0 && p.throttle != nil {
-		p.first(ctx)
-		p.copies[one] = rate{done: notYet, at: now}
+		p.first(ctx, now)
+		p.copies[one] = notYet
 	}
 }
 
 // first has the kernel begin slowly, if nothing is copied.
-func (p *pace) first(ctx context.Context) {
+func (p *pace) first(ctx context.Context, now time.Time) {
 	if len(p.copies) == 0 {
-		p.copies = map[paced]rate{}
+		p.copies, p.looked, p.since, p.ahead = map[paced]int64{}, now, 0, 0
 		p.set(ctx, firstPercent)
 	}
 }
@@ -84,42 +83,32 @@ func (p *pace) copied(ctx context.Context, one paced, done int64, now time.Time)
 		p.set(ctx, allPercent)
 		return
 	}
-	p.first(ctx)
-	was, known := p.copies[one]
-	known = known && was.done != notYet
-	since := now.Sub(was.at)
-	if known && since < leastLook {
-		return
+	p.first(ctx, now)
+	if was, known := p.copies[one]; known && was != notYet {
+		p.since += max(0, done-was)
 	}
-	next := rate{done: done, at: now}
-	if known {
-		next.second = float64(done-was.done) / since.Seconds()
+	p.copies[one] = done
+	if now.Sub(p.looked) >= leastLook {
+		p.look(ctx, now)
 	}
-	p.copies[one] = next
-	if !known {
-		return
-	}
-	total := 0.0
-	for other, r := range p.copies {
-		if now.Sub(r.at) > mostLook {
-			delete(p.copies, other)
-			continue
-		}
-		total += max(0, r.second)
-	}
+}
+
+// look moves the number by what was copied since the last look.
+func (p *pace) look(ctx context.Context, now time.Time) {
+	seconds, limit := now.Sub(p.looked).Seconds(), float64(p.limit)
+	p.ahead += float64(p.since) - limit*seconds
+	p.ahead = min(max(p.ahead, -limit*mostBelow.Seconds()), limit*mostAhead.Seconds())
 	before := p.percent
-	p.set(ctx, percentOf(before, total, float64(p.limit)))
-	for other, r := range p.copies { // as they are to be from now on
-		r.second *= float64(p.percent) / float64(before)
-		p.copies[other] = r
-	}
+	p.set(ctx, percentOf(before, float64(p.since)/seconds, limit-max(0, p.ahead)/makesUp.Seconds()))
+	klog.FromContext(ctx).V(4).Info("Copies within the limit", "copies", len(p.copies), "bytes", p.since, "seconds", seconds, "percentBefore", before, "percent", p.percent)
+	p.looked, p.since = now, 0
 }
 
 // rests is told that nothing of a kind is copied, or that a copy of it has ended. When nothing is copied others' mirrors have the kernel's usual number.
 func (p *pace) rests(ctx context.Context, kind, key string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	maps.DeleteFunc(p.copies, func(one paced, _ rate) bool { return one.kind == kind && (key == "" || one.key == key) })
+	maps.DeleteFunc(p.copies, func(one paced, _ int64) bool { return one.kind == kind && (key == "" || one.key == key) })
 	if p.limit > 0 && len(p.copies) == 0 && p.throttle != nil {
 		p.set(ctx, allPercent)
 	}
@@ -137,12 +126,12 @@ func (p *pace) set(ctx context.Context, percent int) {
 	p.failed = err != nil
 }
 
-// percentOf is the next number after one that gave a rate, in bytes per second: the same, if nothing was copied, for whatever reason that was. It goes up no more than
+// percentOf is the next number after one that gave a rate, in bytes per second, when another one is wanted: the same, if nothing was copied, for whatever reason that was. It goes up no more than
 // twofold at a time: what was copied may have waited for others.
-func percentOf(percent int, rate, limit float64) int {
+func percentOf(percent int, rate, wanted float64) int {
 	if rate <= 0 {
 		return percent
 	}
-	next := float64(percent) * min(2, limit/rate)
-	return int(math.Round(min(max(next, 1), allPercent)))
+	next := float64(percent) * min(2, wanted/rate)
+	return int(math.Round(min(max(next, firstPercent), allPercent)))
 }

@@ -128,3 +128,44 @@ func TestPaceBegins(t *testing.T) {
 		t.Errorf("at twice the limit it went to %d %%", percent)
 	}
 }
+
+// TestPaceOnAverage: what a kernel copies is within the limit on average, also if it copies much faster or slower from one second to the next, in units, and the looks come when they come. Where the speed changes so,
+// it may be well below.
+func TestPaceOnAverage(t *testing.T) {
+	const mib = 1 << 20
+	for _, most := range [][]float64{{100, 100}, {5, 5, 5, 200}, {0, 0, 0, 0, 0, 400}, {10, 100}} { // MiB per second without a limit, one second after the other
+		for _, look := range []time.Duration{100 * time.Millisecond, time.Second, 3 * time.Second} {
+			percent := 0
+			p := &pace{limit: 4 * mib, throttle: func(n int) error { percent = n; return nil }}
+			begin := time.Now()
+			const step = 50 * time.Millisecond
+			done, seconds := 0.0, 120
+			for at := time.Duration(0); at < time.Duration(seconds)*time.Second; at += step {
+				if at%look == 0 {
+					p.copied(t.Context(), paced{pacedJoin, "a"}, int64(done)*mib, begin.Add(at))
+				}
+				done += most[int(at/time.Second)%len(most)] * float64(percent) / 100 * step.Seconds()
+			}
+			if rate := done / float64(seconds); rate > 4.5 || rate < 0.5 {
+				t.Errorf("of %v MiB a second, with looks each %v, %.1f were copied, and not up to 4", most, look, rate)
+			}
+		}
+	}
+}
+
+// TestPaceSilent: a copy of which nothing is told for a while, as when it takes long to begin, is still one when another has ended.
+func TestPaceSilent(t *testing.T) {
+	const mib = 1 << 20
+	percent := 0
+	p := &pace{limit: 4 * mib, throttle: func(n int) error { percent = n; return nil }}
+	now, a, b := time.Now(), paced{pacedJoin, "a"}, paced{pacedJoin, "b"}
+	p.begins(t.Context(), a, now)
+	p.begins(t.Context(), b, now)
+	for i := range int64(10) {
+		p.copied(t.Context(), a, 4*i*mib, now.Add(time.Duration(i)*time.Second))
+	}
+	p.rests(t.Context(), pacedJoin, "a")
+	if percent == allPercent {
+		t.Error("another one is about to begin, and the limit is off")
+	}
+}
