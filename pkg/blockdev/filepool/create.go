@@ -163,6 +163,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 		return blockdev.Record{}, err
 	}
 	if err := image.Sync(); err != nil {
+		o.Copied = 0 // the kernel says once that it lost what was written, so a retry goes on with none of it
 		return blockdev.Record{}, fmt.Errorf("sync the image: %w", errdefs.FromErrno(err))
 	}
 	if spec.Prepare != nil {
@@ -341,8 +342,11 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 	if short := sparse.StillWhole(source, origin.Size); short != nil { // what is copied may be of no use
 		done, err = 0, short
 	}
-	if spec.Origin.Kind == blockdev.Snapshot {
-		o.Copied = done // a snapshot stays as it is: a retry may go on here
+	if spec.Origin.Kind == blockdev.Snapshot { // it stays as it is: a retry may go on here, after what the disk has taken
+		if err != nil && image.Sync() != nil {
+			done = 0
+		}
+		o.Copied = done
 	}
 	return cut, err
 }
