@@ -30,8 +30,9 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 		if err != nil {
 			return nil, err
 		}
-		if known {
-			usage.Used, usage.Available = used, v.Size-used
+		if known { // of one that is encrypted its pool keeps the header, too, which is not of its size
+			usage.Used = min(used, v.Size)
+			usage.Available = v.Size - usage.Used
 		}
 		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{usage}}, nil
 	}

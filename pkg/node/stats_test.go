@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"os"
 	"runtime"
 	"sync"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -83,4 +85,35 @@ func TestStatsBesideMounts(t *testing.T) {
 		must(unix.Rmdir(target))
 	}
 	measuring.Wait()
+}
+
+// larger is a raw volume of which its pool keeps more than its size.
+type larger struct{ one }
+
+func (l larger) Used(context.Context, volume.ID) (int64, bool, error) {
+	return l.volume.Size + l.volume.Encryption.Scheme.Overhead(), true, nil
+}
+
+// TestStatsOfEncrypted: no more of a raw volume that is encrypted is in use than it has, and no less than nothing is left.
+func TestStatsOfEncrypted(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	image, target := dir+"/image", dir+"/target"
+	check.OK(t, os.WriteFile(image, make([]byte, 1<<20), 0o600))
+	check.OK(t, os.WriteFile(target, nil, 0o600))
+	path := drivertest.Loop(t, image)
+	defer drivertest.Run(t, "losetup", "-d", path)
+	check.OK(t, unix.Mount(path, target, "", unix.MS_BIND, ""))
+	defer func() { check.OK(t, unix.Unmount(target, 0)) }()
+	info, err := mount.At(target)
+	check.OK(t, err)
+	v := volume.Volume{ID: volume.ID{Kind: blockdev.Volume, Pool: "p", Key: volume.KeyOf("v")}, Size: 1 << 20, Encryption: volume.Encryption{Scheme: volume.LUKS2}}
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	s := node.New(t.Context(), larger{one{volume: v, device: blockdev.Device{Number: info.Device, Size: v.Size}}}, mounts, node.Options{})
+	r, err := s.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID.String(), VolumePath: target})
+	check.OK(t, err)
+	if u := r.GetUsage()[0]; u.GetTotal() != v.Size || u.GetUsed() != v.Size || u.GetAvailable() != 0 {
+		t.Errorf("%v, want all of %d bytes in use", u, v.Size)
+	}
 }
