@@ -825,6 +825,40 @@ func TestDefinitionsDeleted(t *testing.T) {
 	f.deleted(w, m, s)
 }
 
+// TestDefinitionsAway: while there are no definitions nobody is told that anything is gone, or was never there: it may be in use, and its object comes back with a backup.
+func TestDefinitionsAway(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.samples(m, s)
+	server := apitest.Get(t)
+	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
+	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
+	defer cancel()
+	check.OK(t, server.Undefine(ctx, "volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev", "replicatedvolumes.ashlar.dev"))
+	w.eventually("the store has heard of it", func() bool {
+		all, err := s.List(w.ctx, volume.ID{}, 0)
+		return err == nil && len(all) == 0
+	})
+	for what, call := range map[string]func() error{
+		"delete":             func() error { return s.Delete(w.ctx, f.plain.ID) },
+		"delete a snapshot":  func() error { return s.DeleteSnapshot(w.ctx, f.snapshot.ID) },
+		"delete a group":     func() error { return s.DeleteGroup(w.ctx, f.group.ID) },
+		"claim":              func() error { return s.Claim(w.ctx, f.plain.ID, volume.Claim{Node: nodeName, Mode: "m"}) },
+		"release":            func() error { return s.Release(w.ctx, f.claimed.ID, nodeName) },
+		"get":                func() error { return second(s.Get(w.ctx, f.plain.ID)) },
+		"get a snapshot":     func() error { return second(s.GetSnapshot(w.ctx, f.snapshot.ID)) },
+		"get a group":        func() error { return second(s.GetGroup(w.ctx, f.group.ID)) },
+		"expand":             func() error { return second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib})) },
+		"snapshot":           func() error { return second(s.CreateSnapshot(w.ctx, "another", f.plain.ID)) },
+		"snapshot of before": func() error { return second(s.CreateSnapshot(w.ctx, "snapshot", f.plain.ID)) },
+	} {
+		if err := call(); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "apply the definitions") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	f.unharmed(w, m)
+	m.stop()
+}
+
 // TestTwoDrivers: the second driver of another name does not start, whichever came first.
 func TestTwoDrivers(t *testing.T) {
 	for _, first := range []string{cluster.DefaultDriver, "other.example.com"} {

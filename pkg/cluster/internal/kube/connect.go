@@ -55,7 +55,7 @@ func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connec
 	mapper.Add(storagev1.SchemeGroupVersion.WithKind("CSINode"), meta.RESTScopeRoot)
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // the API server shares itself out (priority and fairness)
-	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return relisting{next} })
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return relisting{answering{next}} })
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return Connection{}, err
