@@ -897,6 +897,32 @@ func TestReplicatedRestored(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicatedOlder: of an object that is restored with its status from before its legs were replaced, the legs that are there stay: they alone have what was written.
+func TestReplicatedOlder(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	r := w.whole("v")
+	legs := w.legsOf("v")
+	check.OK(t, w.Delete(w.ctx, r))
+	older := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
+	older.Spec.Legs = nil
+	for range legs {
+		cluster.AddLeg(older)
+	}
+	check.OK(t, w.Create(w.ctx, older))
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { cluster.SetLegs(r, false) })
+	w.eventually("the store knows it", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrUnavailable) })
+	time.Sleep(time.Second)
+	for _, leg := range legs {
+		now := &v1alpha1.Volume{}
+		if err := w.Get(w.ctx, client.ObjectKeyFromObject(leg), now); err != nil || now.Deleting() {
+			t.Errorf("leg %s on %s: %v", leg.Name, leg.Spec.NodeName, err)
+		}
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicatedAbandoned: a volume with replicas that nobody knows of, as its claim was deleted before it was told of, is deleted if it was never used; one of which there is a first leg alone, too.
 func TestReplicatedAbandoned(t *testing.T) {
 	w, all, s := legCluster(t, 2)

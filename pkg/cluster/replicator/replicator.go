@@ -342,7 +342,7 @@ func (p *Replicator) patchStatus(ctx context.Context, r, before *v1alpha1.Replic
 	return kube.APIError("change the status of replicated volume "+r.Name, kube.IgnoreConflict(p.kube.Client.Status().Patch(ctx, r, kube.LockingPatch(before))))
 }
 
-// dropLeft deletes the legs that the volume does not have any more, once its user does without them, and reports whether there was any. A leg is named before it is made, so the API server's own word on the names is the last.
+// dropLeft deletes the legs that the volume does not have any more, once its user does without them, and reports whether there was any. They stay while no current leg is there that the volume has. A leg is named before it is made, so the API server's own word on the names is the last.
 func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (dropped bool, err error) {
 	extra := union(r.Spec.Legs, legs)[len(r.Spec.Legs):]
 	stale := staleStatus(r)
@@ -360,6 +360,9 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		now.Status.Legs = listedLegs(now)
 		cluster.SummarizeLegs(now)
 		return true, p.patchStatus(ctx, now, before) // it is seen again
+	}
+	if !slices.ContainsFunc(listedLegs(now), func(l v1alpha1.Leg) bool { return l.Current && legs[l.Name] != nil && !v1alpha1.IsLost(legs[l.Name]) }) {
+		return false, nil // the object may be one of before, and these what has come in the place of those that it names
 	}
 	for _, name := range extra {
 		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current {
