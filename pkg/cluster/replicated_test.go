@@ -923,6 +923,35 @@ func TestReplicatedOlder(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicatedForgotten: with a volume of which somebody deleted the object all of its legs are deleted, also if the first of them was replaced before.
+func TestReplicatedForgotten(t *testing.T) {
+	w, all, s := legCluster(t, 3)
+	for what, lacks := range map[string]func(name string){"all legs": nil, "not the first": func(name string) {
+		w.edited(volume.KeyOf(name), func(v *v1alpha1.Volume) { v.Spec.Claim, v.Spec.Delete = nil, v.UID })
+		w.eventually("it is gone", func() bool { return w.object(name) == nil })
+	}} {
+		v, err := s.Create(w.ctx, replicas(what, 3))
+		check.OK(t, err)
+		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		check.OK(t, w.Delete(w.ctx, w.whole(what)))
+		if lacks != nil {
+			lacks(what)
+		}
+		w.eventually("the store knows that", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrNotFound) })
+		for _, leg := range w.legsOf(what)[1:] {
+			check.OK(t, s.Delete(w.ctx, cluster.VolumeID(leg))) // no volume has this ID
+		}
+		check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+		check.OK(t, s.Delete(w.ctx, v.ID))
+		if legs := w.legsOf(what); len(legs) > 0 || w.whole(what) != nil {
+			t.Errorf("%s: left are %d legs, and %+v", what, len(legs), w.whole(what))
+		}
+	}
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
 // TestReplicatedAbandoned: a volume with replicas that nobody knows of, as its claim was deleted before it was told of, is deleted if it was never used; one of which there is a first leg alone, too.
 func TestReplicatedAbandoned(t *testing.T) {
 	w, all, s := legCluster(t, 2)

@@ -131,6 +131,36 @@ func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	return nil
 }
 
+// forgotten makes an object, for it to be deleted, of a volume with several legs that has none: somebody deleted it, or it is not made yet. Its legs say that they are. nil if the ID is that of any other volume, or of
+// none; errLeg for that of a leg.
+func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.ReplicatedVolume, error) {
+	first := &v1alpha1.Volume{}
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: id.Key}, first)
+	switch {
+	case client.IgnoreNotFound(err) != nil:
+		return nil, kube.APIError("read volume "+id.String(), err)
+	case err == nil && (first.Spec.ReplicaOf == "" || first.Named() != id.Pool):
+		return nil, nil
+	case err == nil && first.Spec.ReplicaOf != id.Key:
+		return nil, errLeg
+	}
+	var legs v1alpha1.VolumeList
+	if err := s.kube.Cache.List(ctx, &legs, client.MatchingFields{cluster.ByReplicaOf: id.Key}); err != nil || len(legs.Items) == 0 {
+		return nil, kube.APIError("list legs of "+id.String(), err)
+	}
+	r := cluster.ReplicatedNamed(id.Key)
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: legs.Items[0].Spec.Name, Pool: id.Pool, Replicas: 1, Size: legs.Items[0].Spec.Size, Numbered: int64(len(legs.Items)) + 1} // as of one that was made so
+	for _, v := range legs.Items[:min(len(legs.Items), v1alpha1.MostReplicas)] {
+		r.Spec.Legs = append(r.Spec.Legs, v.Name)
+	}
+	if err := s.kube.Client.Create(ctx, r); apierrors.IsAlreadyExists(err) {
+		return s.liveReplicated(ctx, id.Key)
+	} else if err != nil {
+		return nil, kube.APIError("create replicated volume "+r.Name, err)
+	}
+	return r, nil
+}
+
 // mayGo is ErrInUse for a volume of which a leg is being copied, or given to somebody.
 func (s *Store) mayGo(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	legs, err := s.legs(ctx, r)

@@ -474,11 +474,13 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	if id.Kind != blockdev.Volume {
 		return nil
 	}
-	switch r, err := s.replicated(ctx, id); {
+	r, err := s.replicated(ctx, id)
+	if errors.Is(err, errLeg) || r == nil && err == nil {
+		r, err = s.forgotten(ctx, id)
+	}
+	switch {
 	case errors.Is(err, errLeg):
-		if v := (&v1alpha1.Volume{}); s.get(ctx, id.Key, v) == nil && v.Spec.ReplicaOf != id.Key {
-			return nil // no volume has this ID
-		}
+		return nil // no volume has this ID
 	case err != nil:
 		return fmt.Errorf("delete %s: %w", id, err)
 	case r != nil:
