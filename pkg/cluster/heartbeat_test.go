@@ -198,6 +198,41 @@ func TestTakenBack(t *testing.T) {
 	}
 }
 
+// TestTakenBackToo: what a node was asked to make, and is to be deleted again as it is wanted elsewhere, does not wait for that node when it is down: neither what nobody has asked to go yet, nor
+// what a store has that died since. When the node is back it removes what it had begun.
+func TestTakenBackToo(t *testing.T) {
+	for what, goes := range map[string]bool{"stays": false, "goes": true} {
+		t.Run(what, func(t *testing.T) {
+			w := newEnvironment(t)
+			a, b := w.machine("node-a"), w.machine("node-b")
+			s, _ := w.store()
+			w.pooled(s, a)
+			w.pooled(s, b)
+			a.stop()
+			one := spec("v")
+			one.Nodes = []string{"node-a"}
+			fails(t, second(s.Create(soon(t), one)), errdefs.ErrUnavailable)
+			check.OK(t, second(a.local.Create(w.ctx, one))) // as its agent did just before it died
+			if goes {
+				w.edited(volume.KeyOf("v"), func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
+			}
+			w.node("node-a", false)
+			one.Nodes = []string{"node-b"}
+			w.eventually("another node may be chosen", func() bool { return errors.Is(second(s.Create(soon(t), one)), errdefs.ErrNoSpace) })
+			if v := w.created(s, one); v.Node != "node-b" {
+				t.Errorf("it is on %s", v.Node)
+			}
+			w.node("node-a", true)
+			w.start(a)
+			w.eventually("what it had begun is gone", func() bool {
+				_, err := a.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")})
+				return errors.Is(err, errdefs.ErrNotFound)
+			})
+			w.tally(b)
+		})
+	}
+}
+
 // TestBegunAfterAll: a node that had begun, and could not say so, removes what it made when it
 // finds that the volume is another's: also if it died meanwhile. What holds anything stays.
 func TestBegunAfterAll(t *testing.T) {

@@ -44,7 +44,7 @@ func getOrCreate[O any, T interface {
 		}
 		if v1alpha1.Going(have) {
 			if err := waitGone(ctx, s, w, have); err != nil {
-				return nil, err
+				return have, err
 			}
 		} else if ok, err := fits(have); ok || err != nil {
 			return have, err

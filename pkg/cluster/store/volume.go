@@ -98,12 +98,11 @@ func (s *Store) createOne(ctx context.Context, spec volume.Spec, refused refusal
 	w := s.hub.Open(cluster.VolumeNamed(key))
 	defer w.Close()
 	have, err := s.place(ctx, spec, w, key, refused)
-	if err != nil {
-		return have, err
+	if err == nil {
+		have, err = waitMade(ctx, s, w, have)
 	}
-	have, err = waitMade(ctx, s, w, have)
 	var down *liveness.NodeDown
-	if errors.As(err, &down) {
+	if errors.As(err, &down) && have != nil && have.UID != "" { // else it is the node of its source
 		if err = s.waitsFor(ctx, have, down); err == nil {
 			err = s.withdraw(ctx, have, down)
 		}
@@ -158,7 +157,7 @@ func (s *Store) place(ctx context.Context, spec volume.Spec, w *kube.Watch, key 
 }
 
 // withdraw takes back what a node that is down was asked to make, and has not said that it
-// began with. Then the error is ErrNoSpace: another node may be chosen. If the node has begun, it
+// began with, also if it was to be deleted again. Then the error is ErrNoSpace: another node may be chosen. If the node has begun, it
 // finds that nobody wants what it made, and removes it. Otherwise it is down's error.
 func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error) error {
 	now := &v1alpha1.Volume{}
@@ -166,7 +165,7 @@ func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error)
 	switch {
 	case err != nil && !apierrors.IsNotFound(err):
 		return down
-	case err == nil && (now.UID != have.UID || now.Status.Created != nil || !now.Spec.Make || v1alpha1.Going(now) || s.nodes.Alive(ctx, now.Spec.NodeName)):
+	case err == nil && (now.UID != have.UID || now.Status.Created != nil || !now.Spec.Make || now.DeletionTimestamp != nil || s.nodes.Alive(ctx, now.Spec.NodeName)):
 		return down
 	case err == nil:
 		if client.IgnoreNotFound(s.kube.Client.Delete(ctx, now, client.Preconditions{UID: &now.UID, ResourceVersion: &now.ResourceVersion})) != nil {
