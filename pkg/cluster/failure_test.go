@@ -112,6 +112,31 @@ func TestControllerKilled(t *testing.T) {
 	w.tally(m)
 }
 
+// TestCutNeverMade: what an earlier try has asked a node to cut, which was away, goes when its volume has gone before: nobody asks for it again.
+func TestCutNeverMade(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, other := w.created(s, spec("v")), w.created(s, spec("other"))
+	m.stop()
+	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), errdefs.ErrUnavailable)
+	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{v.ID, other.ID})), errdefs.ErrUnavailable)
+	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
+	fails(t, second(s.CreateSnapshot(soon(t), "s", other.ID)), errdefs.ErrExists)
+	check.OK(t, m.local.Delete(w.ctx, v.ID)) // as its agent does, if that comes first
+	w.start(m)
+	w.eventually("the volume is gone", func() bool { return w.object("v") == nil })
+	w.eventually("the store knows that", func() bool {
+		err := second(s.CreateSnapshot(w.ctx, "s", v.ID))
+		return errors.Is(err, errdefs.ErrNotFound)
+	})
+	fails(t, second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID, other.ID})), errdefs.ErrNotFound)
+	var left v1alpha1.SnapshotList
+	check.OK(t, w.List(w.ctx, &left))
+	for _, o := range left.Items {
+		t.Errorf("left is %+v, %+v", o.Spec, o.Status)
+	}
+	w.tally(m)
+}
+
 // TestNodeNotReady: calls that need a node that is not ready fail at once, those for other
 // nodes do not notice, and those under way end.
 func TestNodeNotReady(t *testing.T) {

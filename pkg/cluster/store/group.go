@@ -87,9 +87,10 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		return group, nil
 	}
 	wanted, err := s.planGroup(ctx, name, sources, members)
-	if err == nil {
-		err = s.clearGroup(ctx, members, wanted)
+	if err != nil {
+		return volume.Group{}, s.takeBackCuts(ctx, members, err)
 	}
+	err = s.clearGroup(ctx, members, wanted)
 	if err == nil {
 		members, err = s.cutGroup(ctx, wanted)
 	}
@@ -239,6 +240,18 @@ func (s *Store) groupFailed(ctx context.Context, begun map[string]*v1alpha1.Snap
 		return err
 	}
 	return refused
+}
+
+// takeBackCuts removes what an earlier try has asked for, if it can never be cut, as err says, which it returns: whoever is told that does not ask again. What
+// may have been cut stays, and so does all if err may pass.
+func (s *Store) takeBackCuts(ctx context.Context, begun []v1alpha1.Snapshot, err error) error {
+	if errors.Is(err, errdefs.ErrUnavailable) || slices.ContainsFunc(begun, func(m v1alpha1.Snapshot) bool { return m.Status.Created != nil || !m.Spec.Make }) {
+		return err
+	}
+	if _, failed := s.removeAll(ctx, begun); failed != nil {
+		return failed
+	}
+	return err
 }
 
 // removeAll deletes snapshots and waits until all are gone: a node takes the members of a

@@ -87,6 +87,9 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	}
 	want, err := s.planSnapshot(ctx, name, source)
 	if err != nil {
+		if have.Spec.Name == name && have.Spec.Group == nil && cluster.SnapshotSource(have) == source {
+			err = s.takeBackCuts(ctx, []v1alpha1.Snapshot{*have}, err)
+		}
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
 	}
 	if have, err = s.getOrCreateSnapshot(ctx, w, want); err == nil {
