@@ -592,3 +592,19 @@ func TestCopyElsewhereCallers(t *testing.T) {
 		t.Errorf("asked again for a copy that is made: %v", err)
 	}
 }
+
+// TestGroupCopied: a group of which a snapshot is being copied on another node is not deleted meanwhile, as no other snapshot is.
+func TestGroupCopied(t *testing.T) {
+	w, _, s := newCluster(t)
+	v := w.created(s, spec("v"))
+	group, err := s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})
+	check.OK(t, err)
+	o := volumeOn("node-2", "copy")
+	o.Spec.Make, o.Spec.Source = true, &v1alpha1.Source{Kind: string(blockdev.Snapshot), Key: group.Snapshots[0].ID.Key, NodeName: nodeName}
+	check.OK(t, w.Create(w.ctx, o))
+	w.created(s, spec("later")) // so the store knows of the copy
+	fails(t, s.DeleteGroup(w.ctx, group.ID), errdefs.ErrInUse)
+	check.OK(t, second(s.GetGroup(w.ctx, group.ID)))
+	check.OK(t, w.Delete(w.ctx, o))
+	w.eventually("it can be deleted", func() bool { return s.DeleteGroup(w.ctx, group.ID) == nil })
+}

@@ -300,7 +300,9 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 	}
 	for behind := true; err == nil && behind; {
 		for i := range members {
-			err = errors.Join(err, cleared(&members[i]))
+			if m := &members[i]; !m.Deleting() {
+				err = errors.Join(err, cleared(m), s.notCopied(ctx, cluster.SnapshotID(m)))
+			}
 		}
 		if err != nil {
 			break
