@@ -112,6 +112,20 @@ func TestControllerKilled(t *testing.T) {
 	w.tally(m)
 }
 
+// TestExpandedBehind: a volume that another store has grown by more than is asked for, which the cache does not know yet, is as large as that.
+func TestExpandedBehind(t *testing.T) {
+	w, _, s := newCluster(t)
+	behind, _ := w.store()
+	v := w.created(s, spec("v"))
+	w.eventually("both know it", func() bool { return second(behind.Get(w.ctx, v.ID)) == nil })
+	for size := int64(4); size < 80; size += 4 {
+		check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: size * mib})))
+		if v, err := behind.Expand(w.ctx, v.ID, volume.Range{Required: (size - 2) * mib}); err != nil || v.Size != size*mib {
+			t.Errorf("of %d MiB it is %+v, %v", size, v, err)
+		}
+	}
+}
+
 // TestCutNeverMade: what an earlier try has asked a node to cut, which was away, goes when its volume has gone before: nobody asks for it again.
 func TestCutNeverMade(t *testing.T) {
 	w, m, s := newCluster(t)

@@ -80,12 +80,14 @@ func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (vo
 	return s.grow(ctx, w, v, want)
 }
 
-// grow has a volume grow, and waits for it.
+// grow has a volume grow, and waits for it. One that is as large by now, as another store has asked for that, stays so.
 func (s *Store) grow(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, want int64) (volume.Volume, error) {
 	return s.changeAndWait(ctx, w, v, func(v *v1alpha1.Volume) bool {
-		changed := v.Spec.Size != want
+		if v.Spec.Size == want || v.Status.Size >= want {
+			return false
+		}
 		v.Spec.Size = want
-		return changed
+		return true
 	}, func(v *v1alpha1.Volume) bool { return v.Status.Size >= want })
 }
 
