@@ -269,6 +269,10 @@ func TestNodeGone(t *testing.T) {
 				check.OK(t, w.List(w.ctx, &pools))
 				return len(pools.Items) == 0
 			})
+			for range 20 { // until the store knows that, too
+				fails(t, second(s.Expand(w.ctx, kept.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
+				time.Sleep(20 * time.Millisecond)
+			}
 		})
 	}
 }

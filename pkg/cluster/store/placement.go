@@ -419,10 +419,14 @@ func allows(terms []corev1.TopologySelectorTerm, labels map[string]string) bool 
 	})
 }
 
-// granularity is what sizes in a pool of a node are multiples of.
+// granularity is what sizes in a pool of a node are multiples of; ErrUnavailable for one that no object tells of, as of a node that is gone.
 func (s *Store) granularity(ctx context.Context, node, pool string) (int64, error) {
 	var p v1alpha1.Pool
-	if err := s.kube.Client.Get(ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, &p); err != nil {
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, &p)
+	if apierrors.IsNotFound(err) {
+		return 0, fmt.Errorf("%w: node %s does not tell of a pool %s", errdefs.ErrUnavailable, node, pool)
+	}
+	if err != nil {
 		return 0, kube.APIError(fmt.Sprintf("read pool %s of node %s", pool, node), err)
 	}
 	return max(p.Status.Granularity, blockdev.Granularity), nil
