@@ -126,6 +126,31 @@ func TestExpandedBehind(t *testing.T) {
 	}
 }
 
+// TestModifiedBeside: what a node refuses of one change is not the answer to another one, which another store has asked for at the same time.
+func TestModifiedBeside(t *testing.T) {
+	w, _, s := newCluster(t)
+	beside, _ := w.store()
+	v := w.created(s, spec("v"))
+	w.eventually("both know it", func() bool { return second(beside.Get(w.ctx, v.ID)) == nil })
+	for i := range 15 {
+		var asked sync.WaitGroup
+		asked.Go(func() {
+			if err := second(s.Expand(w.ctx, v.ID, volume.Range{Required: 10 * storetest.Size})); !errors.Is(err, errdefs.ErrNoSpace) {
+				t.Errorf("expand: %v", err)
+			}
+		})
+		asked.Go(func() {
+			if err := beside.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": fmt.Sprint(64 << (i % 2))}); err != nil {
+				t.Errorf("modify: %v", err)
+			}
+		})
+		asked.Wait()
+	}
+	if o := w.object("v"); o.Spec.Size != mib || o.Status.Size != mib {
+		t.Errorf("it is to have %d bytes, and has %d", o.Spec.Size, o.Status.Size)
+	}
+}
+
 // TestCutNeverMade: what an earlier try has asked a node to cut, which was away, goes when its volume has gone before: nobody asks for it again.
 func TestCutNeverMade(t *testing.T) {
 	w, m, s := newCluster(t)

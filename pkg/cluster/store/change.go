@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -141,9 +142,33 @@ func (s *Store) modifyOne(ctx context.Context, id volume.ID, mutable map[string]
 	return err
 }
 
+// errTogether: a change was refused, or undone, together with another one that somebody else asked for; this one may be fine.
+var errTogether = fmt.Errorf("%w: its node refused it together with another change; ask again", errdefs.ErrUnavailable)
+
+// mostTogether is how often it is asked for then: others may go on to ask, too.
+const mostTogether = 3
+
 // changeAndWait makes a change of a volume and waits until its node has carried it out. What
-// the node refuses is undone in the spec.
-func (s *Store) changeAndWait(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (volume.Volume, error) {
+// the node refuses is undone in the spec; with what others asked for at the same time it is asked for again, alone.
+func (s *Store) changeAndWait(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (now volume.Volume, err error) {
+	for range mostTogether {
+		if now, err = s.changeOnce(ctx, w, v, edit, done); !errors.Is(err, errTogether) {
+			break
+		}
+	}
+	return now, err
+}
+
+// isAlone reports whether an edit is all that the spec of a volume asks its node for.
+func isAlone(v *v1alpha1.Volume, edit func(*v1alpha1.Volume) bool) bool {
+	alone := v.DeepCopy()
+	alone.Spec.Size, alone.Spec.Mutable = v.Status.Size, maps.Clone(v.Status.Mutable)
+	edit(alone)
+	return alone.Spec.Size == v.Spec.Size && maps.Equal(alone.Spec.Mutable, v.Spec.Mutable)
+}
+
+// changeOnce is changeAndWait, and errTogether if it is to be tried again.
+func (s *Store) changeOnce(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (volume.Volume, error) {
 	id := cluster.VolumeID(v)
 	if err := s.nodes.Ready(ctx, v.Spec.NodeName); err != nil {
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
@@ -164,12 +189,17 @@ func (s *Store) changeAndWait(ctx context.Context, w *kube.Watch, v *v1alpha1.Vo
 		if f := v.Common().Refused(v.Generation); f != nil {
 			return false, cluster.ErrorOf(v.Spec.NodeName, f)
 		}
+		if v.Spec.Size == v.Status.Size && maps.Equal(v.Spec.Mutable, v.Status.Mutable) {
+			return false, errTogether
+		}
 		return false, nil
 	})
 	var refused *cluster.Refusal
 	switch {
 	case errors.Is(err, errGone):
 		return volume.Volume{}, fmt.Errorf("%w: no volume %s any more", errdefs.ErrNotFound, id)
+	case errors.As(err, &refused) && !isAlone(v, edit):
+		return volume.Volume{}, cmp.Or(s.revertRefused(ctx, id), errTogether)
 	case errors.As(err, &refused):
 		return volume.Volume{}, errors.Join(fmt.Errorf("volume %s: %w", id, err), s.revertRefused(ctx, id))
 	case err != nil:
