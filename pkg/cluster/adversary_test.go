@@ -801,16 +801,23 @@ func (w *environment) hold(server *apitest.Server, d time.Duration) {
 	w.Cleanup(func() { check.OK(w, <-ended) })
 }
 
+// undefined deletes the definitions of some kinds, and all objects with them, until the test ends or somebody defines them.
+func (w *environment) undefined(kinds ...string) *apitest.Server {
+	w.Helper()
+	server := apitest.Get(w)
+	w.Cleanup(func() { check.OK(w, server.Define(context.Background())) })
+	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
+	defer cancel()
+	check.OK(w, server.Undefine(ctx, kinds...))
+	return server
+}
+
 // TestDefinitionsDeleted: with the definitions all objects go, at once and without anybody's help.
 // When they are back, so is what the pools have.
 func TestDefinitionsDeleted(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
-	server := apitest.Get(t)
-	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
-	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
-	defer cancel()
-	check.OK(t, server.Undefine(ctx, "volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev"))
+	server := w.undefined("volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev")
 	f.unharmed(w, m)
 	m.stop()
 	check.OK(t, server.Define(w.ctx))
@@ -829,11 +836,7 @@ func TestDefinitionsDeleted(t *testing.T) {
 func TestDefinitionsAway(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
-	server := apitest.Get(t)
-	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
-	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
-	defer cancel()
-	check.OK(t, server.Undefine(ctx, "volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev", "replicatedvolumes.ashlar.dev"))
+	w.undefined("volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev", "replicatedvolumes.ashlar.dev")
 	w.eventually("the store has heard of it", func() bool {
 		all, err := s.List(w.ctx, volume.ID{}, 0)
 		return err == nil && len(all) == 0

@@ -370,9 +370,7 @@ func newCluster(t testing.TB) (*environment, *machine, *store.Store) {
 	t.Helper()
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
-	s, _ := w.store()
-	w.pooled(s, m)
-	return w, m, s
+	return w, m, w.knowing(m)
 }
 
 func spec(name string) volume.Spec {

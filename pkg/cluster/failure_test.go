@@ -181,9 +181,7 @@ func TestCutNeverMade(t *testing.T) {
 func TestNodeNotReady(t *testing.T) {
 	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
-	s, _ := w.store()
-	w.pooled(s, a)
-	w.pooled(s, b)
+	s := w.knowing(a, b)
 	on := func(name, node string) volume.Spec {
 		one := spec(name)
 		one.Nodes = []string{node}
@@ -306,9 +304,7 @@ func TestNodeGone(t *testing.T) {
 func TestPlacement(t *testing.T) {
 	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
-	s, _ := w.store()
-	w.pooled(s, a)
-	w.pooled(s, b)
+	s := w.knowing(a, b)
 	for i, c := range []struct {
 		size  int64
 		nodes []string
@@ -354,9 +350,7 @@ func TestPlacement(t *testing.T) {
 func TestGroupOfTwoNodes(t *testing.T) {
 	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
-	s, _ := w.store()
-	w.pooled(s, a)
-	w.pooled(s, b)
+	s := w.knowing(a, b)
 	var ids []volume.ID
 	for _, m := range []*machine{a, b} {
 		v, err := s.Create(w.ctx, volume.Spec{Name: m.name, Size: volume.Range{Required: mib}, Nodes: []string{m.name}})

@@ -205,9 +205,7 @@ func TestTakenBackToo(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			w := newEnvironment(t)
 			a, b := w.machine("node-a"), w.machine("node-b")
-			s, _ := w.store()
-			w.pooled(s, a)
-			w.pooled(s, b)
+			s := w.knowing(a, b)
 			a.stop()
 			one := spec("v")
 			one.Nodes = []string{"node-a"}
@@ -240,9 +238,7 @@ func TestBegunAfterAll(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			w := newEnvironment(t)
 			a, b := w.machine("node-a"), w.machine("node-b")
-			s, _ := w.store()
-			w.pooled(s, a)
-			w.pooled(s, b)
+			s := w.knowing(a, b)
 			hook, begun, release := creationHeld(t, "v")
 			a.stop()
 			if !dies {
