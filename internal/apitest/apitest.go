@@ -1,6 +1,6 @@
 // Package apitest gives tests a real Kubernetes API server, with the custom resources of
 // deploy/kubernetes/crds and what its guard.yaml holds agents to: etcd and kube-apiserver on loopback, in a directory that goes with
-// them. One serves all tests of a package, which calls Main from its TestMain.
+// them. One serves all tests of a package, which calls Main from its TestMain. In a virtual machine it is one of the machine's host (Serve).
 package apitest
 
 import (
@@ -72,15 +72,23 @@ func Get(t testing.TB) *Server {
 
 // Server is a running API server. Authorisation is RBAC.
 type Server struct {
-	dir       string
-	url       string
-	processes []*process // in the order of their starts
-	broken    error      // it was to start again, and did not
+	url    string
+	on     place
+	broken error // it was to start again, and did not
 
 	agents struct {
 		sync.Mutex
 		tokens map[string]string // by node
 	}
+}
+
+// place is where an API server and its etcd run.
+type place interface {
+	freeze() error // returns when nothing of the API server answers any more
+	thaw() error
+	kill() error
+	start() error // after kill: returns when it answers
+	stop()        // removes what was theirs, too
 }
 
 // Config connects with a token. That of Admin and of the users is the name; Agent has those of agents.
@@ -134,6 +142,9 @@ const startTimeout = 5 * time.Minute
 
 // Launch starts an API server with more flags, for programs that are no tests.
 func Launch(flags ...string) (*Server, error) {
+	if address, far := strings.CutPrefix(os.Getenv("ASHLAR_APISERVER"), farScheme); far {
+		return launchFar(address, flags)
+	}
 	bin, err := binaries()
 	if err != nil {
 		return nil, err
@@ -147,14 +158,13 @@ func Launch(flags ...string) (*Server, error) {
 }
 
 func launch(bin string, flags []string) (_ *Server, err error) {
-	s := &Server{}
-	s.agents.tokens = map[string]string{}
-	if s.dir, err = os.MkdirTemp("", "ashlar-api"); err != nil {
+	on := &local{}
+	if on.dir, err = os.MkdirTemp("", "ashlar-api"); err != nil {
 		return nil, err
 	}
 	defer func() {
 		if err != nil {
-			s.Stop()
+			on.stop()
 		}
 	}()
 	ports, err := freePorts(3)
@@ -162,37 +172,50 @@ func launch(bin string, flags []string) (_ *Server, err error) {
 		return nil, err
 	}
 	etcd := "http://127.0.0.1:" + ports[0]
-	s.url = "https://127.0.0.1:" + ports[2]
-	if err := s.files(); err != nil {
+	on.url = "https://127.0.0.1:" + ports[2]
+	if err := on.files(); err != nil {
 		return nil, err
 	}
 	// etcd gives a request 5 s and two election timeouts, which a machine that stalls must not exceed; a start
 	// takes up to one election timeout.
-	if err := s.run(filepath.Join(bin, "etcd"), "--data-dir="+s.dir+"/etcd", "--unsafe-no-fsync", "--log-level=warn", "--election-timeout=5000",
+	if err := on.run(filepath.Join(bin, "etcd"), "--data-dir="+on.dir+"/etcd", "--unsafe-no-fsync", "--log-level=warn", "--election-timeout=5000",
 		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, "--listen-peer-urls=http://127.0.0.1:"+ports[1]); err != nil {
 		return nil, err
 	}
-	if err := s.run(append([]string{filepath.Join(bin, "kube-apiserver"), "--etcd-servers=" + etcd, "--bind-address=127.0.0.1",
-		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port=" + ports[2], "--cert-dir=" + s.dir, "--authorization-mode=RBAC", "--allow-privileged",
-		"--token-auth-file=" + s.dir + "/tokens", "--service-cluster-ip-range=10.96.0.0/24",
-		"--service-account-issuer=https://test", "--service-account-key-file=" + s.dir + "/key", "--service-account-signing-key-file=" + s.dir + "/key"}, flags...)...); err != nil {
+	if err := on.run(append([]string{filepath.Join(bin, "kube-apiserver"), "--etcd-servers=" + etcd, "--bind-address=127.0.0.1",
+		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port=" + ports[2], "--cert-dir=" + on.dir, "--authorization-mode=RBAC", "--allow-privileged",
+		"--token-auth-file=" + on.dir + "/tokens", "--service-cluster-ip-range=10.96.0.0/24",
+		"--service-account-issuer=https://test", "--service-account-key-file=" + on.dir + "/key", "--service-account-signing-key-file=" + on.dir + "/key"}, flags...)...); err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
 	defer cancel()
-	if err := s.ready(ctx); err != nil {
+	if err := on.ready(ctx); err != nil {
 		return nil, err
 	}
+	s := newServer(on.url, on)
 	if err := s.Define(ctx); err != nil {
 		return nil, err
 	}
 	return s, s.Guard(ctx, "block.csi.ashlar.dev")
 }
 
-// self is a user that no other server knows.
-func (s *Server) self() string { return filepath.Base(s.dir) }
+func newServer(url string, on place) *Server {
+	s := &Server{url: url, on: on}
+	s.agents.tokens = map[string]string{}
+	return s
+}
 
-func (s *Server) files() error {
+// local is an API server whose processes are this one's.
+type local struct {
+	dir, url  string
+	processes []*process // in the order of their starts
+}
+
+// self is a user that no other server knows.
+func (s *local) self() string { return filepath.Base(s.dir) }
+
+func (s *local) files() error {
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
 	if err != nil {
 		return err
@@ -249,7 +272,7 @@ type process struct {
 	exited chan struct{}
 }
 
-func (s *Server) run(argv ...string) error {
+func (s *local) run(argv ...string) error {
 	log, err := os.Create(filepath.Join(s.dir, filepath.Base(argv[0])+".log"))
 	if err != nil {
 		return err
@@ -276,8 +299,8 @@ func (s *Server) run(argv ...string) error {
 	return nil
 }
 
-func (s *Server) ready(ctx context.Context) error {
-	client, err := rest.HTTPClientFor(s.Config(s.self())) // another server may have the port
+func (s *local) ready(ctx context.Context) error {
+	client, err := rest.HTTPClientFor(newServer(s.url, s).Config(s.self())) // another server may have the port
 	if err != nil {
 		return err
 	}
@@ -315,29 +338,27 @@ func (s *Server) ready(ctx context.Context) error {
 // called.
 func (s *Server) Freeze(t testing.TB) (thaw func()) {
 	t.Helper()
-	signal := func(sig syscall.Signal) {
-		if err := s.processes[len(s.processes)-1].Process.Signal(sig); err != nil {
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
 			t.Fatal(err)
 		}
 	}
-	signal(syscall.SIGSTOP)
-	thaw = sync.OnceFunc(func() { signal(syscall.SIGCONT) })
+	must(s.on.freeze())
+	thaw = sync.OnceFunc(func() { must(s.on.thaw()) })
 	t.Cleanup(thaw)
-	for end := time.Now().Add(time.Minute); !s.stopped(); time.Sleep(time.Millisecond) { // until then it may answer
-		if time.Now().After(end) {
-			t.Fatal("the API server does not stop")
-		}
-	}
 	return thaw
 }
 
 // Kill ends the API server and its etcd as kill -9 does, until start is called.
 func (s *Server) Kill(t testing.TB) (start func()) {
 	t.Helper()
-	s.kill()
+	if err := s.on.kill(); err != nil {
+		t.Fatal(err)
+	}
 	start = sync.OnceFunc(func() {
 		t.Helper()
-		if s.broken = s.again(); s.broken != nil {
+		if s.broken = s.on.start(); s.broken != nil {
 			t.Fatal(s.broken)
 		}
 	})
@@ -345,8 +366,30 @@ func (s *Server) Kill(t testing.TB) (start func()) {
 	return start
 }
 
-// again starts what was killed.
-func (s *Server) again() error {
+// Stop ends the API server, and removes what was its.
+func (s *Server) Stop() { s.on.stop() }
+
+func (s *local) freeze() error {
+	if err := s.signal(syscall.SIGSTOP); err != nil {
+		return err
+	}
+	for end := time.Now().Add(time.Minute); !s.stopped(); time.Sleep(time.Millisecond) { // until then it may answer
+		if time.Now().After(end) {
+			return errors.New("the API server does not stop")
+		}
+	}
+	return nil
+}
+
+func (s *local) thaw() error { return s.signal(syscall.SIGCONT) }
+
+// signal is for the API server.
+func (s *local) signal(sig syscall.Signal) error {
+	return s.processes[len(s.processes)-1].Process.Signal(sig)
+}
+
+// start starts what was killed.
+func (s *local) start() error {
 	ended := s.processes
 	s.processes = nil
 	for _, p := range ended {
@@ -360,7 +403,7 @@ func (s *Server) again() error {
 }
 
 // stopped reports whether all threads of the API server have stopped.
-func (s *Server) stopped() bool {
+func (s *local) stopped() bool {
 	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", s.processes[len(s.processes)-1].Process.Pid))
 	for _, thread := range threads {
 		stat, err := os.ReadFile(thread)
@@ -379,7 +422,11 @@ func (s *Server) stopped() bool {
 // restored from a backup. Its clients find it gone for some seconds, both times.
 func (s *Server) Backup(t testing.TB) (restore func()) {
 	t.Helper()
-	data, backup := filepath.Join(s.dir, "etcd"), filepath.Join(s.dir, "etcd.backup")
+	on, here := s.on.(*local)
+	if !here {
+		t.Fatal("the API server is of another machine, which cannot restore it")
+	}
+	data, backup := filepath.Join(on.dir, "etcd"), filepath.Join(on.dir, "etcd.backup")
 	again := func(from, to string) {
 		start := s.Kill(t)
 		err := os.RemoveAll(to)
@@ -399,15 +446,15 @@ func (s *Server) Backup(t testing.TB) (restore func()) {
 	return func() { again(backup, data) }
 }
 
-func (s *Server) kill() {
+func (s *local) kill() error {
 	for i := len(s.processes) - 1; i >= 0; i-- {
 		_ = s.processes[i].Process.Kill() // it may be gone
 		<-s.processes[i].exited
 	}
+	return nil
 }
 
-// Stop ends the API server, and removes what was its.
-func (s *Server) Stop() {
-	s.kill()
+func (s *local) stop() {
+	_ = s.kill()
 	_ = os.RemoveAll(s.dir)
 }

@@ -15,8 +15,8 @@ import (
 )
 
 // goneTime is how long what ends by itself may take to do so: whoever looks at all devices of the machine (another
-// test, an lvm2) keeps each of them for a moment, and a slow machine makes long moments of that.
-const goneTime = 30 * time.Second
+// test, an lvm2) keeps each of them for a moment, and a slow machine makes long moments of that. A host of NVMe over TCP whose target goes away while it says goodbye waits for 60 s.
+const goneTime = 2 * time.Minute
 
 // Gone waits until there is nothing left, and returns what is left when it has waited long enough.
 func Gone(left func() []string) []string {

@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 
 const (
 	mib     = 1 << 20
-	patient = 90 * time.Second
+	patient = 4 * time.Minute
 )
 
 // home has the volumes; the others use them.

@@ -1,0 +1,108 @@
+package apitest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/rpc"
+	"net/url"
+	"sync"
+)
+
+// farScheme is how ASHLAR_APISERVER begins where the API server is to be one of this machine's host: the rest is where Serve is reached.
+const farScheme = "tcp://"
+
+// Serve gives an API server of this machine to each who connects, for as long as the connection is there: to the tests in a virtual machine, whose one processor would
+// take a minute to start one. It returns when the context ends and nothing of them is left.
+func Serve(ctx context.Context, listener net.Listener) error {
+	defer context.AfterFunc(ctx, func() { _ = listener.Close() })()
+	var all sync.WaitGroup
+	defer all.Wait()
+	for {
+		conn, err := listener.Accept()
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		all.Go(func() {
+			defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
+			host := &Host{}
+			defer host.end()
+			server := rpc.NewServer()
+			if err := server.Register(host); err != nil {
+				panic(err) // a method of Host is wrong
+			}
+			server.ServeConn(conn)
+		})
+	}
+}
+
+// Host is what Serve gives: place, over a connection. It is exported for net/rpc.
+type Host struct{ server *Server }
+
+// Launch starts the API server; it answers its URL, which is on loopback.
+func (h *Host) Launch(flags []string, url *string) (err error) {
+	if h.server != nil {
+		return errors.New("it has been started")
+	}
+	if h.server, err = Launch(flags...); err != nil {
+		return err
+	}
+	*url = h.server.url
+	return nil
+}
+
+func (h *Host) end() {
+	if h.server != nil {
+		h.server.Stop()
+	}
+}
+
+// Do does what the methods of place do, by name.
+func (h *Host) Do(what string, _ *bool) error {
+	do := map[string]func() error{"freeze": h.server.on.freeze, "thaw": h.server.on.thaw, "kill": h.server.on.kill, "start": h.server.on.start}[what]
+	if do == nil {
+		return fmt.Errorf("nobody can %s an API server", what)
+	}
+	return do()
+}
+
+// far is an API server of this machine's host.
+type far struct{ *rpc.Client }
+
+func launchFar(address string, flags []string) (*Server, error) {
+	client, err := rpc.Dial("tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("the host, for an API server: %w", err)
+	}
+	var at string
+	if err := client.Call("Host.Launch", flags, &at); err != nil {
+		return nil, errors.Join(fmt.Errorf("the host's API server: %w", err), client.Close())
+	}
+	local, err := url.Parse(at)
+	if err != nil {
+		return nil, errors.Join(err, client.Close())
+	}
+	host, _, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, errors.Join(err, client.Close())
+	}
+	return newServer("https://"+net.JoinHostPort(host, local.Port()), far{client}), nil
+}
+
+func (f far) do(what string) error { return f.Call("Host.Do", what, new(bool)) }
+
+func (f far) freeze() error { return f.do("freeze") }
+func (f far) thaw() error   { return f.do("thaw") }
+func (f far) kill() error   { return f.do("kill") }
+func (f far) start() error  { return f.do("start") }
+
+func (f far) stop() {
+	if err := f.Close(); err != nil && !errors.Is(err, rpc.ErrShutdown) && !errors.Is(err, io.ErrUnexpectedEOF) {
+		panic(err) // the host keeps it until the connection ends
+	}
+}
