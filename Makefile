@@ -68,12 +68,11 @@ test-packages:
 test-models:
 	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
 
-# Two at once, as each machine has a processor of its own (hack/vm/pinned.sh); those that take longest come first. But test-machines has two, and all that it has beside them.
+# Two at once, as each machine has one processor; those that take longest come first. But test-machines has two, and all that it has beside them.
 VMS = test-lvm-driver test-any test-lvm-pools test-kernel
 .PHONY: test-vms timed-test-machines $(VMS:%=timed-%)
 test-vms: # Run what needs a virtual machine
 	@hack/install-tools.sh lvm
-	@hack/install-tools.sh kernel
 	@$(MAKE) --no-print-directory -j2 -Otarget $(VMS:%=timed-%)
 	@$(MAKE) --no-print-directory timed-test-machines
 timed-test-machines $(VMS:%=timed-%): timed-%:
@@ -114,20 +113,20 @@ test-lvm-pools test-lvm-driver:
 
 # On a kernel that is built for it, once.
 .PHONY: test-any
-test-any: ## Run the tests of volumes that any node can use, in a virtual machine whose kernel has NVMe/TCP (its first run builds that, in ten minutes)
-	@hack/install-tools.sh kernel
+test-any: ## Run the tests of volumes that any node can use, in a virtual machine whose kernel has NVMe/TCP (its first run builds that, in ten to twenty minutes)
+	@hack/install-tools.sh vm
 	hack/vm/any.sh
 
 # On a newer kernel than that of the rest, which is built once, too. It is no part of make test. Of the sweeps it has samples; with SAMPLE=1 it is as many tests as some minutes allow.
 .PHONY: test-tls
 test-tls: ## Run the tests of volumes that any node can use, over TLS, in a virtual machine with Linux 6.12
-	@hack/install-tools.sh kernel
+	@hack/install-tools.sh vm
 	kernel=$$(hack/vm/kernel.sh 6.12) && tlshd=$$(hack/vm/tlshd.sh) && VM_KERNEL=$$kernel ASHLAR_TLSHD=$$tlshd hack/vm/any.sh
 
 # Of the same kernel as test-any. With SAMPLE=1 a part of one of its tests, which takes a minute and a half.
 .PHONY: test-machines
 test-machines: ## Take the power from whole machines under volumes that any node can use, or that have replicas, in virtual machines of their own
-	@hack/install-tools.sh kernel
+	@hack/install-tools.sh vm
 	hack/vm/machines.sh $(if $(filter 1,$(SAMPLE)),,-test.v -anynode.full)
 
 .PHONY: crash
@@ -148,7 +147,7 @@ soak: tools ## Make calls at random, at once, for SOAK (10m), killing the driver
 
 .PHONY: soak-replicas
 soak-replicas: ## Read and write volumes with several legs for SOAK (10m), while nodes fail and they go from one to the other, and check each read, in a virtual machine (sampled in make test)
-	@hack/install-tools.sh kernel
+	@hack/install-tools.sh vm
 	VM_SECONDS=0 hack/vm/any.sh -test.v '-test.run=^TestReplicaLinear$$' -linear.time=$(SOAK)
 
 # POWER_SEED=n repeats a run; POWER_CUTS=n is how often the power goes on each kind of disk.
@@ -186,7 +185,6 @@ bench-quick: ## Measure in two minutes whether the driver is slower than that of
 
 .PHONY: bench-limits
 bench-limits: ## Measure how exactly limits of I/O are kept, over files and LVM pools, in a virtual machine (root)
-	@hack/install-tools.sh vm
 	@hack/install-tools.sh lvm
 	hack/lvm/test.sh ./tests/life -test.v -test.run 'TestLimits$$' -limits.within=5 -limits.for=5s -limits.tries=3
 	@mkdir -p bin/vm
@@ -199,14 +197,14 @@ bench-elsewhere: ## Measure a copy from one node to another beside a bare one ov
 
 .PHONY: bench-any
 bench-any: ## Measure volumes that another node uses, beside a bare export, and moves, beside a bare copy, in a virtual machine (root)
-	@hack/install-tools.sh bench kernel
+	@hack/install-tools.sh vm
 	VM_SECONDS=0 hack/vm/any.sh -test.run=^$$ -test.bench=. -test.skip=^BenchmarkReplicas -test.benchtime=5x
 
 # REPLICAS is which of it, REPLICAS_AWAY for how long a replica is away.
 .PHONY: bench-replicas
 bench-replicas: ## Measure volumes with replicas beside DRBD, in a virtual machine (root)
 	@hack/install-tools.sh bench
-	@hack/install-tools.sh kernel
+	@hack/install-tools.sh vm
 	@hack/install-tools.sh drbd
 	VM_SECONDS=0 hack/vm/any.sh -test.run=^$$ -test.bench=^BenchmarkReplicas$(REPLICAS) -test.benchtime=3x -replicas.away=$(REPLICAS_AWAY)
 
@@ -300,7 +298,7 @@ e2e: ## Install the driver on a cluster, as pods, and run Kubernetes' external s
 .PHONY: e2e-any
 e2e-any: ## Run that suite over NVMe/TCP: volumes that any node can use, and pods that are never at their home, in a virtual machine (root)
 	@hack/install-tools.sh e2e
-	@hack/install-tools.sh kernel
+	@hack/install-tools.sh vm
 	tests/e2e/any.sh
 
 .PHONY: e2e-blocks

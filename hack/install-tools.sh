@@ -3,9 +3,8 @@
 #
 #   hack/install-tools.sh          what the driver and its tests need
 #   hack/install-tools.sh bench    the same, and fio
-#   hack/install-tools.sh vm       the same, and User Mode Linux
-#   hack/install-tools.sh kernel   the same, and what hack/vm/kernel.sh needs
-#   hack/install-tools.sh lvm      the same, and lvm2
+#   hack/install-tools.sh vm       the same, and QEMU and what hack/vm/kernel.sh needs
+#   hack/install-tools.sh lvm      the same as for vm, and lvm2
 #   hack/install-tools.sh page     the same, and chromium
 #   hack/install-tools.sh image    what hack/image.sh needs
 #   hack/install-tools.sh e2e      what the cluster of the end-to-end tests needs
@@ -124,29 +123,27 @@ docs)
 	exit
 	;;
 bench) need fio fio ;;
-vm)
-	need user-mode-linux linux.uml
-	need secilc secilc
-	need fio fio
-	;;
-kernel)
+vm | lvm)
+	need qemu-system-x86 qemu-system-x86_64
 	need make make
 	need gcc gcc
 	need libc6-dev ldd
-	need binutils strip
+	[ -e /usr/include/gelf.h ] || missing+=(libelf-dev)
+	need binutils ld
 	need flex flex
 	need bison bison
 	need bc bc
 	need xz-utils xz
 	need iproute2 ip
-	;;
+	need secilc secilc
+	need fio fio
+	;;&
 lvm)
 	need lvm2 lvm
 	need dmsetup dmsetup
 	need thin-provisioning-tools thin_check
-	need fio fio
-	need user-mode-linux linux.uml
 	;;
+vm) ;;
 page)
 	need chromium chromium
 	[ -n "$(fc-list Inter 2>/dev/null)" ] || missing+=(fontconfig fonts-inter) # for pictures that look alike everywhere
@@ -162,7 +159,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|kernel|lvm|page|image|e2e|docs|lint|release|drbd|monitoring]" >&2
+	echo "usage: $0 [bench|vm|lvm|page|image|e2e|docs|lint|release|drbd|monitoring]" >&2
 	exit 2
 	;;
 esac

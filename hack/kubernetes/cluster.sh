@@ -335,8 +335,8 @@ guests() {
 	enter control -n -- ip tuntap add guests mode tap
 	enter control -n -- ip link set guests master nodes up
 	VM_KERNEL=${VM_KERNEL:-$("$hack/../vm/kernel.sh")}
-	export VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M} VM_SECONDS=${VM_SECONDS:-0} VM_ARGUMENTS="eth0=tuntap,guests,02:00:00:f4:01:00 nvme_core.multipath=N ${VM_ARGUMENTS-}"
-	unset TMPDIR # its memory is in /dev/shm
+	export VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M} VM_SECONDS=${VM_SECONDS:-0} VM_ARGUMENTS="nvme_core.multipath=N ${VM_ARGUMENTS-}"
+	export VM_SHARE=$d/log VM_QEMU="-netdev tap,id=cable,ifname=guests,script=no,downscript=no -device virtio-net-pci,netdev=cable,mac=02:00:00:f4:01:00"
 	# shellcheck disable=SC2016
 	enter control -n -- setsid bash -c 'echo $$ >"$0" && exec "$@"' "$d/guests.pid" "$hack/../vm/run.sh" \
 		env CLUSTER_DIR="$d" ASHLAR_CACHE="$ASHLAR_CACHE" "$hack/cluster.sh" host "${all[*]}" "${archives[@]}" >"$d/log/guests" 2>&1 </dev/null &
@@ -351,19 +351,12 @@ guests() {
 host() {
 	local node file own=$TMPDIR/cluster
 	mkdir -p "$own"/{log,nodes} && cp -a "$d"/{keys,conf,sysctl} "$own"
-	mount -t hostfs -o "$d/log" log "$own/log"
+	mount -t 9p -o "$VM_SHARE_OPTIONS" share "$own/log"
 	mount --rbind "$own" "$d"
 	ln -s /proc/self/fd /dev/fd
 	mkdir -p /dev/pts /dev/shm && mount -t devpts devpts /dev/pts && mount -t tmpfs tmpfs /dev/shm
 	mount -t configfs configfs /sys/kernel/config
 	echo 8192 >/proc/sys/fs/inotify/max_user_instances
-	# A kubelet wants to know how many processors there are and how fast, and this kernel tells neither.
-	sed '/^model name/a cpu MHz\t\t: 2000.000' /proc/cpuinfo >"$d/conf/cpuinfo" # init.sh shows it
-	for file in core_id physical_package_id; do
-		mkdir -p "$d/conf/cpu/cpu0/topology" && echo 0 >"$d/conf/cpu/cpu0/topology/$file"
-	done
-	echo 0 | tee "$d/conf/cpu/online" >"$d/conf/cpu/present"
-	mount --bind "$d/conf/cpu" /sys/devices/system/cpu
 	ip link add nodes address 02:00:00:f4:01:01 type bridge
 	ip link set eth0 master nodes up
 	ip link set nodes up

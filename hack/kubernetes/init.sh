@@ -56,7 +56,6 @@ node() {
 		shown=/proc/sys/$(basename "$file" | tr . /)
 		[ ! -e "$shown" ] || mount --bind "$file" "$shown"
 	done
-	[ ! -e "$dir/conf/cpuinfo" ] || mount --bind "$dir/conf/cpuinfo" /proc/cpuinfo
 	for _ in {1..100}; do # from cluster.sh
 		ip link show eth0 >/dev/null 2>&1 && break
 		sleep 0.1

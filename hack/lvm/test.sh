@@ -57,8 +57,12 @@ fi
 export VM_SECONDS=${VM_SECONDS:-4500}
 where+=(ASHLAR_LVM=1 ASHLAR_IO="${memory:+1}" SAMPLE="${SAMPLE-}" ASHLAR_DRIVER="$bin/driver")
 if [[ $1 != ./* || $1 == ./pkg/cluster ]]; then # those with tests that need it
-	server=$(hack/apiserver.sh)
-	where+=(ASHLAR_APISERVER="$server")
+	if [ -n "$memory" ]; then
+		export VM_APISERVER=1
+	else
+		server=$(hack/apiserver.sh)
+		where+=(ASHLAR_APISERVER="$server")
+	fi
 fi
 case $1 in
 ./*/life) exec "${where[@]}" "$bin/life.test" "${@:2}" ;;

@@ -1,17 +1,19 @@
-// A disk whose cache goes with the power, for a User Mode Linux that has a loop device over a file of its host (hostfs):
+// A disk whose cache goes with the power, for a QEMU that has it as a file (format=raw, aio=threads):
 //
-//   cc -shared -fPIC -o uml-disk.so disk.c && LD_PRELOAD=$PWD/uml-disk.so VM_DISK=FILE VM_DISK_KEEPS=50 linux.uml ...
+//   cc -shared -fPIC -o disk.so disk.c -ldl && LD_PRELOAD=$PWD/disk.so VM_DISK=FILE VM_DISK_KEEPS=50 qemu-system-x86_64 ...
 //
-// What it writes to the file stays in the memory of its process until it flushes the device: SIGKILL loses it. Of each 100 writes VM_DISK_KEEPS (default 0)
+// What it writes to the file stays in the memory of its process until it flushes the disk: SIGKILL loses it. Of each 100 writes VM_DISK_KEEPS (default 0)
 // reach the file at once, at random; so later writes survive earlier ones. What is torn is torn between blocks of 4 KiB.
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define BLOCK 4096
@@ -23,6 +25,7 @@ static char *unflushed; // for each block, whether it is in the mapping alone
 static off_t *blocks;	// those that are, in the order in which they were written first
 static size_t many;
 static unsigned int seed;
+static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER; // of the threads that do its I/O
 
 __attribute__((constructor)) static void begin(void)
 {
@@ -72,42 +75,92 @@ static int flush(void)
 	return 0;
 }
 
-ssize_t pread64(int fd, void *to, size_t length, off64_t at)
+static ssize_t get(void *to, size_t length, off_t at)
 {
-	if (!is_disk(fd))
-		return syscall(SYS_pread64, fd, to, length, at);
 	ssize_t n = within(at, length);
+
+	pthread_mutex_lock(&turn);
 	memcpy(to, now + at, n);
+	pthread_mutex_unlock(&turn);
 	return n;
 }
+
+static ssize_t put(const void *from, size_t length, off_t at)
+{
+	ssize_t n = within(at, length);
+
+	pthread_mutex_lock(&turn);
+	memcpy(now + at, from, n);
+	if (keeps > 0 && rand_r(&seed) % 100 < keeps) {
+		n = syscall(SYS_pwrite64, file, from, n, at);
+	} else {
+		for (off_t s = at / BLOCK; s * BLOCK < at + n; s++)
+			if (!unflushed[s]) {
+				unflushed[s] = 1;
+				blocks[many++] = s;
+			}
+	}
+	pthread_mutex_unlock(&turn);
+	return n;
+}
+
+ssize_t pread64(int fd, void *to, size_t length, off64_t at)
+{
+	return is_disk(fd) ? get(to, length, at) : syscall(SYS_pread64, fd, to, length, at);
+}
+
+ssize_t __pread64_chk(int fd, void *to, size_t length, off64_t at, size_t room) { return length > room ? (abort(), -1) : pread64(fd, to, length, at); }
 
 ssize_t pwrite64(int fd, const void *from, size_t length, off64_t at)
 {
-	if (!is_disk(fd))
-		return syscall(SYS_pwrite64, fd, from, length, at);
-	ssize_t n = within(at, length);
-	memcpy(now + at, from, n);
-	if (keeps > 0 && rand_r(&seed) % 100 < keeps)
-		return syscall(SYS_pwrite64, file, from, n, at);
-	for (off_t s = at / BLOCK; s * BLOCK < at + n; s++)
-		if (!unflushed[s]) {
-			unflushed[s] = 1;
-			blocks[many++] = s;
-		}
-	return n;
+	return is_disk(fd) ? put(from, length, at) : syscall(SYS_pwrite64, fd, from, length, at);
 }
 
-int fsync(int fd) { return is_disk(fd) ? flush() : syscall(SYS_fsync, fd); }
+ssize_t preadv64(int fd, const struct iovec *to, int count, off64_t at)
+{
+	ssize_t n, all = 0;
 
-int fdatasync(int fd) { return is_disk(fd) ? flush() : syscall(SYS_fdatasync, fd); }
+	if (!is_disk(fd))
+		return syscall(SYS_preadv, fd, to, count, at, 0);
+	for (int i = 0; i < count; i++, all += n)
+		if ((n = get(to[i].iov_base, to[i].iov_len, at + all)) < (ssize_t)to[i].iov_len)
+			return all + n;
+	return all;
+}
+
+ssize_t pwritev64(int fd, const struct iovec *from, int count, off64_t at)
+{
+	ssize_t n, all = 0;
+
+	if (!is_disk(fd))
+		return syscall(SYS_pwritev, fd, from, count, at, 0);
+	for (int i = 0; i < count; i++, all += n)
+		if ((n = put(from[i].iov_base, from[i].iov_len, at + all)) < 0)
+			return -1;
+	return all;
+}
+
+static int flush_disk(void)
+{
+	pthread_mutex_lock(&turn);
+	int result = flush();
+	pthread_mutex_unlock(&turn);
+	return result;
+}
+
+int fsync(int fd) { return is_disk(fd) ? flush_disk() : syscall(SYS_fsync, fd); }
+
+int fdatasync(int fd) { return is_disk(fd) ? flush_disk() : syscall(SYS_fdatasync, fd); }
 
 // Blocks that are discarded or zeroed are so for good, and all that was written before them is there.
 int fallocate64(int fd, int mode, off64_t at, off64_t length)
 {
-	if (is_disk(fd) && flush() != 0)
-		return -1;
-	int result = syscall(SYS_fallocate, fd, mode, at, length);
-	if (result == 0 && is_disk(fd))
+	if (!is_disk(fd))
+		return syscall(SYS_fallocate, fd, mode, at, length);
+	pthread_mutex_lock(&turn);
+	int result = flush() != 0 ? -1 : syscall(SYS_fallocate, fd, mode, at, length);
+	if (result == 0)
 		madvise(now, disk.st_size, MADV_DONTNEED);
+	pthread_mutex_unlock(&turn);
 	return result;
 }

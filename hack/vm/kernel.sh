@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Builds a kernel for hack/vm/run.sh that has what Debian's linux.uml has not, and prints its path: User Mode Linux from
-# Debian's package linux-source, with NVMe/TCP (host and target, with authentication) beside the device mapper and the filesystems
-# (hack/vm/kernel.config). All is built in. Ten minutes the first time; afterwards it takes milliseconds.
+# Builds the kernel of the virtual machines (boot.sh), and prints its path: Linux from
+# Debian's package linux-source, with what the tests need, and little else (kernel.config). All is built in. Ten to twenty minutes the first time; afterwards it takes milliseconds.
 #
 #   VM_KERNEL=$(hack/vm/kernel.sh [VERSION]) hack/vm/run.sh COMMAND [ARGUMENT...]
 #
 # VERSION is that of another linux-source that this Debian has, as 6.12; without it, the one that its kernel is from.
-# ASHLAR_CACHE is where it is kept (default: ~/.cache/ashlar). It needs what hack/install-tools.sh kernel installs, and apt-get.
+# ASHLAR_CACHE is where it is kept (default: ~/.cache/ashlar). It needs what hack/install-tools.sh vm installs, and apt-get.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -54,14 +53,14 @@ build() {
 	mkdir source
 	dpkg-deb --fsys-tarfile "$package"_*.deb | tar -xO --wildcards './usr/src/linux-source-*.tar.xz' | tar -xJ -C source --strip-components=1
 	cd source
-	make -s ARCH=um defconfig
+	make -s alldefconfig
 	scripts/kconfig/merge_config.sh -m .config "$config"
-	make -s ARCH=um olddefconfig
-	nice -n 10 make -s ARCH=um -j"$(nproc)" linux
+	make -s olddefconfig
+	nice -n 10 make -s -j"$(nproc)" bzImage
 }
 
-echo "building a kernel for virtual machines; this takes about ten minutes, once" >&2
+echo "building a kernel for virtual machines; this takes ten to twenty minutes, once" >&2
 (build) >"$scratch/log" 2>&1 </dev/null
-strip -o "$kernel.part" "$scratch/source/linux"
+cp "$scratch/source/arch/x86/boot/bzImage" "$kernel.part"
 mv "$kernel.part" "$kernel"
 echo "$kernel"

@@ -124,8 +124,7 @@ func (g *Guest) Run(argv []string, said *string) error {
 // Left is what kernel and pool have of volumes.
 func (g *Guest) Left(_ bool, all *[]string) error {
 	files, err := filepath.Glob(poolInMachine + "/volumes/*")
-	disk := func(path string) bool { return path == "/sys/block/loop0/loop" } // the machine's own
-	*all = slices.Concat(files, slices.DeleteFunc(devices(), disk))
+	*all = slices.Concat(files, devices())
 	return err
 }
 
