@@ -335,7 +335,7 @@ guests() {
 	enter control -n -- ip tuntap add guests mode tap
 	enter control -n -- ip link set guests master nodes up
 	VM_KERNEL=${VM_KERNEL:-$("$hack/../vm/kernel.sh")}
-	export VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M} VM_SECONDS=${VM_SECONDS:-0} VM_ARGUMENTS="nvme_core.multipath=N ${VM_ARGUMENTS-}"
+	export VM_KERNEL VM_CPUS=${VM_CPUS:-2} VM_MEMORY=${VM_MEMORY:-6144M} VM_SECONDS=${VM_SECONDS:-0} VM_ARGUMENTS="nvme_core.multipath=N ${VM_ARGUMENTS-}"
 	export VM_SHARE=$d/log VM_QEMU="-netdev tap,id=cable,ifname=guests,script=no,downscript=no -device virtio-net-pci,netdev=cable,mac=02:00:00:f4:01:00"
 	# shellcheck disable=SC2016
 	enter control -n -- setsid bash -c 'echo $$ >"$0" && exec "$@"' "$d/guests.pid" "$hack/../vm/run.sh" \

@@ -22,4 +22,4 @@ exec env ${VM_PRELOAD:+LD_PRELOAD="$VM_PRELOAD"} qemu-system-x86_64 -no-user-con
 	-chardev stdio,id=out,signal=off -device virtio-serial-pci -device virtconsole,chardev=out \
 	-fsdev local,id=root,path=/,security_model=none,multidevs=remap,readonly=on -device virtio-9p-pci,fsdev=root,mount_tag=/dev/root \
 	"${share[@]}" "$@" -kernel "$kernel" \
-	-append "console=hvc0 quiet loglevel=3 panic=-1 tsc=reliable norandmaps ro rootfstype=9p rootflags=$common,cache=loose init=$init VM_SHARE_OPTIONS=$common,cache=mmap ${VM_ARGUMENTS-}"
+	-append "console=hvc0 quiet loglevel=3 panic=-1 tsc=reliable mitigations=off norandmaps ro rootfstype=9p rootflags=$common,cache=loose init=$init VM_SHARE_OPTIONS=$common,cache=mmap ${VM_ARGUMENTS-}"

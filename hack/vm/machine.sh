@@ -33,7 +33,7 @@ ip link set lo up && ip addr add $address dev eth0 && ip link set eth0 up || exi
 $(printf '%q ' "$@")
 echo "the machine ends: \$?"
 sync
-echo o >/proc/sysrq-trigger
+echo b >/proc/sysrq-trigger # without ACPI there is no way to put it off; boot.sh has it end in place of a reset
 sleep infinity
 END
 chmod +x "$dir/init"

@@ -57,7 +57,7 @@ echo "in a VM: Linux \$(uname -r), \$(nproc) CPU, \$(awk '/^MemTotal/ { print in
 bash -c "\$(cat "$scratch/command")"
 echo "$scratch ended with \$?"
 sync
-echo o >/proc/sysrq-trigger
+echo b >/proc/sysrq-trigger # without ACPI there is no way to put it off; boot.sh has it end in place of a reset
 sleep infinity
 EOF
 chmod +x "$scratch/init"
