@@ -349,7 +349,7 @@ guests() {
 # host "NODE..." IMAGE-ARCHIVE...: in their virtual machine. What it has of the cluster's directory are keys and settings, at the same place, and the
 # logs themselves.
 host() {
-	local node file own=$TMPDIR/cluster
+	local node own=$TMPDIR/cluster
 	mkdir -p "$own"/{log,nodes} && cp -a "$d"/{keys,conf,sysctl} "$own"
 	mount -t 9p -o "$VM_SHARE_OPTIONS" share "$own/log"
 	mount --rbind "$own" "$d"

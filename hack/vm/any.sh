@@ -13,8 +13,7 @@ bin=$PWD/bin/vm
 mkdir -p "$bin"
 CGO_ENABLED=0 go test -c -o "$bin/" ./pkg/blockdev/mirror ./pkg/blockdev/nvme ./pkg/blockdev/nvmet ./pkg/volume ./tests/anynode
 CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
-VM_KERNEL=${VM_KERNEL:-$(hack/vm/kernel.sh)}
-export VM_APISERVER=1 VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M}
+export VM_APISERVER=1 VM_MEMORY=${VM_MEMORY:-6144M}
 
 # run MULTIPATH TESTS: each line is a test program, seconds for a sample, which tests, arguments. Only what they measured is shown, and all that a test said if it fails.
 run() {

@@ -92,8 +92,10 @@ type place interface {
 }
 
 // Config connects with a token. That of Admin and of the users is the name; Agent has those of agents.
-func (s *Server) Config(token string) *rest.Config {
-	config := &rest.Config{Host: s.url, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
+func (s *Server) Config(token string) *rest.Config { return configOf(s.url, token) }
+
+func configOf(url, token string) *rest.Config {
+	config := &rest.Config{Host: url, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
 	late(config, token)
 	return config
 }
@@ -300,7 +302,7 @@ func (s *local) run(argv ...string) error {
 }
 
 func (s *local) ready(ctx context.Context) error {
-	client, err := rest.HTTPClientFor(newServer(s.url, s).Config(s.self())) // another server may have the port
+	client, err := rest.HTTPClientFor(configOf(s.url, s.self())) // another server may have the port
 	if err != nil {
 		return err
 	}
@@ -375,7 +377,7 @@ func (s *local) freeze() error {
 	}
 	for end := time.Now().Add(time.Minute); !s.stopped(); time.Sleep(time.Millisecond) { // until then it may answer
 		if time.Now().After(end) {
-			return errors.New("the API server does not stop")
+			return errors.Join(errors.New("the API server does not stop"), s.thaw())
 		}
 	}
 	return nil
