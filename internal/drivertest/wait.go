@@ -54,19 +54,19 @@ func RunBtrfs(t testing.TB, argv ...string) string {
 }
 
 // Loop makes a file a device for a test, writable: a loop device keeps the mode that an
-// earlier user gave it with blockdev(8).
-func Loop(t testing.TB, image string) string {
+// earlier user gave it with blockdev(8). Options are as of losetup(8).
+func Loop(t testing.TB, image string, options ...string) string {
 	t.Helper()
-	device := PlainLoop(t, image)
+	device := PlainLoop(t, image, options...)
 	Run(t, "blockdev", "--setrw", device)
 	return device
 }
 
 // PlainLoop is Loop for what may be read-only, and then has to stay so.
-func PlainLoop(t testing.TB, file string) string {
+func PlainLoop(t testing.TB, file string, options ...string) string {
 	t.Helper()
 	// losetup(8) looks for a free number, which may be taken or gone when it comes to it.
-	return runUnless(t, []string{"No such device", "No such file", "Device or resource busy"}, "losetup", "--show", "-f", file)
+	return runUnless(t, []string{"No such device", "No such file", "Device or resource busy"}, append(append([]string{"losetup"}, options...), "--show", "-f", file)...)
 }
 
 // MountLoop mounts the filesystem in a file, by a loop device that goes with the mount; if it has one, by that

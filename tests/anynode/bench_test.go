@@ -118,7 +118,7 @@ func (c *nodes) disk(name string, size int64) (path string) {
 	c.Helper()
 	image := filepath.Join(c.dir, name)
 	drivertest.Run(c, "fallocate", "-l", fmt.Sprint(size), image)
-	path = drivertest.Run(c, "losetup", "--find", "--show", "--direct-io=on", image)
+	path = drivertest.Loop(c, image, "--direct-io=on")
 	c.Cleanup(func() { drivertest.Run(c, "losetup", "-d", path) })
 	fill(c, path)
 	return path

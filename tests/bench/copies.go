@@ -56,7 +56,22 @@ func (b *bench) shares(ctx context.Context) (dir string, err error) {
 		func() error { return os.WriteFile(image, nil, 0o600) },
 		func() error { return os.Truncate(image, 8<<30) },
 		func() error { return run(ctx, "mkfs.xfs", "-q", "-m", "reflink=1", image) },
-		func() error { return run(ctx, "mount", "-o", "loop", image, dir) })
+		func() error { return mountImage(ctx, image, dir) })
+}
+
+// mountImage mounts the filesystem in a file, by a loop device that goes with the mount.
+func mountImage(ctx context.Context, image, dir string) error {
+	f, err := os.OpenFile(image, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	device, n, err := attach(f)
+	if err != nil {
+		return err
+	}
+	defer device.Close()
+	return run(ctx, "mount", loopPath(n), dir)
 }
 
 func (b *bench) copiesIn(ctx context.Context, dir string, kinds ...copied) error {

@@ -163,9 +163,7 @@ func TestRealDevices(t *testing.T) {
 	second := filepath.Join(dir, "second")
 	check.OK(t, os.WriteFile(second, nil, 0o600))
 	check.OK(t, os.Truncate(second, 320<<20))
-	out, err := exec.Command("losetup", "--find", "--show", "--partscan", second).Output()
-	check.OK(t, err)
-	device := strings.TrimSpace(string(out))
+	device := drivertest.Loop(t, second, "--partscan")
 	defer func() { check.OK(t, exec.Command("losetup", "--detach", device).Run()) }()
 	partition := device + "p1"
 	addPartition(t, device, 1<<20, 300<<20)
