@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"strings"
 	"sync"
@@ -148,6 +149,28 @@ func TestModifiedBeside(t *testing.T) {
 	}
 	if o := w.object("v"); o.Spec.Size != mib || o.Status.Size != mib {
 		t.Errorf("it is to have %d bytes, and has %d", o.Spec.Size, o.Status.Size)
+	}
+}
+
+// TestRefusedInPart: what a node refuses of a change does not keep it from the rest.
+func TestRefusedInPart(t *testing.T) {
+	w, _, s := newCluster(t)
+	w.created(s, spec("v"))
+	for _, one := range []struct {
+		size, made int64
+		readAhead  string
+		in         map[string]string
+	}{
+		{10 * storetest.Size, mib, "64", map[string]string{"readAheadKiB": "64"}},
+		{2 * mib, 2 * mib, "no number", map[string]string{"readAheadKiB": "64"}},
+	} {
+		o := w.object("v")
+		o.Spec.Size, o.Spec.Mutable = one.size, map[string]string{"readAheadKiB": one.readAhead}
+		check.OK(t, w.Update(w.ctx, o))
+		w.eventually("the node has answered", func() bool { o = w.object("v"); return o.Common().Refused(o.Generation) != nil })
+		if o.Status.Size != one.made || !maps.Equal(o.Status.Mutable, one.in) {
+			t.Errorf("of %d bytes, %s: %+v", one.size, one.readAhead, o.Status)
+		}
 	}
 }
 

@@ -81,6 +81,11 @@ func setWell(conditions *[]metav1.Condition, o client.Object, kind, reason, mess
 // refuse writes down that the node cannot do what the spec says. Errors that may pass are
 // returned, to be tried again.
 func refuse[T cluster.Object](ctx context.Context, a *Agent, o T, err error) error {
+	return refuseRest(ctx, a, o, err, func(T) {})
+}
+
+// refuseRest is refuse of what is left of a change; done writes down what is carried out of it.
+func refuseRest[T cluster.Object](ctx context.Context, a *Agent, o T, err error, done func(T)) error {
 	if isTransient(err) {
 		return err
 	}
@@ -91,6 +96,7 @@ func refuse[T cluster.Object](ctx context.Context, a *Agent, o T, err error) err
 	klog.FromContext(ctx).Error(err, "Refused")
 	metrics.AgentFailures.Inc(a.local.Node(), requestOf(o).kind)
 	return report(ctx, a, o, func(o T) {
+		done(o)
 		status := o.Common()
 		status.Failure, status.Progress, status.ObservedGeneration = failure, nil, o.GetGeneration()
 		if status.Created == nil {

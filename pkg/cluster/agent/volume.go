@@ -333,7 +333,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
 		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
-			return refuse(ctx, a, v, err)
+			return refuseRest(ctx, a, v, err, func(v *v1alpha1.Volume) { v.Status.Size, v.Status.Mutable = have.Size, have.Mutable })
 		}
 	}
 	problems, err := a.local.Health(ctx, id)
@@ -379,23 +379,23 @@ func (a *Agent) becomeLeg(ctx context.Context, v *v1alpha1.Volume, have *volume.
 	return nil
 }
 
-// changeVolume makes the volume what the spec says.
-func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) (err error) {
+// changeVolume makes the volume what the spec says, and looks what it is then. Callers ask for its size and for its parameters at the same time: what is refused of one does
+// not keep the other from being done.
+func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) error {
 	id := cluster.VolumeID(v)
 	defer follow(ctx, a, v)()
+	var grown, modified error
 	if have.Size < v.Spec.Size {
-		if *have, err = a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size}); err != nil {
-			return err
-		}
+		_, grown = a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size})
 	}
-	if maps.Equal(have.Mutable, v.Spec.Mutable) {
-		return nil
+	if !maps.Equal(have.Mutable, v.Spec.Mutable) {
+		modified = a.local.Modify(ctx, id, v.Spec.Mutable)
 	}
-	if err := a.local.Modify(ctx, id, v.Spec.Mutable); err != nil {
-		return err
+	now, err := a.local.Get(ctx, id)
+	if err == nil {
+		*have = now
 	}
-	*have, err = a.local.Get(ctx, id)
-	return err
+	return errors.Join(grown, modified, err)
 }
 
 // setReady: what was made is ready unless its bytes are lost.
