@@ -174,15 +174,37 @@ func TestRefusedInPart(t *testing.T) {
 	}
 }
 
+// TestRefusedBeside: a change that is carried out leaves nothing behind in the spec of what was refused with it: who asked for that may have looked before the node had answered.
+func TestRefusedBeside(t *testing.T) {
+	w, m, s := newCluster(t)
+	v := w.created(s, spec("v"))
+	m.stop()
+	w.edited(volume.KeyOf("v"), func(v *v1alpha1.Volume) { v.Spec.Size = 10 * storetest.Size })
+	modified := make(chan error, 1)
+	mutable := map[string]string{"readAheadKiB": "64"}
+	go func() { modified <- s.Modify(w.ctx, v.ID, mutable) }()
+	w.eventually("both are asked for", func() bool { return maps.Equal(w.object("v").Spec.Mutable, mutable) })
+	w.start(m)
+	check.OK(t, <-modified)
+	if o := w.object("v"); o.Spec.Size != mib || !maps.Equal(o.Status.Mutable, mutable) {
+		t.Errorf("it is to have %d bytes, and has %+v", o.Spec.Size, o.Status)
+	}
+}
+
 // TestCutNeverMade: what an earlier try has asked a node to cut, which was away, goes when its volume has gone before: nobody asks for it again.
 func TestCutNeverMade(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, other := w.created(s, spec("v")), w.created(s, spec("other"))
 	m.stop()
-	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), errdefs.ErrUnavailable)
-	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{v.ID, other.ID})), errdefs.ErrUnavailable)
-	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
-	fails(t, second(s.CreateSnapshot(soon(t), "s", other.ID)), errdefs.ErrExists)
+	cuts := func() (n int) {
+		var all v1alpha1.SnapshotList
+		check.OK(t, w.List(w.ctx, &all))
+		return len(all.Items)
+	}
+	w.asked("a cut is", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) }, func() bool { return cuts() == 1 })
+	w.asked("a group is", func(ctx context.Context) error { return second(s.CreateGroup(ctx, "g", []volume.ID{v.ID, other.ID})) }, func() bool { return cuts() == 3 })
+	w.asked("to go", func(ctx context.Context) error { return s.Delete(ctx, v.ID) }, func() bool { return v1alpha1.Going(w.object("v")) })
+	fails(t, second(s.CreateSnapshot(w.ctx, "s", other.ID)), errdefs.ErrExists)
 	check.OK(t, m.local.Delete(w.ctx, v.ID)) // as its agent does, if that comes first
 	w.start(m)
 	w.eventually("the volume is gone", func() bool { return w.object("v") == nil })

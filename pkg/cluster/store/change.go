@@ -204,6 +204,8 @@ func (s *Store) changeOnce(ctx context.Context, w *kube.Watch, v *v1alpha1.Volum
 		return volume.Volume{}, errors.Join(fmt.Errorf("volume %s: %w", id, err), s.revertRefused(ctx, id))
 	case err != nil:
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
+	case v.Common().Refused(v.Generation) != nil: // what was refused is another one's, who may have looked when this generation had no answer yet
+		return cluster.ToVolume(v), s.revertRefused(ctx, id)
 	}
 	return cluster.ToVolume(v), nil
 }
