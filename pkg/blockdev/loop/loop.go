@@ -253,10 +253,34 @@ func setReadOnly(f *os.File, readOnly bool) error {
 }
 
 // resetQueue: as the mode does, the I/O scheduler of a device outlives the user that it
-// was chosen for (the kernel itself resets the read-ahead). Where /sys cannot be written
-// to, nobody can have chosen one.
+// was chosen for, and before Linux 6.10 its read-ahead. Where /sys cannot be written to, nobody can have chosen them.
 func resetQueue(n int) {
 	_, _ = queue.Set(queue.Setting{Device: Path(n), Name: "scheduler", Value: "none"}) // as loop devices begin
+	if ahead, err := number(n, "read_ahead_kb"); err == nil && ahead != readAhead && !aheadOfKernel(n, ahead) {
+		_ = queue.Write(Path(n), "read_ahead_kb", strconv.Itoa(readAhead))
+	}
+}
+
+// readAhead is the read-ahead that loop devices begin with, in KiB (VM_READAHEAD_PAGES).
+const readAhead = 128
+
+// aheadOfKernel reports whether a read-ahead (KiB) may be what the kernel itself has given a device with its backing: twice the
+// optimal size of requests, or, where there is none, twice the largest (block/blk-settings.c, blk_apply_bdi_limits).
+func aheadOfKernel(n, ahead int) bool {
+	if best, err := number(n, "optimal_io_size"); err != nil || best > 0 {
+		return err == nil && ahead == 2*best>>10
+	}
+	most, err := number(n, "max_sectors_kb")
+	return err == nil && ahead == 2*most
+}
+
+// number returns a setting of a device's queue that is one.
+func number(n int, setting string) (int, error) {
+	text, err := queue.Read(Path(n), setting)
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(text)
 }
 
 // StopDiscards has a loop device take no discards. It then refuses all that it would hand down by
