@@ -220,9 +220,22 @@ func (d *demonstration) serve(ctx context.Context) (string, error) {
 	return fmt.Sprintf("process %d serves csi.sock; Probe says ready", driver.Pid()), nil
 }
 
+// goneTime is how long a loop device may be there after its last user: whoever looks at all devices of the machine has each of them for a moment.
+const goneTime = 30 * time.Second
+
+// leftovers returns what is mounted and attached under the demo's directory, once that has had the time to go.
+func (d *demonstration) leftovers() (mounts []string, loops []machine.LoopDevice, err error) {
+	for deadline := time.Now().Add(goneTime); ; time.Sleep(20 * time.Millisecond) {
+		mounts, loops, err = machine.Leftovers(d.dir)
+		if len(mounts)+len(loops) == 0 || err != nil || time.Now().After(deadline) {
+			return mounts, loops, err
+		}
+	}
+}
+
 // nothingLeft makes sure of what its name says.
 func (d *demonstration) nothingLeft() (string, error) {
-	mounts, loops, err := machine.Leftovers(d.dir)
+	mounts, loops, err := d.leftovers()
 	if err != nil {
 		return "", err
 	}
@@ -306,13 +319,7 @@ func (d *demonstration) cleanUp() error {
 			f.Close()
 		}
 	}
-	// A loop device goes away a moment after its last user.
-	for range 50 {
-		if mounts, loops, err = machine.Leftovers(d.dir); len(mounts)+len(loops) == 0 || err != nil {
-			break
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
+	mounts, loops, err = d.leftovers()
 	failures = append(failures, err)
 	for _, loop := range loops {
 		failures = append(failures, fmt.Errorf("%s is still attached; losetup -d %s", loop.Path(), loop.Path()))
