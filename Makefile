@@ -73,6 +73,7 @@ VMS = test-lvm-driver test-any test-lvm-pools test-kernel
 .PHONY: test-vms timed-test-machines $(VMS:%=timed-%)
 test-vms: # Run what needs a virtual machine
 	@hack/install-tools.sh lvm
+	@hack/vm/kernel.sh >/dev/null
 	@$(MAKE) --no-print-directory -j2 -Otarget $(VMS:%=timed-%)
 	@$(MAKE) --no-print-directory timed-test-machines
 timed-test-machines $(VMS:%=timed-%): timed-%:

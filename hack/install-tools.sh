@@ -168,6 +168,7 @@ need e2fsprogs mkfs.ext4 e2fsck
 need xfsprogs mkfs.xfs xfs_repair
 need btrfs-progs mkfs.btrfs btrfstune
 need kmod modprobe
+need procps ps pgrep
 need smartmontools smartctl
 need cryptsetup-bin cryptsetup
 # go test -race is linked by a C compiler.

@@ -50,7 +50,7 @@ where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
 memory=
 modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes dm-mirror dm-era dm-delay 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
-	where=(hack/vm/run.sh env)
+	where=(setpriv --pdeathsig TERM hack/vm/run.sh env)
 	memory=/run
 	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi

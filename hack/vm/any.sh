@@ -17,7 +17,7 @@ export VM_APISERVER=1 VM_MEMORY=${VM_MEMORY:-6144M}
 
 # run MULTIPATH TESTS: each line is a test program, seconds for a sample, which tests, arguments. Only what they measured is shown, and all that a test said if it fails.
 run() {
-	VM_ARGUMENTS=nvme_core.multipath=$1 hack/vm/run.sh env ASHLAR_NVME=1 ASHLAR_TLSHD="${ASHLAR_TLSHD-}" SAMPLE="${SAMPLE-}" ASHLAR_DRIVER="$bin/driver" ASHLAR_DRBD="$PWD/bin" bash -c '
+	VM_ARGUMENTS=nvme_core.multipath=$1 setpriv --pdeathsig TERM hack/vm/run.sh env ASHLAR_NVME=1 ASHLAR_TLSHD="${ASHLAR_TLSHD-}" SAMPLE="${SAMPLE-}" ASHLAR_DRIVER="$bin/driver" ASHLAR_DRBD="$PWD/bin" bash -c '
 while read -r test seconds regexp arguments; do
 	began=$SECONDS
 	"$3" "$seconds" "$1/$test.test" "$regexp" -test.v $arguments >$test.log 2>&1 </dev/null || { cat $test.log; dmesg | tail -n 100; exit 1; }

@@ -4,6 +4,8 @@
 #
 #   hack/vm/run.sh COMMAND [ARGUMENT...]
 #
+# A script that calls it has it end with itself: setpriv --pdeathsig TERM hack/vm/run.sh ...
+#
 # The exit status is the command's; a VM that ends without telling it is a failure. VM_MEMORY (default 2048M)
 # and VM_SECONDS (default 3600) bound it. VM_KERNEL is another kernel, VM_ARGUMENTS what it is told beside the rest; VM_SHARE is a directory that it can write to (boot.sh), and VM_QEMU
 # more of its devices. With VM_APISERVER=1 tests there find an API server, which runs on this machine (internal/apitest, Serve).

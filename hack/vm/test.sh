@@ -13,7 +13,7 @@ secilc -c 31 -M true -o "$bin/selinux" -f /dev/null tests/life/testdata/selinux.
 
 # in_vm KERNEL-ARGUMENTS TESTS. Only the verdicts are shown, and all that a test said if it fails.
 in_vm() {
-	VM_ARGUMENTS=$1 hack/vm/run.sh env ASHLAR_IO=1 SAMPLE="${SAMPLE-}" bash -c '
+	VM_ARGUMENTS=$1 setpriv --pdeathsig TERM hack/vm/run.sh env ASHLAR_IO=1 SAMPLE="${SAMPLE-}" bash -c '
 run() { # WHAT SECONDS PROGRAM REGEXP
 	local began=$SECONDS
 	"$sample" "$2" "$bin/$3.test" "$4" >log 2>&1 </dev/null || { cat log; exit 1; }
