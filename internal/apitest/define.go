@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/yaml"
 )
 
@@ -72,13 +73,15 @@ func (s *Server) Redefine(ctx context.Context, name string, edit func(crd *unstr
 		return err
 	}
 	crds := client.Resource(definitions)
-	crd, err := crds.Get(ctx, name, metav1.GetOptions{})
-	if err != nil {
+	return retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the server itself changes its status
+		crd, err := crds.Get(ctx, name, metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		edit(crd)
+		_, err = crds.Update(ctx, crd, metav1.UpdateOptions{})
 		return err
-	}
-	edit(crd)
-	_, err = crds.Update(ctx, crd, metav1.UpdateOptions{})
-	return err
+	})
 }
 
 // Undefine deletes custom resources, and all objects of theirs, and waits until they are gone.

@@ -50,7 +50,7 @@ func serve(t *testing.T, o *overview.Overview, change func(*limits)) served {
 		select {
 		case err := <-result:
 			check.OK(t, err)
-		case <-time.After(p.limits.stop + 5*time.Second):
+		case <-time.After(p.limits.stop + time.Minute):
 			t.Fatal("serving does not end")
 		}
 		until(t, "nobody follows after the end", func() bool { _, watching := source.counts(); return watching == 0 })

@@ -152,7 +152,8 @@ func TestClaimedAnew(t *testing.T) {
 	check.OK(t, s.Release(w.ctx, v.ID, nodeName))
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
 	check.OK(t, s.Claim(w.ctx, v.ID, claim))
-	if have, known := m.agent.Claimed(w.ctx, v.ID, false); have != claim || !known {
-		t.Errorf("claimed %+v, known %v", have, known)
-	}
+	w.eventually("the new claim is known", func() bool { // the API server itself may take longer to say so than is waited for it
+		have, known := m.agent.Claimed(w.ctx, v.ID, false)
+		return have == claim && known
+	})
 }

@@ -209,7 +209,7 @@ func TestTakenBackToo(t *testing.T) {
 			a.stop()
 			one := spec("v")
 			one.Nodes = []string{"node-a"}
-			fails(t, second(s.Create(soon(t), one)), errdefs.ErrUnavailable)
+			w.asked("its object is there", func(ctx context.Context) error { return second(s.Create(ctx, one)) }, func() bool { return w.object("v") != nil })
 			check.OK(t, second(a.local.Create(w.ctx, one))) // as its agent did just before it died
 			if goes {
 				w.edited(volume.KeyOf("v"), func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })

@@ -52,6 +52,8 @@ func TestPortForged(t *testing.T) {
 		time.Sleep(10 * time.Millisecond)
 	}
 	began := time.Now()
-	check.OK(t, m.call(w.ctx, tokenFor(t, "ashlar-controller", port.Audience(nodeName)), snapshot.ID))
+	w.eventually("the right token is taken", func() bool { // it may not get its turn in time
+		return m.call(w.ctx, tokenFor(t, "ashlar-controller", port.Audience(nodeName)), snapshot.ID) == nil
+	})
 	t.Logf("among %d forged tokens the right one took %s", number.Load(), time.Since(began).Round(time.Millisecond))
 }

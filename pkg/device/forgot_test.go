@@ -182,7 +182,7 @@ func TestReadFromGone(t *testing.T) {
 func TestForgetsWhileItCopies(t *testing.T) {
 	overPair(t, 64*pooltest.MiB, func(p *pair) {
 		d := p.attach(p.options)
-		quick := p.from.readsLate(p.T, 3*time.Second) // nothing is copied before
+		quick := p.from.readsLate(p.T, 20*time.Second) // nothing is copied before
 		p.mirror(p.all())
 		flushed := p.flushFails(d.Path, p.to)
 		quick()

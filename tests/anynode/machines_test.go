@@ -150,7 +150,7 @@ func (u *used) fails() {
 // reads what a machine finds in the volume.
 func (u *used) reads(node string) (have []found) {
 	u.Helper()
-	ctx, cancel := context.WithTimeout(u.Context(), callTime)
+	ctx, cancel := context.WithTimeout(u.Context(), patient)
 	defer cancel()
 	var all [][2]uint64
 	check.OK(u, u.c.all[node].ask(ctx, "Read", u.path, &all))

@@ -65,8 +65,8 @@ func TestReaderSeesWriter(t *testing.T) {
 			check.OK(t, v.publish(target, false))
 			write(t, target, 9)
 			holds(t, reader, 9)
+			drivertest.Run(t, "blockdev", "--setrw", loop) // the mode would stay with the number, which is anybody's then
 			drivertest.Run(t, "losetup", "-d", loop)
-			drivertest.Run(t, "blockdev", "--setrw", loop) // the mode would stay with the number
 			check.OK(t, v.down(reader, target))
 			absent(t, reader)
 			absent(t, reader+".node")

@@ -573,7 +573,13 @@ func TestFreshLoop(t *testing.T) {
 	check.OK(t, unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_ADD, n))
 	if loop.ForgetStopped(n) {
 		t.Error("a new loop device is removed")
-	} else {
-		check.OK(t, unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_REMOVE, n))
+		return
 	}
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		err = unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_REMOVE, n)
+		if !errors.Is(err, unix.EBUSY) || time.Now().After(deadline) { // whoever looks at all new devices, as udev, has it for a moment
+			break
+		}
+	}
+	check.OK(t, err)
 }

@@ -412,7 +412,7 @@ func TestFence(t *testing.T) {
 		t.Error("no writer has an error")
 	}
 	check.OK(t, nvme.Disconnect(t.Context(), c.NQN)) // before Linux 6.10 the kernel tries to come back, and some writers wait for that
-	w.ends(t, 10*time.Second)
+	w.ends(t, time.Minute)
 	if _, err := nvme.Connect(t.Context(), c); !errors.Is(err, errdefs.ErrUnavailable) {
 		t.Errorf("connected again after the fence: %v", err)
 	}
@@ -469,7 +469,7 @@ func TestFenceKilled(t *testing.T) {
 		t.Error("something was written after the fence")
 	}
 	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
-	w.ends(t, 10*time.Second)
+	w.ends(t, time.Minute)
 }
 
 // TestCutOff: a consumer that is cut off in the middle of its writes is fenced, and finds no way back.
@@ -484,7 +484,7 @@ func TestCutOff(t *testing.T) {
 	time.Sleep(200 * time.Millisecond)
 	took := order{Remove: e.NQN}.run(t)
 	t.Logf("the fence of a host that is cut off took %s", took.Round(time.Millisecond))
-	if took > 5*time.Second {
+	if took > 20*time.Second {
 		t.Error("that is too long")
 	}
 	then := content(t, disk)
@@ -495,7 +495,7 @@ func TestCutOff(t *testing.T) {
 		t.Error("something was written after the fence")
 	}
 	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
-	w.ends(t, 10*time.Second)
+	w.ends(t, time.Minute)
 }
 
 // TestDisconnectCutOff: who waits for a target that is away gets errors when he disconnects.
@@ -512,7 +512,7 @@ func TestDisconnectCutOff(t *testing.T) {
 	if took > 20*time.Second {
 		t.Error("that is too long")
 	}
-	w.ends(t, 10*time.Second)
+	w.ends(t, time.Minute)
 	link(t, "up")
 }
 
@@ -616,7 +616,7 @@ func TestNobodyAnswers(t *testing.T) {
 	defer cancel()
 	began := time.Now()
 	_, err := nvme.Connect(ctx, c)
-	if took := time.Since(began); err == nil || took > 3*time.Second {
+	if took := time.Since(began); err == nil || took > 30*time.Second {
 		t.Errorf("it ended after %s: %v", took, err)
 	}
 	link(t, "up")
