@@ -82,11 +82,12 @@ func usedXFS(f io.ReaderAt) (bool, error) {
 }
 
 // usedBtrfs: the first mount for writing has the tree of UUIDs made or looked over, and notes that in the
-// superblock (uuid_tree_generation).
+// superblock (uuid_tree_generation) with the first transaction after it. What was synced before that is in the
+// log (log_root).
 func usedBtrfs(f io.ReaderAt) (bool, error) {
 	sb, err := region(f, 0x10000, 4096)
 	if err != nil {
 		return false, err
 	}
-	return binary.LittleEndian.Uint64(sb[0x233:]) != 0, nil
+	return binary.LittleEndian.Uint64(sb[0x233:]) != 0 || binary.LittleEndian.Uint64(sb[0x60:]) != 0, nil
 }
