@@ -20,6 +20,14 @@ func Abandon(of blockdev.Pool, ref blockdev.Ref) {
 	p.Objects[ref].Released = time.Now().Add(-catalog.AbandonedAfter - time.Second)
 }
 
+// Remeasure has a file pool look at its images when it is next asked what there is.
+func Remeasure(of blockdev.Pool) {
+	p := of.(*pool)
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	p.space.measured = time.Time{}
+}
+
 // Surveys returns how many surveys a file pool has made that looked at an object, and how many
 // extents the last one saw of it.
 func Surveys(of blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {

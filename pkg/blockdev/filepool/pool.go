@@ -54,6 +54,7 @@ type pool struct {
 	reflink     bool   // the filesystem can share blocks between files
 	kind        int64  // of the filesystem, as in statfs(2)
 	block       int64  // of the filesystem in bytes, or less
+	allocation  string // of a btrfs, see allocationOf
 
 	*catalog.Catalog[*object]
 	// Guarded by its Mu, too, or not changed after the pool was opened:
@@ -158,6 +159,11 @@ func (p *pool) lookAtFilesystem(ctx context.Context) (err error) {
 		return errdefs.FromErrno(err)
 	}
 	p.kind, p.block = st.Type, min(st.Bsize, blockdev.Granularity)
+	if p.kind == unix.BTRFS_SUPER_MAGIC {
+		if p.allocation, err = allocationOf(p.lock); err != nil {
+			return errdefs.FromErrno(err)
+		}
+	}
 	var lock unix.Stat_t
 	if err := unix.Fstat(int(p.lock.Fd()), &lock); err != nil {
 		return errdefs.FromErrno(err)

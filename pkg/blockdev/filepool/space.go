@@ -160,11 +160,15 @@ func (p *pool) countAllocated(o *object, image *os.File, run func() error) error
 
 // statfs returns the size of the filesystem and what is free of it, in bytes.
 func (p *pool) statfs() (total, free int64, err error) {
+	given, err := p.given()
 	var st unix.Statfs_t
-	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
+	if err == nil {
+		err = unix.Fstatfs(int(p.lock.Fd()), &st)
+	}
+	if err != nil {
 		return 0, 0, fmt.Errorf("%w: pool %s at %s: %w", errdefs.ErrUnavailable, p.name, p.location.Path, err)
 	}
-	return int64(st.Blocks) * st.Frsize, int64(st.Bavail) * st.Frsize, nil
+	return int64(st.Blocks) * st.Frsize, max(0, int64(st.Bavail)*st.Frsize-given), nil
 }
 
 // capacity looks at the account. exact waits for images that are taking their

@@ -153,6 +153,27 @@ func TestHog(t *testing.T) {
 	}
 }
 
+// TestGivenBlocks: what images have taken just now is not counted as theirs and as free, too.
+func TestGivenBlocks(t *testing.T) {
+	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
+		t.Run(fs, func(t *testing.T) {
+			pool := pooltest.OpenedFiles(t, filepath.Join(mountNew(t, fs), "pool"))
+			const size = 64 * pooltest.MiB
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size, Provisioning: blockdev.Thin})
+			device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+			defer device.Close()
+			before := pooltest.CapacityOf(t, pool).Total
+			for at := int64(0); at < size; at += 8 * pooltest.MiB {
+				check.OK(t, direct(t, device.Path, at, 8*pooltest.MiB, 1))
+				filepool.Remeasure(pool)
+				if now := pooltest.CapacityOf(t, pool).Total; now > before+pooltest.MiB {
+					t.Fatalf("with %d bytes written the total is %d, and was %d", at, now, before)
+				}
+			}
+		})
+	}
+}
+
 // TestHogSnapshots: with snapshots that come and go, which keep blocks of a volume's older
 // states, what is promised is there too.
 func TestHogSnapshots(t *testing.T) {
