@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs csi-sanity and the lives of volumes on Linux 6.1, in a virtual machine (hack/vm/run.sh), some of them under SELinux and some on a kernel without a
+# Runs csi-sanity, the tests of file pools and the lives of volumes on Linux 6.1, in a virtual machine (hack/vm/run.sh), some of them under SELinux and some on a kernel without a
 # device mapper. With SAMPLE=1, csi-sanity and as many others as some minutes allow (hack/vm/sample.sh).
 #
 #   hack/vm/test.sh
@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 bin=$PWD/bin/vm
 mkdir -p "$bin"
-CGO_ENABLED=0 go test -c -o "$bin/" ./tests/sanity ./tests/life
+CGO_ENABLED=0 go test -c -o "$bin/" ./pkg/blockdev/filepool ./pkg/filesystem ./tests/sanity ./tests/life
 secilc -c 31 -M true -o "$bin/selinux" -f /dev/null tests/life/testdata/selinux.cil
 
 # in_vm KERNEL-ARGUMENTS TESTS. Only the verdicts are shown, and all that a test said if it fails.
@@ -27,6 +27,8 @@ bin=$1 sample=$2
 # shellcheck disable=SC2016 # expanded there
 in_vm '' '
 run sanity 0 sanity .
+run "file pools" 40 filepool .
+run filesystems 20 filesystem .
 run lives 60 life .'
 in_vm lsm=selinux 'ASHLAR_SELINUX=$bin/selinux run SELinux 0 life SELinux'
 in_vm initcall_blacklist=dm_init 'run "limits without a device mapper" 0 life "Limits(Kept|Gone|Lift)"'

@@ -222,7 +222,7 @@ func TestManyRecords(t *testing.T) {
 	pool := pooltest.OpenFiles(t, dir)
 	ref := func(i int) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)} }
 	for i := range many {
-		pooltest.Create(t, pool, blockdev.Spec{Ref: ref(i), Size: int64(i+1) * pooltest.MiB, Provisioning: blockdev.Thin})
+		pooltest.Create(t, pool, blockdev.Spec{Ref: ref(i), Size: int64(i+1) * pooltest.MiB / 4, Provisioning: blockdev.Thin})
 	}
 	check.OK(t, pool.Close())
 	const damaged = 50
@@ -238,7 +238,7 @@ func TestManyRecords(t *testing.T) {
 			}
 			continue
 		}
-		if err != nil || record.Name != ref(i).String() || record.Size != int64(i+1)*pooltest.MiB {
+		if err != nil || record.Name != ref(i).String() || record.Size != int64(i+1)*pooltest.MiB/4 {
 			t.Errorf("%s is %s of %d bytes, %v", ref(i), record.Name, record.Size, err)
 		}
 	}
@@ -1021,6 +1021,13 @@ func TestRecordsNotSafe(t *testing.T) {
 	expect("with the other one deleted", "")
 }
 
+// toldToGo tells a loop device to go, and reports whether it is there as long as its user has it open: before Linux 6.10 it goes at once, if that is the only one.
+func toldToGo(user *os.File) bool {
+	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	_, err := os.Stat("/sys/block/" + filepath.Base(user.Name()) + "/loop")
+	return err == nil
+}
+
 // TestDetachTold: a device that its last user told to go, and keeps open, is not gone.
 func TestDetachTold(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
@@ -1030,11 +1037,9 @@ func TestDetachTold(t *testing.T) {
 	check.OK(t, device.Close())
 	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	check.OK(t, err)
-	for range 2 {
-		if err := pool.Detach(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
-			t.Errorf("detached while it is open: %v", err)
-		}
-		_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	pooltest.Fails(t, pool.Detach(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "detach while it is open")
+	if toldToGo(user) {
+		pooltest.Fails(t, pool.Detach(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "detach while it is open, and was told to go")
 	}
 	check.OK(t, user.Close())
 	check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
@@ -1052,11 +1057,11 @@ func TestStartBesideTold(t *testing.T) {
 	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	check.OK(t, err)
 	pooltest.Fails(t, pool.Detach(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "detach while it is open")
-	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	there := toldToGo(user)
 	check.OK(t, pool.Close())
 	pool = pooltest.OpenedFiles(t, dir)
-	if err := pool.Detach(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
-		t.Errorf("detached while it is open: %v", err)
+	if there {
+		pooltest.Fails(t, pool.Detach(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "detach while it is open, and was told to go")
 	}
 	check.OK(t, user.Close())
 	check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
