@@ -50,10 +50,10 @@ func TestErased(t *testing.T) {
 				t.Helper()
 				mnt, err := os.Open(dir)
 				check.OK(t, errors.Join(err, unix.Syncfs(int(mnt.Fd())), mnt.Close()))
-				if at := find(t, disk, head[:32]); at >= 0 {
+				if at := find(t, disk, head[:64]); at >= 0 { // Linux 6.1 leaks 32 bytes of its memory into an inode in the log of btrfs
 					t.Errorf("%s: its beginning is on the disk still, at byte %d", what, at)
 				}
-				if find(t, disk, rest[:32]) < 0 {
+				if find(t, disk, rest[:64]) < 0 {
 					t.Errorf("%s: nothing of it is on the disk, so this shows nothing", what)
 				}
 			}
