@@ -100,7 +100,7 @@ sanity: ## Run csi-test's sanity suite on real devices, and print its counts (ro
 # ext4 growing online (it needs CAP_SYS_RESOURCE, which many containers lack) and what older kernels
 # need are tested here in any case.
 .PHONY: test-kernel
-test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, some under SELinux, in a virtual machine
+test-kernel: ## Run the sanity suite, tests of file pools and the lives of volumes on Linux 6.1, some under SELinux, in a virtual machine
 	@hack/install-tools.sh vm
 	hack/vm/test.sh
 
