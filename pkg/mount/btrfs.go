@@ -5,12 +5,12 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"strings"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/btrfs"
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -33,27 +33,19 @@ func btrfsDevice(fd int, path string) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	id := info.Identity
-	devices, err := filepath.Glob(fmt.Sprintf("/sys/fs/btrfs/%x-%x-%x-%x-%x/devices/*/dev", id[:4], id[4:6], id[6:8], id[8:10], id[10:]))
+	devices, err := info.Identity.Devices()
 	if err != nil {
 		return 0, err
 	}
-	for _, device := range devices {
-		var major, minor uint32
-		number, err := os.ReadFile(device)
-		if err == nil {
-			_, err = fmt.Sscanf(string(number), "%d:%d", &major, &minor)
-		}
-		if err == nil {
-			return unix.Mkdev(major, minor), nil
-		}
+	if len(devices) > 0 {
+		return devices[0], nil
 	}
 	return 0, fmt.Errorf("%w: /sys/fs/btrfs has no device of the btrfs at %s", errdefs.ErrUnavailable, path)
 }
 
 // BtrfsInfo is what btrfs says of its devices.
 type BtrfsInfo struct {
-	Identity [16]byte
+	Identity btrfs.Identity
 	Devices  uint64 // how many there are
 	// Of one that is there:
 	ID   uint64
@@ -64,22 +56,12 @@ type BtrfsInfo struct {
 // Btrfs asks the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_FS_INFO and
 // BTRFS_IOC_DEV_INFO). The IDs of devices begin at 1, and have gaps once one was removed.
 func Btrfs(f *os.File) (BtrfsInfo, error) {
-	const fsInfo, devInfo, mostTries = 0x8400941f, 0xd000941e, 1 << 16
-	ask := func(name string, request uint, arg unsafe.Pointer) error {
-		if err := ioctl.Pointer(f, request, arg); err != nil {
-			return &fs.PathError{Op: name, Path: f.Name(), Err: err}
-		}
-		return nil
-	}
-	var all struct {
-		maxID, devices uint64
-		identity       [16]byte
-		_              [1024 - 32]byte
-	}
-	if err := ask("BTRFS_IOC_FS_INFO", fsInfo, unsafe.Pointer(&all)); err != nil {
+	const devInfo, mostTries = 0xd000941e, 1 << 16
+	all, err := btrfs.Ask(f)
+	if err != nil {
 		return BtrfsInfo{}, err
 	}
-	for tries, id := 0, all.maxID; ; tries, id = tries+1, id-1 {
+	for tries, id := 0, all.MaxID; ; tries, id = tries+1, id-1 {
 		var one struct {
 			id    uint64
 			_     [24]byte
@@ -88,12 +70,12 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 			path  [1024]byte
 		}
 		one.id = id
-		err := ask("BTRFS_IOC_DEV_INFO", devInfo, unsafe.Pointer(&one))
+		err := ioctl.Pointer(f, devInfo, unsafe.Pointer(&one))
 		if path := unix.ByteSliceToString(one.path[:]); err == nil && strings.HasPrefix(path, "/") { // one that is missing has none
-			return BtrfsInfo{Identity: all.identity, Devices: all.devices, ID: id, Path: path, Size: int64(one.total)}, nil
+			return BtrfsInfo{Identity: all.Identity, Devices: all.Devices, ID: id, Path: path, Size: int64(one.total)}, nil
 		}
 		if err != nil && !errors.Is(err, unix.ENODEV) {
-			return BtrfsInfo{}, err
+			return BtrfsInfo{}, &fs.PathError{Op: "BTRFS_IOC_DEV_INFO", Path: f.Name(), Err: err}
 		}
 		if id <= 1 || tries == mostTries {
 			return BtrfsInfo{}, fmt.Errorf("%w: btrfs knows of no device below %s that is there", errdefs.ErrUnavailable, f.Name())

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/btrfs"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/directory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
@@ -54,7 +55,7 @@ type pool struct {
 	reflink     bool   // the filesystem can share blocks between files
 	kind        int64  // of the filesystem, as in statfs(2)
 	block       int64  // of the filesystem in bytes, or less
-	allocation  string // of a btrfs, see allocationOf
+	allocation  string // where the kernel tells what the space of a btrfs is for
 
 	*catalog.Catalog[*object]
 	// Guarded by its Mu, too, or not changed after the pool was opened:
@@ -160,9 +161,11 @@ func (p *pool) lookAtFilesystem(ctx context.Context) (err error) {
 	}
 	p.kind, p.block = st.Type, min(st.Bsize, blockdev.Granularity)
 	if p.kind == unix.BTRFS_SUPER_MAGIC {
-		if p.allocation, err = allocationOf(p.lock); err != nil {
+		info, err := btrfs.Ask(p.lock)
+		if err != nil {
 			return errdefs.FromErrno(err)
 		}
+		p.allocation = info.Identity.Directory() + "/allocation"
 	}
 	var lock unix.Stat_t
 	if err := unix.Fstat(int(p.lock.Fd()), &lock); err != nil {
