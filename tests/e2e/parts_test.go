@@ -461,7 +461,7 @@ func race(p *parts, do func(int) error, want ...codes.Code) [2]codes.Code {
 // the end claims, objects and images agree; and then all go.
 func TestKilled(t *testing.T) {
 	p := start(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 12*time.Minute)
 	defer cancel()
 	killing, stop := context.WithCancel(ctx)
 	seed := uint64(time.Now().UnixNano())
