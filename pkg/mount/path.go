@@ -27,6 +27,8 @@ type Info struct {
 	Device uint64
 	// Node: a block device node. Directory: a directory. Neither: a file or something else.
 	Node, Directory bool
+	// Unlinked: the file has no name any more, so nothing can be mounted on it, and it can be mounted nowhere else.
+	Unlinked bool
 	// ReadOnly: the mount, or the filesystem below it, takes no writes.
 	ReadOnly bool
 	// Statfs is what statfs(2) says of the filesystem.
@@ -91,13 +93,14 @@ func at(path string) (Info, error) {
 	}
 	defer unix.Close(fd)
 	var sx unix.Statx_t
-	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_TYPE|unix.STATX_MNT_ID, &sx); err != nil {
+	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_TYPE|unix.STATX_NLINK|unix.STATX_MNT_ID, &sx); err != nil {
 		return Info{}, &fs.PathError{Op: "statx", Path: path, Err: err}
 	}
 	info := Info{
 		Root:      sx.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0,
 		Device:    unix.Mkdev(sx.Dev_major, sx.Dev_minor),
 		Directory: sx.Mode&unix.S_IFMT == unix.S_IFDIR,
+		Unlinked:  sx.Mask&unix.STATX_NLINK != 0 && sx.Nlink == 0,
 		mount:     int(sx.Mnt_id),
 	}
 	if sx.Mode&unix.S_IFMT == unix.S_IFBLK {

@@ -48,7 +48,7 @@ func readerNamespace() (int, error) {
 	return int(readers.namespace.Fd()), nil
 }
 
-// BindReader attaches a block device at target, an existing file, for reading only.
+// BindReader attaches a block device at target, an existing file, for reading only. RemoveTarget takes it away.
 // ErrUnsupported where the kernel cannot.
 func BindReader(number uint64, target string) error {
 	fail := func(what string, err error) error {
@@ -59,9 +59,14 @@ func BindReader(number uint64, target string) error {
 		return fail("find its owner", err)
 	}
 	defer holdForks()()
+	bound := false
 	tree, err := detachedNode(number, namespace)
 	if errors.Is(err, unix.EINVAL) { // idmapped mounts of tmpfs: Linux 6.3
-		defer func() { _ = os.Remove(nodeBeside(target)) }()
+		defer func() {
+			if !bound {
+				_ = os.Remove(nodeBeside(target))
+			}
+		}()
 		tree, err = nodeNextTo(target, number, namespace)
 	}
 	if errors.Is(err, unix.EINVAL) {
@@ -77,6 +82,7 @@ func BindReader(number uint64, target string) error {
 	if err := attachTree(tree, target); err != nil {
 		return fail("attach", err)
 	}
+	bound = true
 	return nil
 }
 
@@ -98,7 +104,8 @@ func detachedNode(number uint64, namespace int) (int, error) {
 	return makeNode(directory, "device", number, namespace)
 }
 
-// nodeBeside is where a target's device node is for a moment.
+// nodeBeside is where a target's device node is, as long as it is mounted there: what is linked nowhere can be mounted nowhere else
+// (ENOENT, d_set_mounted of fs/dcache.c), and the kubelet binds what was published to paths of its own.
 func nodeBeside(target string) string { return target + nodeSuffix }
 
 const nodeSuffix = ".node"
@@ -116,7 +123,7 @@ func nodeNextTo(target string, number uint64, namespace int) (int, error) {
 	return makeNode(unix.AT_FDCWD, nodeBeside(target), number, namespace)
 }
 
-// removeNode removes a device node that a driver left that was killed.
+// removeNode removes a device node.
 func removeNode(path string) error {
 	info, err := os.Lstat(path)
 	if err == nil && info.Mode().Type() == fs.ModeDevice {

@@ -81,10 +81,13 @@ func targetError(err error) error {
 }
 
 // RemoveTarget unmounts a path and removes the empty directory or empty file that is
-// left; never anything with content: that is somebody's data.
+// left, and the device node of a reader; never anything with content: that is somebody's data.
 func RemoveTarget(path string) error {
 	if err := Unmount(path); err != nil {
 		return err
+	}
+	if err := removeNode(nodeBeside(path)); err != nil {
+		return fmt.Errorf("remove %s: %w", nodeBeside(path), err)
 	}
 	info, err := os.Lstat(path)
 	if Missing(err) {
@@ -101,9 +104,6 @@ func RemoveTarget(path string) error {
 			return fmt.Errorf("%w: %s is not removed: nothing is mounted there, and it has files in it", errdefs.ErrPrecondition, path)
 		}
 		return fmt.Errorf("remove %s: %w", path, err)
-	}
-	if err := removeNode(nodeBeside(path)); err != nil {
-		return fmt.Errorf("remove %s: %w", nodeBeside(path), err)
 	}
 	return nil
 }

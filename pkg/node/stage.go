@@ -226,7 +226,13 @@ func (s *Server) bindDevice(ctx context.Context, v volume.Volume, device blockde
 	}
 	info, err := findMount(path)
 	if err == nil && info.Root {
-		return s.checkBound(ctx, v, path, how)
+		if err := s.checkBound(ctx, v, path, how); err != nil || !how.readOnly || !info.Unlinked {
+			return err
+		}
+		// An older driver, or somebody else, has removed its node, so the kubelet cannot bind it.
+		if err = mount.Unmount(path); errors.Is(err, errdefs.ErrInUse) {
+			return nil // but who has it open may go on
+		}
 	}
 	if err == nil && how.readOnly {
 		err = mount.BindReader(device.Number, path)

@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
 // TestReaderSeesWriter: a target for reading shows what was written and synced at another target
@@ -56,6 +57,11 @@ func TestReaderSeesWriter(t *testing.T) {
 				}
 			}
 			check.OK(t, f.Close())
+			boundAsByTheKubelet(t, reader, 4)
+			if err := os.Remove(reader + ".node"); err == nil { // before Linux 6.3, as older drivers did
+				check.OK(t, v.publish(reader, true))
+				boundAsByTheKubelet(t, reader, 4)
+			}
 
 			// The kubelet has a loop device of its own over it meanwhile.
 			loop := drivertest.PlainLoop(t, reader)
@@ -73,6 +79,17 @@ func TestReaderSeesWriter(t *testing.T) {
 			d.nothingLeft()
 		})
 	}
+}
+
+// boundAsByTheKubelet: what is published can be bound to another path, and read there, and not be written.
+func boundAsByTheKubelet(t *testing.T, published string, seed uint64) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "pod")
+	check.OK(t, os.WriteFile(path, nil, 0o600))
+	check.OK(t, mount.Bind(published, path, false))
+	defer func() { check.OK(t, mount.Unmount(path)) }()
+	holds(t, path, seed)
+	refusesWrites(t, path)
 }
 
 // TestNotSynced: what was written to a raw volume, and not synced, is there when it is staged again.
