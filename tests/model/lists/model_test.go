@@ -1,4 +1,4 @@
-// Package lists explores what the numbers of lists of current legs are for (docs/replication.md, "An object of before"): the object of a volume with several legs is put back to what it was at any moment, more than once,
+// Package lists explores what the numbers of lists of current legs are for (docs/replication.md, "Restored objects"): the object of a volume with several legs is put back to what it was at any moment, more than once,
 // while the volume is used and while it is not. It runs no code of the driver. What else fails, and what is copied, is in tests/model/replication.
 //
 // There is: the object, and two backups of it; two or three legs, with their records, and how much of what was written each has; and a user with a mirror, and a driver that may start anew.
