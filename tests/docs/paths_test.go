@@ -35,19 +35,19 @@ func TestPaths(t *testing.T) {
 	}
 }
 
-// room is a name in the list of rooms of docs/design.md, where a line begins or after the end of a sentence within one.
-var room = regexp.MustCompile(`(?m)(?:^ {4}|\. {3})([a-z][a-z/-]*)  `)
+// listedName is a name in the list of packages of docs/design.md, where a line begins or after the end of a sentence within one.
+var listedName = regexp.MustCompile(`(?m)(?:^ {4}|\. {3})([a-z][a-z/-]*)  `)
 
-// TestRooms: the list of rooms has each part of the repository, once.
-func TestRooms(t *testing.T) {
+// TestPackages: the list of packages has each part of the repository, once.
+func TestPackages(t *testing.T) {
 	page, err := os.ReadFile(filepath.Join(root, "docs", "design.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, list, _ := strings.Cut(string(page), "## Rooms\n")
+	_, list, _ := strings.Cut(string(page), "## Packages\n")
 	list, _, _ = strings.Cut(list, "\n## ")
 	listed := map[string]int{}
-	for _, one := range room.FindAllStringSubmatch(list, -1) {
+	for _, one := range listedName.FindAllStringSubmatch(list, -1) {
 		listed[one[1]]++
 	}
 	parts := []string{"deploy", "docs", "hack"}
@@ -62,13 +62,13 @@ func TestRooms(t *testing.T) {
 	}
 	for _, part := range parts {
 		if listed[part] != 1 {
-			t.Errorf("docs/design.md: the list of rooms has %s %d times", part, listed[part])
+			t.Errorf("docs/design.md: the list of packages has %s %d times", part, listed[part])
 		}
 		delete(listed, part)
 	}
 	for part := range listed {
 		if strings.Contains(part, "/") { // else it is within another one
-			t.Errorf("docs/design.md: the list of rooms has %s, which is not there", part)
+			t.Errorf("docs/design.md: the list of packages has %s, which is not there", part)
 		}
 	}
 }
