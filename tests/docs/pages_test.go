@@ -27,6 +27,7 @@ type page struct {
 	links   []string
 	code    []string // lines of code blocks, and code in the text
 	text    string   // all of it, as it is written
+	loose   []string // rows that are in no table
 }
 
 // pages reads all pages of the tree that the site has.
@@ -79,6 +80,10 @@ func (p *page) take(n ast.Node, source []byte) {
 		p.links = append(p.links, string(n.Destination))
 	case *ast.Image:
 		p.links = append(p.links, string(n.Destination))
+	case *ast.Paragraph:
+		if row := plain(n, source); strings.HasPrefix(row, "|") {
+			p.loose = append(p.loose, row)
+		}
 	case *ast.CodeSpan:
 		p.code = append(p.code, plain(n, source))
 	case *ast.CodeBlock, *ast.FencedCodeBlock:
@@ -145,6 +150,15 @@ func TestLinks(t *testing.T) {
 	}
 	if checked < 100 {
 		t.Errorf("%d links were checked", checked)
+	}
+}
+
+// TestTables: each row is in a table. One after a blank line is not: readers see its bars.
+func TestTables(t *testing.T) {
+	for _, p := range pages(t) {
+		for _, row := range p.loose {
+			t.Errorf("%s: in no table: %.80s", p.path, row)
+		}
 	}
 }
 
