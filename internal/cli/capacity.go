@@ -102,35 +102,21 @@ func takes(class *overview.Class, p *overview.Pool) bool {
 	return poolset.Set(class.Pool).Has(p.Name) || class.Pool == "" && p.Default
 }
 
-// roomFor is what there is for volumes of a class: of those with replicas the first one is on a node that the class allows, the others are elsewhere in its network, each in a place of its own.
-func roomFor(o *overview.Overview, class *overview.Class) (all overview.Room) {
-	own, apart := map[string]overview.Room{}, map[string]map[string]overview.Room{} // by network, and site
+// roomFor is what there is for volumes of a class.
+func roomFor(o *overview.Overview, class *overview.Class) overview.Room {
+	rooms := overview.Rooms{Replicas: max(class.Replicas, 1)}
 	for _, n := range o.Nodes {
 		at, is := class.Sites[n.Name]
 		if class.Replicas > 1 && !is || !n.Ready {
 			continue
 		}
-		if apart[at.Network] == nil {
-			apart[at.Network] = map[string]overview.Room{}
-		}
 		for _, p := range n.Pools {
-			if !takes(class, &p) || slices.ContainsFunc(p.Problems, unusable) {
-				continue
-			}
-			one := overview.Room{Available: p.Available, Largest: p.MaxVolume}
-			apart[at.Network][at.Name] = apart[at.Network][at.Name].And(one)
-			if class.Allows(n.Name) {
-				own[at.Network] = own[at.Network].And(one)
+			if takes(class, &p) && !slices.ContainsFunc(p.Problems, unusable) {
+				rooms.Add(at, overview.Room{Available: p.Available, Largest: p.MaxVolume}, class.Allows(n.Name))
 			}
 		}
 	}
-	for network, room := range own {
-		if class.Replicas > 1 {
-			room = room.Apart(apart[network], class.Replicas)
-		}
-		all = all.And(room)
-	}
-	return all
+	return rooms.Sum()
 }
 
 // unusable: a pool with such a problem takes nothing.

@@ -68,67 +68,35 @@ func (s *Server) apart(ctx context.Context, p csimap.Parameters, nodes []string)
 	if err != nil {
 		return blockdev.Capacity{}, err
 	}
-	within := map[string]bool{} // the networks of the nodes
-	for _, node := range nodes {
-		within[networks[node]] = true
+	rooms := overview.Rooms{Replicas: p.Replicas.Legs()}
+	add := func(node string, first bool) (one blockdev.Capacity, err error) {
+		at := overview.Site{Network: networks[node], Name: places[node]}
+		if at.Name == "" {
+			return one, nil // no replica may be there
+		}
+		if one, err = s.store.Capacity(ctx, p.Pool, p.Encryption.Scheme, node); err == nil {
+			rooms.Add(at, overview.Room{Available: one.Available, Largest: one.MaxVolume}, first)
+		}
+		return one, err
 	}
-	for network := range within {
-		one, err := s.apartIn(ctx, p, nodes, func(node string) string {
-			if networks[node] != network {
-				return ""
-			}
-			return places[node]
-		}, slices.Sorted(maps.Keys(networks)))
+	for _, node := range nodes {
+		one, err := add(node, true)
 		if err != nil {
 			return blockdev.Capacity{}, err
 		}
 		all = all.And(one)
 	}
+	for _, node := range slices.Sorted(maps.Keys(networks)) {
+		if slices.Contains(nodes, node) || rooms.Enough(networks[node]) {
+			continue // each look counts the node's volumes
+		}
+		if _, err := add(node, false); err != nil {
+			return blockdev.Capacity{}, err
+		}
+	}
+	room := rooms.Sum()
+	all.Available, all.MaxVolume = room.Available, room.Largest
 	return all, nil
-}
-
-// apartIn is apart in one network. place is where a node is; empty: none of its volumes may be there.
-func (s *Server) apartIn(ctx context.Context, p csimap.Parameters, nodes []string, place func(node string) string, known []string) (own blockdev.Capacity, _ error) {
-	in := map[string]blockdev.Capacity{} // by place
-	add := func(node string) (one blockdev.Capacity, err error) {
-		if at := place(node); at != "" {
-			one, err = s.store.Capacity(ctx, p.Pool, p.Encryption.Scheme, node)
-			in[at] = in[at].And(one)
-		}
-		return one, err
-	}
-	for _, node := range nodes {
-		one, err := add(node)
-		if err != nil {
-			return blockdev.Capacity{}, err
-		}
-		own = own.And(one)
-	}
-	first := maps.Clone(in)
-	for _, node := range known {
-		if _, is := first[place(node)]; is || place(node) == "" {
-			continue
-		}
-		enough := 0 // places beside these that are no limit
-		for at, c := range in {
-			if _, is := first[at]; !is && c.Available >= own.Available && c.MaxVolume >= own.MaxVolume {
-				enough++
-			}
-		}
-		if enough >= p.Replicas.Legs()-1 {
-			break // so much is there that further nodes make no difference
-		}
-		if _, err := add(node); err != nil {
-			return blockdev.Capacity{}, err
-		}
-	}
-	places := map[string]overview.Room{}
-	for at, c := range in {
-		places[at] = overview.Room{Available: c.Available, Largest: c.MaxVolume}
-	}
-	room := overview.Room{Available: own.Available, Largest: own.MaxVolume}.Apart(places, p.Replicas.Legs())
-	own.Available, own.MaxVolume = room.Available, room.Largest
-	return own, nil
 }
 
 // homes are the nodes of a topology that can have volumes with some access; an empty name stands for all nodes.
