@@ -52,32 +52,23 @@ func (l *legs) labels(node string) map[string]string {
 	return nil
 }
 
-// apart is why a replica cannot come to a node; nil if it can, and for what is none. The controller places them the same way.
-func (l *legs) apart(v *v1alpha1.Volume, node string) error {
+// notBeside is why a replica cannot come to a node; nil if it can, and for what is none. The controller places them by the same rule.
+func (l *legs) notBeside(v *v1alpha1.Volume, node string) error {
 	if v.Spec.ReplicaOf == "" {
 		return nil
 	}
-	whole, key := l.whole[v.Spec.ReplicaOf], ""
+	whole := l.whole[v.Spec.ReplicaOf]
 	if whole == nil {
 		return fmt.Errorf("there is no volume %s that it is a replica of", v.Spec.ReplicaOf)
 	}
-	if key = whole.Spec.TopologyKey; key != "" && l.labels(node)[key] == "" {
-		return fmt.Errorf("it has no label %s (parameter replicaTopologyKey of the class), or you may not list nodes", key)
+	if key := whole.Spec.TopologyKey; key != "" && len(l.nodes) == 0 {
+		return fmt.Errorf("you may not list nodes, whose labels %s say where it may come to (parameter replicaTopologyKey)", key)
 	}
-	if v.OtherLeg(node, l.all) != nil {
-		return errors.New("it has another replica of the volume, or gets one")
-	}
-	for _, other := range l.all {
-		if other.Spec.ReplicaOf != v.Spec.ReplicaOf || other.Name == v.Name || v1alpha1.Going(other) {
-			continue
-		}
-		at := other.Spec.NodeName
-		if other.Moving() {
-			at = other.Spec.Move.Node
-		}
-		if key != "" && l.labels(at)[key] == l.labels(node)[key] {
-			return fmt.Errorf("it is where node %s is, which has another replica of the volume (parameter replicaTopologyKey=%s of the class)", at, key)
-		}
+	others := slices.DeleteFunc(slices.Clone(l.all), func(other *v1alpha1.Volume) bool {
+		return other.Spec.ReplicaOf != v.Spec.ReplicaOf || other.Name == v.Name || v1alpha1.Going(other)
+	})
+	if why := whole.NotBeside(others, node, l.labels); why != "" {
+		return errors.New("it " + why)
 	}
 	return nil
 }

@@ -143,7 +143,7 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 	if r.silent[node] != "" {
 		return fmt.Errorf("it does not answer: %s", r.silent[node])
 	}
-	if err := r.legs.apart(v, node); err != nil {
+	if err := r.legs.notBeside(v, node); err != nil {
 		return err
 	}
 	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, pool), keeps(v)

@@ -2,7 +2,9 @@ package cluster_test
 
 import (
 	"bytes"
+	"errors"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -14,6 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // legMovesTo asks for a leg to move to a node; empty: not any more.
@@ -139,4 +143,37 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	w.replaced("v", second.Name)
 	check.OK(t, s.Release(w.ctx, v.ID, a.name))
 	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestReplicaBesideMoving: where a leg is to move to, no other one is placed, nor in the zone of that; where it moves away from, one is.
+func TestReplicaBesideMoving(t *testing.T) {
+	w, _, s := legCluster(t, 4)
+	zones := map[string]string{"node-1": "a", "node-2": "c", "node-3": "b", "node-4": "c"}
+	for name, zone := range zones {
+		node := &corev1.Node{}
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: name}, node))
+		metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
+		check.OK(t, w.Update(w.ctx, node))
+	}
+	w.places(s, "zone", zones)
+	spec := replicas("v", 2, "node-1")
+	spec.Replicas.TopologyKey = "zone"
+	_, err := s.Create(w.ctx, spec)
+	check.OK(t, err)
+	legs := w.legsOf("v")
+	leaves := legs[0] // on node-1, in zone a; the other one is in b or c
+	to := map[string]string{"b": "node-4", "c": "node-3"}[zones[legs[1].Spec.NodeName]]
+	room := func() error {
+		r := w.whole("v")
+		return s.HasRoom(w.ctx, r, cluster.AddLeg(r), leaves, nil)
+	}
+	check.OK(t, room())
+	w.legMovesTo(leaves, to)
+	w.eventually("no zone is left", func() bool { return errors.Is(room(), errdefs.ErrNoSpace) })
+	if err := room(); !strings.Contains(err.Error(), "is where node "+to+" is, which has another replica of the volume, or gets one (parameter replicaTopologyKey=zone)") &&
+		!strings.Contains(err.Error(), "node "+to+" has another replica of the volume, or gets one") {
+		t.Error(err)
+	}
+	w.legMovesTo(leaves, "")
+	w.eventually("it stays", func() bool { return room() == nil })
 }

@@ -1,5 +1,7 @@
 package v1alpha1
 
+import "fmt"
+
 // Moves is how the volume is to move, and how far that is; nil for what there is not.
 func (v *Volume) Moves() (*Move, *MoveStatus) { return v.Spec.Move, v.Status.Move }
 
@@ -21,11 +23,43 @@ func (s *Snapshot) SetMoveStatus(far *MoveStatus) { s.Status.Move = far }
 // OtherLeg is another leg of its volume, among some Volumes, that is on a node or is to move there, and is not being deleted; nil: there is none, or it is no leg itself. Legs of one volume are on different nodes.
 func (v *Volume) OtherLeg(node string, all []*Volume) *Volume {
 	for _, other := range all {
-		if v.Spec.ReplicaOf != "" && other.Spec.ReplicaOf == v.Spec.ReplicaOf && other.Name != v.Name && !Going(other) && (other.Spec.NodeName == node || other.Moving() && other.Spec.Move.Node == node) {
+		if v.Spec.ReplicaOf != "" && other.Spec.ReplicaOf == v.Spec.ReplicaOf && other.Name != v.Name && !Going(other) && other.isOrComes(node) {
 			return other
 		}
 	}
 	return nil
+}
+
+// isOrComes reports whether a volume is on a node, or is to move there.
+func (v *Volume) isOrComes(node string) bool {
+	return v.Spec.NodeName == node || v.destination() == node
+}
+
+// destination is the node that a volume moves to; without a move, the one that it is on.
+func (v *Volume) destination() string {
+	if v.Moving() {
+		return v.Spec.Move.Node
+	}
+	return v.Spec.NodeName
+}
+
+// NotBeside is why a node cannot have a leg of the volume beside others, in words that follow on the name of the node; empty if it can. Legs are on different nodes, and with a TopologyKey where nodes have different values of that
+// label. Where a leg moves away from, or was lost, another one may be, but for its node.
+func (r *ReplicatedVolume) NotBeside(others []*Volume, node string, labels func(node string) map[string]string) string {
+	key := r.Spec.TopologyKey
+	value := labels(node)[key]
+	if key != "" && value == "" {
+		return "has no label " + key + " (parameter replicaTopologyKey)"
+	}
+	for _, other := range others {
+		if other.isOrComes(node) {
+			return "has another replica of the volume, or gets one"
+		}
+		if at := other.destination(); key != "" && !IsLost(other) && labels(at)[key] == value {
+			return fmt.Sprintf("is where node %s is, which has another replica of the volume, or gets one (parameter replicaTopologyKey=%s)", at, key)
+		}
+	}
+	return ""
 }
 
 // Moving: it is asked to move, and has not yet.

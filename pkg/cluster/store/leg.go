@@ -21,40 +21,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// neighbour is a node that has another leg.
-type neighbour struct {
-	*corev1.Node
-	leaves bool // it is to have it no more
-}
-
-// apart is why a node cannot have one more leg beside others; empty if it can. Legs are on different nodes, or where those have different values of the label that the class names, and in one network. Where a leg leaves, its successor
-// may be.
-func apart(r *v1alpha1.ReplicatedVolume, node *corev1.Node, network string, others []neighbour, theirs string) string {
-	key := r.Spec.TopologyKey
-	switch {
-	case theirs != "" && network != theirs:
-		return fmt.Sprintf("node %s is not in the network %q of the other replicas", node.Name, theirs)
-	case placeOf(node, key) == "":
-		return withoutLabel(node.Name, key)
-	}
-	for _, other := range others {
-		switch {
-		case other.Name == node.Name:
-			return fmt.Sprintf("node %s has a replica", node.Name)
-		case key != "" && !other.leaves && other.Labels[key] == node.Labels[key]:
-			return fmt.Sprintf("node %s is where node %s is, which has a replica (parameter replicaTopologyKey=%s)", node.Name, other.Name, key)
-		}
-	}
-	return ""
-}
-
-// kept are the legs beside which a new one is placed.
-func kept(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume, but string) []*v1alpha1.Volume {
+// kept are the legs beside which a new one is placed: all but that of a name.
+func kept(legs []*v1alpha1.Volume, but string) []*v1alpha1.Volume {
 	return slices.DeleteFunc(slices.Clone(legs), func(v *v1alpha1.Volume) bool { return v.Name == but || v1alpha1.Going(v) })
 }
 
-// unfitFor are the pools of a set that cannot have one more leg of a volume, which keeps so many bytes of it, and why.
-func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name, set string, keeps int64) (refusals, error) {
+// unfitFor are the pools that cannot have one more leg of a volume, and why. With instead it takes the place of that leg. All legs are in one network.
+func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, leg volume.Spec, instead *v1alpha1.Volume) (refusals, error) {
 	legs, err := s.legs(ctx, r)
 	if err != nil {
 		return nil, err
@@ -63,22 +36,34 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	if err != nil {
 		return nil, err
 	}
-	nodes, theirs, err := s.nodesOf(ctx, kept(r, legs, name), networks)
-	if err != nil {
-		return nil, err
+	others, network := kept(legs, name), ""
+	for _, v := range others {
+		network = cmp.Or(network, networks[v.Spec.NodeName])
 	}
-	pools, _, err := s.poolsOf(ctx, set, nil)
+	if instead != nil {
+		others = kept(others, instead.Name)
+	}
+	var list corev1.NodeList
+	if err := s.kube.Cache.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, kube.APIError("list nodes", err)
+	}
+	nodes := map[string]*corev1.Node{}
+	for i := range list.Items {
+		nodes[list.Items[i].Name] = &list.Items[i]
+	}
+	labels := func(node string) map[string]string { return cmp.Or(nodes[node], &corev1.Node{}).Labels }
+	keeps := r.Spec.Size + leg.Encryption.Scheme.Overhead()
+	pools, _, err := s.poolsOf(ctx, leg.Pool, nil)
 	unfit := refusals{}
 	for _, p := range pools {
-		node, err := s.nodeNamed(ctx, p.Spec.NodeName)
-		if err != nil {
-			return nil, err
-		}
-		why := apart(r, node, networks[node.Name], nodes, theirs)
+		node, why := p.Spec.NodeName, ""
 		switch step := max(p.Status.Granularity, blockdev.Granularity); {
-		case why != "":
-		case node.Spec.Unschedulable:
-			why = fmt.Sprintf("node %s is cordoned", node.Name)
+		case network != "" && networks[node] != network:
+			why = fmt.Sprintf("node %s is not in the network %q of the other replicas", node, network)
+		case r.NotBeside(others, node, labels) != "":
+			why = fmt.Sprintf("node %s %s", node, r.NotBeside(others, node, labels))
+		case nodes[node] != nil && nodes[node].Spec.Unschedulable:
+			why = fmt.Sprintf("node %s is cordoned", node)
 		case keeps%step != 0:
 			why = fmt.Sprintf("pool %s keeps volumes in steps of %d bytes, and this one has %d", p.Name, step, keeps)
 		default:
@@ -87,20 +72,6 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 		unfit[p.Name] = errors.New(why)
 	}
 	return unfit, err
-}
-
-// nodesOf are the nodes of some legs, and the network that they are in.
-func (s *Store) nodesOf(ctx context.Context, legs []*v1alpha1.Volume, networks map[string]string) (nodes []neighbour, network string, err error) {
-	for _, v := range legs {
-		node, err := s.nodeNamed(ctx, v.Spec.NodeName)
-		if err != nil {
-			return nil, "", err
-		}
-		if nodes = append(nodes, neighbour{node, v.Moving() || v1alpha1.IsLost(v)}); network == "" {
-			network = networks[v.Spec.NodeName]
-		}
-	}
-	return nodes, network, nil
 }
 
 // nodeNamed is a Node object as the cache has it, or one that has no more than its name.
@@ -172,7 +143,7 @@ func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	if instead != nil {
 		spec.Nodes, spec.Pool = []string{instead.Spec.Move.Node}, instead.MovePool()
 	}
-	unfit, err = s.unfitFor(ctx, r, name, spec.Pool, r.Spec.Size+spec.Encryption.Scheme.Overhead())
+	unfit, err = s.unfitFor(ctx, r, name, spec, instead)
 	return spec, unfit, err
 }
 
@@ -182,7 +153,7 @@ func (s *Store) lacking(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	if failed != nil || !errors.Is(err, errdefs.ErrNoSpace) {
 		return fmt.Errorf("replica %s of volume %s: %w", name, cluster.ReplicatedID(r), err)
 	}
-	return fmt.Errorf("%s: %w", roomFor(r.Spec.Replicas, len(kept(r, legs, name)), r.Spec.TopologyKey), err)
+	return fmt.Errorf("%s: %w", roomFor(r.Spec.Replicas, len(kept(legs, name)), r.Spec.TopologyKey), err)
 }
 
 // roomFor says how many places have room for a volume: nodes, or values of a label of theirs.
