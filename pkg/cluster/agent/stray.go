@@ -217,19 +217,28 @@ func (a *Agent) endStray(ctx context.Context, id volume.ID) {
 // dropStray removes what a pool has left of what has moved from this node to another one, which was taken for gone until the move had ended: nobody gave it back. It stays unless the API server
 // says for good that it is on another node, and that one says that it has it, whole, and that it is, or came from, what is here: this may be all there is.
 func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed bool, look looking) (removed bool) {
-	var home string
+	var o cluster.Object
 	var err error
 	switch {
-	case id.Kind == blockdev.Snapshot:
-		home, err = a.dropMovedSnapshot(ctx, id, look)
+	case id.Kind == blockdev.Snapshot: // it is the same wherever it is, if it was cut at one moment
+		s := &v1alpha1.Snapshot{}
+		o, err = s, a.dropMoved(ctx, id, s, keylock.Snapshot(id.Key), look, func() error {
+			if err := a.isThere(ctx, s); err != nil {
+				return err
+			}
+			return a.local.DepartSnapshot(ctx, id, s.Status.Created.Time)
+		})
 	case sealed:
-		home, err = a.dropMoved(ctx, pool, id, look)
+		v := &v1alpha1.Volume{}
+		o, err = v, a.dropMoved(ctx, id, v, keylock.Volume(id.Key), look, func() error {
+			return a.local.DropMoved(ctx, pool, id, func(sealed time.Time) error { return a.hasMovedTo(ctx, id, v.Spec.NodeName, sealed) })
+		})
 	default:
 		return false
 	}
-	log := klog.FromContext(ctx).WithValues("id", id.String(), "pool", pool, "node", home)
+	log := klog.FromContext(ctx).WithValues("id", id.String(), "pool", pool, "node", o.Node())
 	if err != nil {
-		look.silent[home] = look.silent[home] || errors.Is(err, errdefs.ErrUnavailable)
+		look.silent[o.Node()] = look.silent[o.Node()] || errors.Is(err, errdefs.ErrUnavailable)
 		log.V(2).Info("What is left of what may have moved to another node stays for now", "why", err.Error())
 		return false
 	}
@@ -237,39 +246,17 @@ func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed
 	return true
 }
 
-// dropMoved is dropStray of a volume that was sealed (volume.DropMoved). It returns the node that the object names.
-func (a *Agent) dropMoved(ctx context.Context, pool string, id volume.ID, look looking) (home string, _ error) {
-	err := a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
-		v := &v1alpha1.Volume{}
-		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
-			return kube.APIError("read volume "+id.Key, err)
+// dropMoved drops what is left here of something if its object, which it reads into o, says that it is whole on another node.
+func (a *Agent) dropMoved(ctx context.Context, id volume.ID, o cluster.Object, lock string, look looking, drop func() error) error {
+	return a.withLocks([]string{lock}, func() error {
+		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, o); err != nil {
+			return kube.APIError("read the object of "+id.String(), err)
 		}
-		home = v.Spec.NodeName
-		if cluster.VolumeID(v) != id || !a.wholeElsewhere(v, look) {
-			return fmt.Errorf("%w: it is not known to be whole on node %s", errdefs.ErrPrecondition, home)
+		if o.Named() != id.Pool || !a.wholeElsewhere(o, look) {
+			return fmt.Errorf("%w: it is not known to be whole on node %s", errdefs.ErrPrecondition, o.Node())
 		}
-		return a.local.DropMoved(ctx, pool, id, func(sealed time.Time) error { return a.hasMovedTo(ctx, id, home, sealed) })
+		return drop()
 	})
-	return home, err
-}
-
-// dropMovedSnapshot is dropStray of a snapshot, which is the same wherever it is, if it was cut at one moment. It returns the node that the object names.
-func (a *Agent) dropMovedSnapshot(ctx context.Context, id volume.ID, look looking) (home string, _ error) {
-	err := a.withLocks([]string{keylock.Snapshot(id.Key)}, func() error {
-		s := &v1alpha1.Snapshot{}
-		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, s); err != nil {
-			return kube.APIError("read snapshot "+id.Key, err)
-		}
-		home = s.Spec.NodeName
-		if cluster.SnapshotID(s) != id || !a.wholeElsewhere(s, look) {
-			return fmt.Errorf("%w: it is not known to be whole on node %s", errdefs.ErrPrecondition, home)
-		}
-		if err := a.isThere(ctx, s); err != nil {
-			return err
-		}
-		return a.local.DepartSnapshot(ctx, id, s.Status.Created.Time)
-	})
-	return home, err
 }
 
 // wholeElsewhere reports whether an object says for good that it is on another node, and whole, and that node may answer.
