@@ -658,7 +658,7 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 		return Exported{}, fmt.Errorf("%w: volume %s is exported to %s, later than %s", errdefs.ErrPrecondition, id, e.Grant, to)
 	}
 	if is && e.Grant == to && e.boot == how.Boot {
-		err = l.unsealUsed(ctx, id) // whoever asks does not mirror it
+		err = l.unsealUsed(ctx, pool, record) // whoever asks does not mirror it
 		if err != nil {
 			return Exported{}, err
 		}
@@ -673,7 +673,7 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 			err = l.unusedHere(ctx, pool, record.Ref)
 		}
 		if err == nil {
-			err = l.unseal(ctx, id)
+			err = l.unseal(ctx, pool, record)
 		}
 		if err != nil {
 			return Exported{}, err

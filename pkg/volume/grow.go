@@ -27,21 +27,16 @@ func (l *Local) Grow(ctx context.Context, id ID, key Key) (Volume, error) {
 }
 
 func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volume, err error) {
-	v, err := l.Get(ctx, id)
+	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
 		return Volume{}, err
 	}
+	v := fromRecord(pool.Name(), l.node, record)
 	if size.Limit > 0 && v.Size > size.Limit && size.Required <= size.Limit {
 		return Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", errdefs.ErrOutOfRange, id, v.Size, size.Limit)
 	}
-	pool, ref, err := l.object(id, blockdev.Volume)
-	if err != nil {
+	if err := l.unsealUsed(ctx, pool, record); err != nil {
 		return Volume{}, err
-	}
-	if v.Sealed {
-		if err := l.unsealUsed(ctx, id); err != nil {
-			return Volume{}, err
-		}
 	}
 	overhead := v.Encryption.Scheme.Overhead()
 	want, err := size.Choose(v.Size, pool.Granularity(), overhead)
@@ -54,10 +49,10 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 	if want > v.Size && v.Read {
 		return Volume{}, fmt.Errorf("%w: volume %s is read by many, which would not see it grow; end the pods that read it", errdefs.ErrInUse, id)
 	}
-	ctx, span := trace.Start(ctx, "grow", "pool", pool.Name(), "object", ref.String())
+	ctx, span := trace.Start(ctx, "grow", "pool", pool.Name(), "object", record.Ref.String())
 	defer func() { span(err) }()
-	tracked, end := l.progress.Track(ctx, pool.Name(), ref.String())
-	record, err := pool.Expand(tracked, ref, want+overhead)
+	tracked, end := l.progress.Track(ctx, pool.Name(), record.Ref.String())
+	record, err = pool.Expand(tracked, record.Ref, want+overhead)
 	end()
 	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
 		err = l.growStack(ctx, pool, record, key)

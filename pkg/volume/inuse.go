@@ -29,7 +29,7 @@ func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, erro
 		return Origin{}, err
 	}
 	now := sealTime(record)
-	if err := l.unsealUsed(ctx, id); err != nil {
+	if err := l.unsealUsed(ctx, pool, record); err != nil {
 		return Origin{}, err
 	}
 	if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error { setTold(labels, now); return nil }); err != nil {
@@ -150,15 +150,11 @@ func (l *Local) usedBy(ctx context.Context, pool blockdev.Pool, record blockdev.
 }
 
 // unsealUsed has a volume be changed that is sealed for its user, if it stays.
-func (l *Local) unsealUsed(ctx context.Context, id ID) error {
-	_, record, err := l.exportRecord(ctx, id)
-	if err != nil {
-		return errdefs.IgnoreNotFound(err)
-	}
+func (l *Local) unsealUsed(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
 	if s, err := sealOf(record); err != nil || s.used == 0 {
 		return nil
 	}
-	return l.unseal(ctx, id)
+	return l.unseal(ctx, pool, record)
 }
 
 // prepared is what the label of an unfinished copy (labelImport) says that was prepared for the user of a volume: the generation of the claim that it is exported

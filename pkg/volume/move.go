@@ -201,15 +201,21 @@ func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.
 	return from, err
 }
 
-// unseal has a volume of this node that is sealed be used, if it stays.
-func (l *Local) unseal(ctx context.Context, id ID) error {
+// Unseal has a volume of this node that is sealed be used, if it stays; errors are those of Moves.Stays.
+func (l *Local) Unseal(ctx context.Context, id ID) error {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err) // what is missing, whoever uses it finds
 	}
+	return l.unseal(ctx, pool, record)
+}
+
+// unseal is Unseal of a volume by its record.
+func (l *Local) unseal(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
 	}
+	id := IDOf(pool.Name(), record)
 	if err := l.notLeft(id, record); err != nil {
 		return err
 	}
@@ -224,9 +230,6 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 	return changeLabel(ctx, pool, record.Ref, labelSealed, "")
 }
 
-// Unseal takes the seal of a volume of this node off that nobody uses, if it stays; errors are those of Moves.Stays.
-func (l *Local) Unseal(ctx context.Context, id ID) error { return l.unseal(ctx, id) }
-
 // stillHere is an error for a record of a pool that is sealed, of a volume that has moved: what was written since is not in its bytes.
 func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
@@ -236,7 +239,7 @@ func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockd
 		return err
 	}
 	if s, err := sealOf(record); err == nil && s.used != 0 {
-		return l.unseal(ctx, id) // or what its user writes may soon be elsewhere
+		return l.Unseal(ctx, id) // or what its user writes may soon be elsewhere
 	}
 	moves, err := l.movesOf(id)
 	if err == nil {
@@ -264,7 +267,7 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 	if err := l.endAllReading(ctx, id); err != nil {
 		return err
 	}
-	return l.unseal(ctx, id)
+	return l.Unseal(ctx, id)
 }
 
 // Left notes durably that a volume has moved to another node, as it was sealed then. The cluster has said so, and may go back to before that: then it says that the volume is here, and what was written since is

@@ -161,7 +161,7 @@ func (l *Local) changeLabels(ctx context.Context, pool blockdev.Pool, ref blockd
 		if !used {
 			break
 		}
-		if err := l.unseal(ctx, id); err != nil {
+		if err := l.Unseal(ctx, id); err != nil {
 			return record, err
 		}
 	}
