@@ -28,7 +28,7 @@ func main() {
 }
 
 // newRoot returns the command line. Without a command it serves, so that its flags are those of serve.
-// main prints the error of a command, in one line, and ends with status 1; "status" ends with 2 if something is wrong.
+// main prints the error of a command, in one line, and ends with the status that cli.Exit says.
 func newRoot() *cobra.Command {
 	cobra.EnableCommandSorting = false
 	root := serveCommand()

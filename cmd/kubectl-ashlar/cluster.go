@@ -25,6 +25,7 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/remotecommand"
+	"k8s.io/client-go/util/exec"
 	"k8s.io/streaming/pkg/httpstream"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -285,9 +286,10 @@ func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
 		return err
 	}
 	var said, complaint bounded
+	var exit exec.CodeExitError
 	if err := c.run(ctx, agent, &said, &complaint, "/driver", "describe", v.ID, "-o", "json"); ctx.Err() != nil {
 		return fmt.Errorf("ask the driver on node %s: %w", node, ctx.Err())
-	} else if v.Replicas != nil && strings.Contains(complaint.String(), cli.NoVolume) { // it is not used there yet
+	} else if v.Replicas != nil && errors.As(err, &exit) && exit.Code == cli.StatusNoVolume { // it is not used there yet
 		return nil
 	} else if err != nil {
 		return fmt.Errorf("ask the driver on node %s: %w", node, cmp.Or(complained(&complaint.Buffer), err))

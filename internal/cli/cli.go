@@ -45,8 +45,14 @@ type ProblemsError struct{ Count int }
 
 func (e *ProblemsError) Error() string { return fmt.Sprintf("problems: %d", e.Count) }
 
-// StatusProblems is the exit status of "status" where something is wrong; that of a command that failed is 1.
-const StatusProblems = 2
+// ErrNoVolume: no volume has the name that was given.
+var ErrNoVolume = errors.New("there is no volume")
+
+// The exit statuses of commands that failed; any other failure is 1.
+const (
+	StatusProblems = 2 // of "status": something is wrong
+	StatusNoVolume = 3 // ErrNoVolume
+)
 
 // Exit prints the error of a command, in one line, and returns the exit status that it means.
 func Exit(program string, err error) int {
@@ -58,6 +64,9 @@ func Exit(program string, err error) int {
 		return StatusProblems
 	}
 	fmt.Fprintf(os.Stderr, "%s: %s\n", program, Lines(err.Error()))
+	if errors.Is(err, ErrNoVolume) {
+		return StatusNoVolume
+	}
 	return 1
 }
 

@@ -380,7 +380,7 @@ func TestDescribeNames(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := run(fixed{o}, "describe", "shop/none"); err == nil || !strings.Contains(err.Error(), `no volume "shop/none"`) {
+	if _, err := run(fixed{o}, "describe", "shop/none"); err == nil || !strings.Contains(err.Error(), `no volume "shop/none"`) || Exit("x", err) != StatusNoVolume {
 		t.Errorf("a volume that is not there: %v", err)
 	}
 	for _, name := range []string{"snap.default." + key(20), key(20), "snapshot-20"} { // runbooks name both kinds by their keys

@@ -79,10 +79,7 @@ func NamesOf(v *overview.Volume) []string {
 // keyOf is the last part of an ID: in a cluster the name of the object.
 func keyOf(id string) string { return id[strings.LastIndexByte(id, '.')+1:] }
 
-// NoVolume is what begins to be said of a name that no volume has.
-const NoVolume = "there is no volume"
-
-// notThere says that no volume has a name, and which one is meant if a snapshot has it.
+// notThere says that no volume has a name (ErrNoVolume), and which one is meant if a snapshot has it.
 func notThere(o *overview.Overview, name string) error {
 	for _, s := range o.Snapshots {
 		if name == s.ID || name == s.Name || name == keyOf(s.ID) {
@@ -102,7 +99,7 @@ func notThere(o *overview.Overview, name string) error {
 			}
 		}
 	}
-	return fmt.Errorf(NoVolume+" %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", name)
+	return fmt.Errorf("%w %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", ErrNoVolume, name)
 }
 
 // Find returns the volume of an overview that a name is for.
