@@ -24,17 +24,13 @@ fi
 
 cat >"$dir/init" <<END
 #!/bin/bash
-export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run LC_ALL=C
-stty -opost
-mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit
-mountpoint -q /dev || mount -t devtmpfs dev /dev
+. "$here/init.sh"
+export HOME=/run TMPDIR=/run
 mkdir /run/disk /run/machine && mount -t 9p -o "\$VM_SHARE_OPTIONS" share /run/machine && mount /dev/vda /run/disk || exit
 ip link set lo up && ip addr add $address dev eth0 && ip link set eth0 up || exit
 $(printf '%q ' "$@")
 echo "the machine ends: \$?"
-sync
-echo b >/proc/sysrq-trigger # without ACPI there is no way to put it off; boot.sh has it end in place of a reset
-sleep infinity
+power_off
 END
 chmod +x "$dir/init"
 

@@ -48,19 +48,15 @@ fi
 # Every line of it runs in the VM, as its first process.
 cat >"$scratch/init" <<EOF
 #!/bin/bash
-export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$scratch/t TMPDIR=$scratch/t LC_ALL=C
-stty -opost
-mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit
-mountpoint -q /dev || mount -t devtmpfs dev /dev
+. "$here/init.sh"
+export HOME=$scratch/t TMPDIR=$scratch/t
 mkfs.ext4 -q /dev/vda && mount /dev/vda $scratch/t && cd $scratch/t || exit
 ip link set lo up 2>/dev/null
 ${server:+ip addr add 10.0.2.15/24 dev eth0 && ip link set eth0 up && export ASHLAR_APISERVER=tcp://10.0.2.2:$(cat "$scratch/port") || exit} # QEMU is the router, and gives the host's loopback this address
 echo "in a VM: Linux \$(uname -r), \$(nproc) CPU, \$(awk '/^MemTotal/ { print int(\$2 / 1024) }' /proc/meminfo) MiB"
 bash -c "\$(cat "$scratch/command")"
 echo "$scratch ended with \$?"
-sync
-echo b >/proc/sysrq-trigger # without ACPI there is no way to put it off; boot.sh has it end in place of a reset
-sleep infinity
+power_off
 EOF
 chmod +x "$scratch/init"
 
