@@ -2,6 +2,7 @@ package kube
 
 import (
 	"reflect"
+	"sync"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,7 +23,7 @@ func newInformer(from cache.ListerWatcher, example runtime.Object, resync time.D
 			panic(err) // TestPack packs them
 		}
 		delete(indexers, cache.NamespaceIndex) // they are in none
-		return &packing{cache.NewSharedIndexInformer(from, example, resync, indexers), format}
+		return &packing{SharedIndexInformer: cache.NewSharedIndexInformer(from, example, resync, indexers), format: format}
 	}
 	return cache.NewSharedIndexInformer(from, example, resync, indexers)
 }
@@ -65,7 +66,8 @@ func allUnpacked(vs []any) []any {
 // packing is an informer whose store has packed objects.
 type packing struct {
 	cache.SharedIndexInformer
-	format *pack.Format
+	format  *pack.Format
+	indexed indexed
 }
 
 // SetTransform has objects packed after they were transformed.
@@ -120,13 +122,40 @@ func (p *packing) AddEventHandlerWithOptions(h cache.ResourceEventHandler, o cac
 	return p.SharedIndexInformer.AddEventHandlerWithOptions(unpacking{h}, o)
 }
 
-// AddIndexers has objects indexed as they are.
+// AddIndexers has objects indexed as they are. An index only reads them.
 func (p *packing) AddIndexers(indexers cache.Indexers) error {
 	wrapped := cache.Indexers{}
 	for name, index := range indexers {
-		wrapped[name] = func(v any) ([]string, error) { return index(unpacked(v)) }
+		wrapped[name] = func(v any) ([]string, error) { return index(p.indexed.unpacked(v)) }
 	}
 	return p.SharedIndexInformer.AddIndexers(wrapped)
+}
+
+// indexed has what was unpacked last for an index. A store asks all its indexes for one object after the other, with its lock held: for what it was, and what it is.
+type indexed struct {
+	mu   sync.Mutex
+	last [2]struct {
+		packed *packed
+		object any
+	}
+}
+
+// unpacked is unpacked, of an object that nobody changes.
+func (i *indexed) unpacked(v any) any {
+	p, is := v.(*packed)
+	if !is {
+		return unpacked(v)
+	}
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	for _, one := range i.last {
+		if one.packed == p {
+			return one.object
+		}
+	}
+	i.last[1] = i.last[0]
+	i.last[0].packed, i.last[0].object = p, p.unpack()
+	return i.last[0].object
 }
 
 // GetStore returns the store, for readers.

@@ -2,6 +2,7 @@ package kube
 
 import (
 	"reflect"
+	"strconv"
 	"strings"
 	"testing"
 	"unsafe"
@@ -27,16 +28,26 @@ func (t *transforming) SetTransform(transform cache.TransformFunc) error {
 
 func (t *transforming) GetIndexer() cache.Indexer { return t.store }
 
+func (t *transforming) AddIndexers(indexers cache.Indexers) error {
+	return t.store.AddIndexers(indexers)
+}
+
 // packer returns what packs a volume as an informer does, and the store of that.
-func packer(t *testing.T) (func(*v1alpha1.Volume) *packed, cache.Indexer) {
+func packer(t testing.TB, indexers ...cache.Indexers) (func(*v1alpha1.Volume) *packed, cache.Indexer) {
 	t.Helper()
 	format, err := pack.New(reflect.TypeFor[v1alpha1.Volume]())
 	if err != nil {
 		t.Fatal(err)
 	}
 	informer := &transforming{store: cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{})}
-	if err := (&packing{informer, format}).SetTransform(nil); err != nil {
+	p := &packing{SharedIndexInformer: informer, format: format}
+	if err := p.SetTransform(nil); err != nil {
 		t.Fatal(err)
+	}
+	for _, one := range indexers {
+		if err := p.AddIndexers(one); err != nil {
+			t.Fatal(err)
+		}
 	}
 	return func(v *v1alpha1.Volume) *packed {
 		o, err := informer.transform(v)
@@ -73,6 +84,50 @@ func TestOneName(t *testing.T) {
 		}
 		if unsafe.StringData(o.name) != at || unsafe.StringData(store.ListKeys()[0]) != at {
 			t.Errorf("change %d has a name of its own", i)
+		}
+	}
+}
+
+// someIndexes are as many as a store has, each added by itself. Each tells seen of the object that it is asked for.
+func someIndexes(seen func(*v1alpha1.Volume)) (all []cache.Indexers) {
+	for i := range 6 {
+		all = append(all, cache.Indexers{strconv.Itoa(i): func(v any) ([]string, error) {
+			seen(v.(*v1alpha1.Volume))
+			return []string{v.(*v1alpha1.Volume).Spec.NodeName}, nil
+		}})
+	}
+	return all
+}
+
+// TestIndexedOnce: an object is unpacked once for all indexes, while a store holds its lock; when it changes, what it was, and what it is.
+func TestIndexedOnce(t *testing.T) {
+	seen := map[*v1alpha1.Volume]int{}
+	pack, store := packer(t, someIndexes(func(v *v1alpha1.Volume) { seen[v]++ })...)
+	on := func(node string) *packed {
+		return pack(&v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.VolumeSpec{NodeName: node}})
+	}
+	for i, change := range []func() error{func() error { return store.Add(on("n1")) }, func() error { return store.Update(on("n2")) }, func() error { return store.Replace([]any{on("n3")}, "") }} {
+		if err := change(); err != nil || len(seen) != i+1 {
+			t.Errorf("after change %d indexes were asked for %d objects, %v", i+1, len(seen), err)
+		}
+	}
+	for i := range 6 {
+		if all, err := store.IndexKeys(strconv.Itoa(i), "n3"); err != nil || len(all) != 1 {
+			t.Errorf("index %d has %v, %v", i, all, err)
+		}
+	}
+}
+
+// BenchmarkRelist is what a list anew of 100,000 volumes takes, for most of which a store has its lock.
+func BenchmarkRelist(b *testing.B) {
+	pack, store := packer(b, someIndexes(func(*v1alpha1.Volume) {})...)
+	all := make([]any, 100_000)
+	for i := range all {
+		all[i] = pack(&v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: strconv.Itoa(i)}, Spec: v1alpha1.VolumeSpec{NodeName: "node-" + strconv.Itoa(i%100), Pool: "default", Name: "pvc-" + strconv.Itoa(i)}})
+	}
+	for b.Loop() {
+		if err := store.Replace(all, ""); err != nil {
+			b.Fatal(err)
 		}
 	}
 }
