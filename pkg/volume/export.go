@@ -2,22 +2,12 @@ package volume
 
 import (
 	"context"
-	"crypto/hmac"
-	"crypto/rand"
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
-	"os"
-	"path/filepath"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
-	"time"
 
 	"k8s.io/klog/v2"
 
@@ -108,90 +98,6 @@ type Exporting struct {
 	Consumers Consumers
 	// Locks are those of the volumes: see keylock.Volume.
 	Locks *keylock.Table
-}
-
-// export is what the record of a volume says of its export.
-//
-// It ends with the start of the machine in which it was made. A disk that loses its power loses what it had acknowledged and not flushed, and whoever
-// uses it is to know. A consumer does not: its kernel would connect again, flush, and be told that all is safe. Without the export its I/O ends
-// with errors, as that of a disk that is gone.
-type export struct {
-	Grant
-	word string // random; the export's own
-	boot string // the word of the machine's start (Exporting.Boot)
-}
-
-var exportPattern = regexp.MustCompile(`^([1-9][0-9]{0,18}):([0-9a-f]{16}):([0-9a-f-]{1,36}):(\S+)$`)
-
-func (e export) label() string {
-	return fmt.Sprintf("%d:%s:%s:%s", e.Generation, e.word, e.boot, e.Node)
-}
-
-// exportOf is the export of an object, if its record has one. ErrDataLoss for one that cannot be read.
-func exportOf(r blockdev.Record) (e export, is bool, err error) {
-	label := r.Labels[labelExport]
-	if label == "" {
-		return export{}, false, nil
-	}
-	parts := exportPattern.FindStringSubmatch(label)
-	if parts != nil {
-		e.word, e.boot, e.Node = parts[2], parts[3], parts[4]
-		e.Generation, err = strconv.ParseInt(parts[1], 10, 64)
-	}
-	if parts == nil || err != nil {
-		return export{}, true, fmt.Errorf("%w: the record of %s says that it is exported, and not to whom; another version of the driver may have written it: "+
-			"end the pods that use the volume, which ends what is exported of it", errdefs.ErrDataLoss, r.Ref)
-	}
-	return e, true, nil
-}
-
-// IsExported reports whether the record of a volume says that another node uses it.
-func IsExported(r blockdev.Record) bool { return r.Labels[labelExport] != "" }
-
-func newExport(to Grant, boot string) export {
-	word := make([]byte, 8)
-	_, _ = rand.Read(word) // it never fails
-	return export{to, hex.EncodeToString(word), boot}
-}
-
-// nqn is the name of the subsystem: no other export has it, of whatever volume and whatever generation.
-func (e export) nqn(key string) string {
-	return fmt.Sprintf("%s%s:%d:%s", nvmet.Prefix, key, e.Generation, e.word)
-}
-
-// derived are 32 bytes for a purpose, which only who has the node's key can know.
-func derived(node []byte, nqn, purpose string) []byte {
-	mac := hmac.New(sha256.New, node)
-	mac.Write([]byte(purpose + "\x00" + nqn))
-	return mac.Sum(nil)
-}
-
-// hostProof is the word in the name of the host of an export.
-func hostProof(node []byte, nqn string) string {
-	return fmt.Sprintf("%x", derived(node, nqn, "host")[:8])
-}
-
-// host is the name of the one host that may connect.
-func (e export) host(node []byte, volume string) string {
-	consumer := sha256.Sum256([]byte(e.Node))
-	return fmt.Sprintf("%snode:%x:%s", nvmet.Prefix, consumer[:8], hostProof(node, e.nqn(volume)))
-}
-
-// secret is what the host proves that it has.
-func (e export) secret(node []byte, volume string) secret.Text {
-	return nvmet.Secret(derived(node, e.nqn(volume), "secret"))
-}
-
-// psk is what all that goes to the host and comes from it is encrypted by, for both of them.
-func (e export) psk(node []byte, volume string) secret.Text {
-	return nvmet.PSK(derived(node, e.nqn(volume), "psk"))
-}
-
-// uuid is that of the namespace: the kernel refuses two of one UUID in different subsystems, and one of an earlier generation may be there still.
-func (e export) uuid(key string) string {
-	sum := sha256.Sum256([]byte(e.nqn(key)))
-	sum[6], sum[8] = sum[6]&0x0f|0x80, sum[8]&0x3f|0x80 // RFC 9562, version 8
-	return fmt.Sprintf("%x-%x-%x-%x-%x", sum[:4], sum[4:6], sum[6:8], sum[8:10], sum[10:16])
 }
 
 // place is where a record of a volume is: beside the volume itself another pool may have what is left of it, which may be exported too.
@@ -310,323 +216,9 @@ func (l *Local) failure(at place) error {
 	return l.exports.failed[at]
 }
 
-// taken are the names of what the exporter does not have any more, or not whole, though nobody here has begun to end it: other tools for the kernel's target clear all of it.
-func (l *Local) taken(ctx context.Context) map[ID][]string {
-	l.exports.mu.Lock()
-	given := map[ID]map[string]string{}
-	for id, nqns := range l.exports.given {
-		given[id] = maps.Clone(nqns)
-	}
-	l.exports.mu.Unlock()
-	if len(given) == 0 {
-		return nil
-	}
-	exporter, _, err := l.exporter()
-	var have []nvmet.Export
-	if err == nil {
-		have, err = exporter.Exports(ctx)
-	}
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "Could not find out whether all volumes that other nodes use are exported")
-		return nil
-	}
-	whole := map[string]bool{}
-	for _, e := range have {
-		whole[e.NQN] = e.Device != "" && e.Host != ""
-	}
-	taken := map[ID][]string{}
-	for id, nqns := range given {
-		for nqn := range nqns {
-			if !whole[nqn] {
-				taken[id] = append(taken[id], nqn)
-			}
-		}
-	}
-	return taken
-}
-
-// ServeExports has the node export volumes, and exports again what its records tell of; of pools that come later, when they come. It is to be
-// called before anybody is answered. What cannot be exported now, KeepExports tries again, and health says so. What was exported before the machine started ends.
-func (l *Local) ServeExports(ctx context.Context, how Exporting) {
-	l.exports.mu.Lock()
-	l.exports.how = &how
-	l.exports.mu.Unlock()
-	l.arriving.Lock() // recover looks after it has put a pool there
-	arrived := make([]blockdev.Pool, 0, len(l.arrived))
-	for _, pool := range l.arrived {
-		arrived = append(arrived, pool)
-	}
-	l.arriving.Unlock()
-	if err := l.exportAgain(ctx, arrived...); err != nil {
-		klog.FromContext(ctx).Error(err, "Could not look for volumes to export again")
-	}
-}
-
-// again is an export that is made again.
-type again struct {
-	Exported
-	place
-	device blockdev.Device
-}
-
-// lot are exports that are made again, all at once: see nvmet.Target.Add. It has the locks of their volumes until it is done.
-type lot struct {
-	all     []again
-	unlocks map[string]func() // by the volumes' keys
-}
-
-// lock takes the lock of a volume, unless somebody else has it.
-func (m *lot) lock(how Exporting, id ID) bool {
-	if m.unlocks[id.Key] != nil {
-		return true
-	}
-	unlock, _ := how.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
-	if unlock == nil {
-		return false
-	}
-	if m.unlocks == nil {
-		m.unlocks = map[string]func(){}
-	}
-	m.unlocks[id.Key] = unlock
-	return true
-}
-
-func (m *lot) done() {
-	for _, unlock := range m.unlocks {
-		unlock()
-	}
-}
-
-// errLater is why a volume is not exported again that somebody works on: by the record that is read meanwhile, what is about to end would be.
-var errLater = fmt.Errorf("%w: something else is done to it", errdefs.ErrBusy)
-
-// exportAgain exports what the records of pools say. The pools come with a start, or have gone and come back: there, calls for their volumes may be on their way. What cannot
-// be exported, or is being worked on, KeepExports tries again; the former is logged.
-func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err error) {
-	how, is := l.exporting()
-	if !is {
-		return nil
-	}
-	l.exports.starting.Lock()
-	defer l.exports.starting.Unlock()
-	var m lot
-	defer m.done()
-	for _, pool := range pools {
-		err = errors.Join(err, l.attachAgain(ctx, &m, how, pool))
-	}
-	return errors.Join(err, l.addAgain(ctx, m.all))
-}
-
-// attachAgain attaches what the records of a pool say is exported, and ends what was exported before the machine started.
-func (l *Local) attachAgain(ctx context.Context, m *lot, how Exporting, pool blockdev.Pool) error {
-	records, err := pool.List(ctx, blockdev.Volume, "", 0)
-	if err != nil {
-		return err
-	}
-	for _, record := range records {
-		if !IsExported(record) && record.Labels[labelRead] == "" {
-			continue
-		}
-		at := place{IDOf(pool.Name(), record), pool.Name()}
-		if !m.lock(how, at.id) {
-			l.setFailed(at, errLater)
-			continue
-		}
-		record, err := pool.Get(ctx, record.Ref) // as it is now
-		if err == nil {
-			err = l.recordAgain(ctx, m, how, pool, record)
-		}
-		if err != nil {
-			l.failedAgain(ctx, at, err)
-		}
-	}
-	return nil
-}
-
-// recordAgain attaches what a record says is exported by one name. Of what many read the record does not say to whom: what the kernel has of it is noted.
-func (l *Local) recordAgain(ctx context.Context, m *lot, how Exporting, pool blockdev.Pool, record blockdev.Record) error {
-	e, is, err := exportOf(record)
-	if err != nil {
-		return err
-	}
-	if !is {
-		return l.noteReaders(ctx, pool, record)
-	}
-	one := again{place: place{IDOf(pool.Name(), record), pool.Name()}}
-	if one.Exported, one.device, err = l.attachOrEnd(ctx, how, pool, record, e); one.NQN != "" {
-		m.all = append(m.all, one)
-	}
-	return err
-}
-
-// attachOrEnd is attachExport of an export that goes on. One of before the machine started ends: nothing is returned then, and nothing on a node that exports nothing.
-func (l *Local) attachOrEnd(ctx context.Context, how Exporting, pool blockdev.Pool, record blockdev.Record, e export) (Exported, blockdev.Device, error) {
-	if !how.earlier(e.boot) {
-		if how.Open == nil { // health says so
-			return Exported{}, blockdev.Device{}, nil
-		}
-		return l.attachExport(ctx, pool, record, e)
-	}
-	klog.FromContext(ctx).Info("This machine has started anew, and may have lost what was written and not flushed; so who used a volume from elsewhere gets errors, and has to stage it again",
-		"pool", pool.Name(), "volume", record.Ref.String(), "consumer", e.Node)
-	return Exported{}, blockdev.Device{}, l.endExport(ctx, pool, record, e)
-}
-
-// addAgain exports what is attached, in one call, and closes the devices. What is exported already the other way, with TLS or without, goes on.
-func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
-	if len(all) == 0 {
-		return nil
-	}
-	defer func() {
-		for i := range all {
-			err = errors.Join(err, all[i].device.Close())
-		}
-	}()
-	exporter, _, err := l.exporter()
-	if err != nil { // it was there a moment ago
-		return err
-	}
-	add := make([]nvmet.Export, len(all))
-	for i, one := range all {
-		add[i] = one.export(one.device.Path)
-	}
-	together, failures := exporter.Add(ctx, add...), map[place]error{}
-	for i, one := range all {
-		var failure error
-		if together != nil { // of some of them
-			failure = exporter.Add(ctx, add[i])
-		}
-		if errors.Is(failure, nvmet.ErrOtherwise) {
-			failure = nil
-		}
-		if failure == nil {
-			l.setGiven(one.id, one.NQN, one.Host)
-		}
-		failures[one.place] = errors.Join(failures[one.place], failure)
-	}
-	for at, failure := range failures {
-		l.failedAgain(ctx, at, failure)
-	}
-	return nil
-}
-
-// failedAgain notes how it stands with an export that is made again.
-func (l *Local) failedAgain(ctx context.Context, at place, err error) {
-	switch before := l.setFailed(at, err); {
-	case err != nil && !before:
-		klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", at.id.String(), "pool", at.pool)
-	case err == nil && before:
-		klog.FromContext(ctx).Info("Exported a volume again", "volume", at.id.String(), "pool", at.pool)
-	}
-}
-
-// exportPause is after how long an export that failed is tried again.
-const exportPause = 10 * time.Second
-
-// KeepExports exports, until ctx ends, what could not be when the node started, and what somebody else has taken out of the kernel since; and ends what is exported and in
-// no record.
-func (l *Local) KeepExports(ctx context.Context) {
-	ticks := time.NewTicker(exportPause)
-	defer ticks.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticks.C:
-			l.retryExports(ctx)
-			if err := l.endUnsaid(ctx); err != nil && ctx.Err() == nil {
-				klog.FromContext(ctx).V(2).Info("Could not end what is exported and in no record; trying again", "err", err.Error())
-			}
-		}
-	}
-}
-
-// retryExports tries all of them in one call, too: perhaps none could be exported.
-func (l *Local) retryExports(ctx context.Context) {
-	taken := map[place][]string{}
-	for id, nqns := range l.taken(ctx) {
-		taken[place{id, l.placeOf(id)}] = nqns
-	}
-	l.exports.mu.Lock()
-	for at := range l.exports.failed {
-		if _, is := taken[at]; !is {
-			taken[at] = nil
-		}
-	}
-	l.exports.mu.Unlock()
-	how, _ := l.exporting()
-	var m lot
-	defer m.done()
-	for at, nqns := range taken {
-		if !m.lock(how, at.id) {
-			continue // until the next time
-		}
-		if err := l.retryExport(ctx, &m, how, at, nqns); err != nil {
-			l.failedAgain(ctx, at, err)
-		}
-	}
-	if err := l.addAgain(ctx, m.all); err != nil {
-		klog.FromContext(ctx).Error(err, "Could not export volumes again; they are tried again")
-	}
-}
-
-// retryExport attaches what is to be exported again by a record, the lock of whose volume the caller has: what failed, or was taken by some names; unless its end has begun meanwhile.
-func (l *Local) retryExport(ctx context.Context, m *lot, how Exporting, at place, taken []string) error {
-	given := l.givenOf(at.id)
-	maps.DeleteFunc(given, func(nqn, _ string) bool { return !slices.Contains(taken, nqn) })
-	if len(given) == 0 && l.failure(at) == nil {
-		return nil
-	}
-	names := slices.Sorted(maps.Keys(given))
-	if len(given) > 0 {
-		klog.FromContext(ctx).Info("The kernel does not export a volume any more that other nodes use, and this driver has not ended that; exporting it again", "volume", at.id.String(),
-			"exports", names)
-	}
-	pool, record, err := l.recordAt(ctx, at)
-	switch {
-	case errors.Is(err, errdefs.ErrNotFound), err == nil && !IsExported(record) && record.Labels[labelRead] == "":
-		l.ending(at, names...)
-		return nil
-	case err != nil:
-		return nil // until its pool answers
-	case len(given) > 0 && !IsExported(record):
-		return l.readAgain(ctx, m, pool, record, given)
-	}
-	return l.recordAgain(ctx, m, how, pool, record)
-}
-
-// recordAt returns the record of a volume that a pool has, be it the volume's own or of what is left of it.
-func (l *Local) recordAt(ctx context.Context, at place) (blockdev.Pool, blockdev.Record, error) {
-	pool, err := l.pool(at.pool)
-	if err != nil {
-		return nil, blockdev.Record{}, err
-	}
-	record, err := pool.Get(ctx, at.id.ref())
-	return pool, record, err
-}
-
-// anyRecord returns the record of a volume, whole as the pool has it, also of an unfinished one.
-func (l *Local) anyRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
-	pool, ref, err := l.object(id, blockdev.Volume)
-	if err != nil {
-		return nil, blockdev.Record{}, err
-	}
-	record, err := pool.Get(ctx, ref)
-	return pool, record, err
-}
-
-// exportRecord returns the record of a volume, whole as the pool has it.
-func (l *Local) exportRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
-	pool, record, err := l.anyRecord(ctx, id)
-	if err == nil && unfinished(record) {
-		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrNotFound, id)
-	}
-	return pool, record, err
-}
-
 // ExportOf says to whom a volume is exported, by its record; false if to nobody.
 func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
-	_, record, err := l.exportRecord(ctx, id)
+	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Grant{}, false, err
 	}
@@ -646,7 +238,7 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 	}
 	ctx, end := trace.Start(ctx, "export", "volume", id.String())
 	defer func() { end(err) }()
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Exported{}, err
 	}
@@ -659,34 +251,36 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 	}
 	if is && e.Grant == to && e.boot == how.Boot {
 		err = l.unsealUsed(ctx, pool, record) // whoever asks does not mirror it
-		if err != nil {
-			return Exported{}, err
-		}
 	} else {
 		if is {
 			err = l.unexport(ctx, pool, record, e)
 		}
 		if err == nil {
-			err = l.endAllReading(ctx, id)
-		}
-		if err == nil {
-			err = l.unusedHere(ctx, pool, record.Ref)
-		}
-		if err == nil {
-			err = l.unseal(ctx, pool, record)
-		}
-		if err != nil {
-			return Exported{}, err
-		}
-		e = newExport(to, how.Boot)
-		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-			setLabel(labels, labelExport, e.label())
-			return nil
-		}); err != nil {
-			return Exported{}, err
+			e = newExport(to, how.Boot)
+			record, err = l.recordExport(ctx, pool, record, e)
 		}
 	}
+	if err != nil {
+		return Exported{}, err
+	}
 	return l.export(ctx, pool, record, e)
+}
+
+// recordExport has the record of a volume say that it is exported, once nobody else uses it.
+func (l *Local) recordExport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (blockdev.Record, error) {
+	if err := l.endAllReading(ctx, IDOf(pool.Name(), record)); err != nil {
+		return record, err
+	}
+	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
+		return record, err
+	}
+	if err := l.unseal(ctx, pool, record); err != nil {
+		return record, err
+	}
+	return pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+		setLabel(labels, labelExport, e.label())
+		return nil
+	})
 }
 
 // mayExport is ErrInvalid for whom nothing can be exported to.
@@ -946,46 +540,4 @@ func (l *Local) exportHealth(v Volume) []blockdev.Problem {
 	}
 	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: ReasonNotExported,
 		Message: fmt.Sprintf("another node uses it, and its home %s cannot export it: %s", l.node, errdefs.Words(err))}}
-}
-
-// keySize is that of Exporting.Key, in bytes.
-const keySize = 32
-
-// ExportKey returns the key in a file that nobody else reads, for Exporting. If there is no file it makes one, durably: another key would be of no use to
-// consumers that are connected.
-func ExportKey(path string) ([]byte, error) {
-	key, err := os.ReadFile(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		key = make([]byte, keySize)
-		_, _ = rand.Read(key) // it never fails
-		err = writeKey(path, key)
-	}
-	if err == nil && len(key) != keySize {
-		err = fmt.Errorf("%w: it has %d bytes, not %d; remove it, and a new one is made: what other nodes use of this one has to be staged again then", errdefs.ErrDataLoss, len(key), keySize)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("key for exports %s: %w", path, err)
-	}
-	return key, nil
-}
-
-// writeKey makes a file of all of a key, or none.
-func writeKey(path string, key []byte) (err error) {
-	temporary := path + ".new"
-	f, err := os.OpenFile(temporary, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(key)
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(temporary, path); err != nil {
-		return err
-	}
-	directory, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(directory.Sync(), directory.Close())
 }

@@ -27,7 +27,7 @@ func (l *Local) Grow(ctx context.Context, id ID, key Key) (Volume, error) {
 }
 
 func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volume, err error) {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Volume{}, err
 	}

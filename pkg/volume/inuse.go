@@ -24,7 +24,7 @@ import (
 // Describe returns a volume as the origin of a move that begins while it is used. Created is now, later than all descriptions and seals of before; there is no
 // Read. A seal for its user is broken. Claims is how many claims there were.
 func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, error) {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
 	}
@@ -49,7 +49,7 @@ const (
 // DataRanges are those of a volume that hold data, in order: what is between them reads as zeros. If that takes long to find out it is all one range. Who uses
 // the volume holds back its writes, from before this until it knows of all that it writes itself.
 func (l *Local) DataRanges(ctx context.Context, id ID) ([]blockdev.Extent, error) {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -100,7 +100,7 @@ func coarser(ranges []blockdev.Extent, most int) []blockdev.Extent {
 // sealed, the same each time; Labels are all that the volume takes along, which do not change from then on. It stays sealed as long as the API server does not say that
 // the volume stays. ErrPrecondition for one that somebody else uses, or nobody.
 func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Origin, error) {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
 	}
@@ -385,7 +385,7 @@ func (l *Local) endPrepared(ctx context.Context, pool blockdev.Pool, record bloc
 
 // SealedSince is when a volume was sealed; false if it is not.
 func (l *Local) SealedSince(ctx context.Context, id ID) (time.Time, bool, error) {
-	_, record, err := l.exportRecord(ctx, id)
+	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return time.Time{}, false, err
 	}

@@ -281,7 +281,7 @@ const mostMarked = 1 << 14
 // Marks is what was written to a leg since an era that BeginEra has told, in order, and perhaps more: all of it, where that is not known. Since 0 it is what was ever written, or holds data: all else reads as zeros.
 // What is written meanwhile may be missing.
 func (l *Local) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Extent, error) {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -314,7 +314,7 @@ func (l *Local) BeginEra(ctx context.Context, id ID) (number uint32, err error) 
 			err = fmt.Errorf("begin an era of the marks of volume %s: %w", id, err)
 		}
 	}()
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return 0, err
 	}

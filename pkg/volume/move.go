@@ -52,7 +52,7 @@ const AnyClaims = -1
 // that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
 // before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere, and for what has left this node (Left). The caller has the lock, now and while it reads.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
 	}
@@ -203,7 +203,7 @@ func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.
 
 // Unseal has a volume of this node that is sealed be used, if it stays; errors are those of Moves.Stays.
 func (l *Local) Unseal(ctx context.Context, id ID) error {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err) // what is missing, whoever uses it finds
 	}
@@ -274,7 +274,7 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 // on that node alone. So from now on nobody uses what is here, whatever the cluster says, before a person has adopted it (Readopt). What is not sealed, or was at another time, is not what has moved: it
 // stays as it is. The caller has the lock.
 func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) error {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
@@ -321,7 +321,7 @@ func (l *Local) leftHealth(v Volume) []blockdev.Problem {
 // Depart removes a volume that has moved to another node, as it was sealed then, and arrived there; that it is not here is success. ErrPrecondition if it is not
 // sealed, or was at another time: then it is not what has moved. ErrInUse while it is attached.
 func (l *Local) Depart(ctx context.Context, id ID, sealed time.Time) error {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
@@ -581,7 +581,7 @@ func cameFrom(label string, since time.Time) bool {
 // CameBy reports whether this node has a volume whole that was brought, be it to here or to where it came here from, as it was sealed at a time on a node that it has left. So what
 // it is has all that is sealed there, and what was written since.
 func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, error) {
-	_, record, err := l.exportRecord(ctx, id)
+	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return false, errdefs.IgnoreNotFound(err)
 	}

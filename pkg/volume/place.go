@@ -157,7 +157,7 @@ func (l *Local) DropLeft(ctx context.Context, in string, id ID, claims int64) er
 	if err != nil {
 		return err
 	}
-	_, is, err := l.exportRecord(ctx, id)
+	_, is, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return err
 	}

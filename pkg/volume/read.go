@@ -75,7 +75,7 @@ func readingOf(r blockdev.Record, boot string) (reading, bool, error) {
 func (l *Local) AttachToRead(ctx context.Context, v Volume, _ bool) (_ blockdev.Device, err error) {
 	ctx, end := trace.Start(ctx, "attach to read", "volume", v.ID.String())
 	defer func() { end(err) }()
-	pool, record, err := l.exportRecord(ctx, v.ID)
+	pool, record, err := l.finishedRecord(ctx, v.ID)
 	if err == nil {
 		_, err = l.beginReading(ctx, pool, record, true)
 	}
@@ -101,7 +101,7 @@ func (l *Local) ExportToRead(ctx context.Context, id ID, to Grant) (_ Exported, 
 	}
 	ctx, end := trace.Start(ctx, "export to read", "volume", id.String())
 	defer func() { end(err) }()
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Exported{}, err
 	}
@@ -193,7 +193,7 @@ func (l *Local) IsReader(ctx context.Context, id ID, to Grant) (bool, error) {
 
 // readersNow are the exports of a volume for reading, and how each of their hosts is called.
 func (l *Local) readersNow(ctx context.Context, id ID) (all []reader, host func(Grant) string, err error) {
-	_, record, err := l.exportRecord(ctx, id)
+	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
 		return nil, nil, err
 	}
@@ -265,7 +265,7 @@ func (l *Local) noteReaders(ctx context.Context, pool blockdev.Pool, record bloc
 }
 
 // readAgain attaches what is to be exported again for reading, by some names to some hosts.
-func (l *Local) readAgain(ctx context.Context, m *lot, pool blockdev.Pool, record blockdev.Record, given map[string]string) error {
+func (l *Local) readAgain(ctx context.Context, b *batch, pool blockdev.Pool, record blockdev.Record, given map[string]string) error {
 	exporter, how, err := l.exporter()
 	if err != nil {
 		return err
@@ -285,7 +285,7 @@ func (l *Local) readAgain(ctx context.Context, m *lot, pool blockdev.Pool, recor
 		}
 		one := again{r.export(Grant{Generation: generation}).exported(exporter, how, record, attached.Size), place{IDOf(pool.Name(), record), pool.Name()}, attached}
 		one.Host = host // which node that is, its name tells who has the key, and nobody back
-		m.all = append(m.all, one)
+		b.all = append(b.all, one)
 	}
 	return nil
 }
@@ -301,7 +301,7 @@ func (r reading) reader(key, nqn string) (generation int64, is bool) {
 // EndReaders ends all exports of a volume for reading but those of generations that keep says. When it has returned without an error, nothing of them comes any more; and if
 // nobody reads the volume then, it is attached nowhere. After an error it is to be called again.
 func (l *Local) EndReaders(ctx context.Context, id ID, keep func(generation int64) bool) error {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
 		return errdefs.IgnoreNotFound(err)
 	}
@@ -311,7 +311,7 @@ func (l *Local) EndReaders(ctx context.Context, id ID, keep func(generation int6
 // EndReadingHere ends what this node itself reads of a volume, which has no claim for that any more: what could not be staged is never unstaged. What is mounted, bound
 // or open stays.
 func (l *Local) EndReadingHere(ctx context.Context, id ID) error {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
 		return errdefs.IgnoreNotFound(err)
 	}
@@ -333,7 +333,7 @@ func (l *Local) endAllReading(ctx context.Context, id ID) error {
 	if _, is := l.exporting(); !is { // then nobody is given anything to read
 		return nil
 	}
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
 		return errdefs.IgnoreNotFound(err) // what is missing, whoever uses it finds
 	}
@@ -403,7 +403,7 @@ func (l *Local) leaveReading(ctx context.Context, id ID) (is bool, err error) {
 	if !is {
 		return false, nil
 	}
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
 		return false, nil // a device is taken away without a record
 	}

@@ -184,3 +184,32 @@ func (l *Local) SetFlags(ctx context.Context, id ID, flags string) error {
 		return nil
 	})
 }
+
+// recordAt returns the record of a volume that a pool has, be it the volume's own or of what is left of it.
+func (l *Local) recordAt(ctx context.Context, at place) (blockdev.Pool, blockdev.Record, error) {
+	pool, err := l.pool(at.pool)
+	if err != nil {
+		return nil, blockdev.Record{}, err
+	}
+	record, err := pool.Get(ctx, at.id.ref())
+	return pool, record, err
+}
+
+// anyRecord returns the record of a volume, whole as the pool has it, also of an unfinished one.
+func (l *Local) anyRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return nil, blockdev.Record{}, err
+	}
+	record, err := pool.Get(ctx, ref)
+	return pool, record, err
+}
+
+// finishedRecord is anyRecord; ErrNotFound for an unfinished volume.
+func (l *Local) finishedRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
+	pool, record, err := l.anyRecord(ctx, id)
+	if err == nil && unfinished(record) {
+		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrNotFound, id)
+	}
+	return pool, record, err
+}
