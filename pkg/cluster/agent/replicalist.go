@@ -9,9 +9,14 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -374,4 +379,96 @@ func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 	}
 	return fmt.Errorf("%w: leg %s was on list %d of the legs that are current, of which the object of the replicated volume %s knows nothing: that was put back to what it was before, and %w; nothing is copied to it until a person says which legs are current "+
 		"(status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, leg.name, leg.List, v.Name, errAhead)
+}
+
+// writeList says which legs are current from now on. It fails with ErrBusy if anybody changed the object meanwhile: perhaps the claim.
+func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolume, current, opened []openedLeg) error {
+	g := v.Spec.Claim.Generation
+	return l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+		s.Opened, s.Waits = g, ""
+		for i := range s.Legs {
+			leg := &s.Legs[i]
+			was := leg.Current
+			if leg.Current = slices.ContainsFunc(current, func(c openedLeg) bool { return c.name == leg.Name }); leg.Current {
+				setCurrent(leg, g)
+				continue
+			}
+			if was && slices.ContainsFunc(opened, func(o openedLeg) bool { return o.name == leg.Name }) {
+				setWaiting(leg, "it was in use when its user ended, and is made equal to the one that is current")
+			} else if was {
+				setWaiting(leg, "its node did not answer when the volume was staged")
+			}
+		}
+	})
+}
+
+// setCurrent says of a leg that it has every acknowledged write, by a claim.
+func setCurrent(leg *v1alpha1.Leg, generation int64) {
+	*leg = v1alpha1.Leg{Name: leg.Name, Current: true, Sound: generation, List: leg.List, State: v1alpha1.LegCurrent}
+}
+
+// setWaiting says of a leg why it is not used.
+func setWaiting(leg *v1alpha1.Leg, why string) {
+	since := leg.Since
+	if leg.Current || since == nil {
+		now := metav1.Now().Rfc3339Copy() // as an object holds it
+		since = &now
+	}
+	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, List: leg.List, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
+}
+
+// number gives a new list of current legs, which v has, its number, and the legs on it that of their list; before is the object as it was, last the list before. The records of these legs know it then.
+func (l *ReplicaLegs) number(ctx context.Context, before, v *v1alpha1.ReplicatedVolume, last lastList) error {
+	number := max(before.Status.Lists, last.number) + 1
+	if byPerson(before) {
+		number += personGap
+	}
+	number, after, err := l.announce(ctx, v, v.Current(), last, number)
+	if err != nil {
+		return err
+	}
+	v.Status.Lists = number
+	for i := range v.Status.Legs {
+		switch leg := &v.Status.Legs[i]; {
+		case leg.Current:
+			leg.List = number
+		case !hasLists(before) || after > before.Status.Lists: // it is not known; or the object was put back, and one that has everything knows what came after
+			leg.List = max(leg.List, after)
+		}
+	}
+	return nil
+}
+
+// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody
+// changed the object since it was read.
+func (l *ReplicaLegs) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
+	return l.writeAfter(ctx, v, nil, edit)
+}
+
+// writeAfter is writeReplicas of a list that is a new one in any case, after the last one that is known; nil: what v has is that.
+func (l *ReplicaLegs) writeAfter(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
+	before := v.DeepCopy()
+	edit(&v.Status)
+	cluster.SummarizeLegs(v)
+	if last == nil && !sameList(before, v) {
+		last = &lastList{before.Status.Lists, before.Current()}
+	}
+	if last != nil {
+		if err := l.number(ctx, before, v, *last); err != nil {
+			*v = *before
+			return err
+		}
+	}
+	if equality.Semantic.DeepEqual(&before.Status, &v.Status) {
+		return nil
+	}
+	err := l.replicas.kube.Client.Status().Patch(ctx, v, kube.LockingPatch(before))
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		*v = *before
+		return fmt.Errorf("%w: the object of the replicated volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
+	}
+	if err != nil {
+		*v = *before
+	}
+	return kube.APIError("write which legs of the replicated volume "+v.Name+" are current", err)
 }
