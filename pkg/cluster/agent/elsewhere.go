@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 
-	"google.golang.org/grpc"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -103,18 +102,6 @@ func (a *Agent) askedStill(ctx context.Context, v *v1alpha1.Volume) error {
 		return fmt.Errorf("%w: nobody wants %s of node %s any more", errdefs.ErrBusy, v.Name, a.local.Node())
 	}
 	return nil
-}
-
-// agentOf connects to the agent of a pool of another node. ErrUnavailable if it does not say where it is: it may do so later.
-func (a *Agent) agentOf(ctx context.Context, node string) (grpc.ClientConnInterface, error) {
-	if a.options.Agents == nil {
-		return nil, fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
-	}
-	at, err := a.endpoint(ctx, node)
-	if err != nil {
-		return nil, err
-	}
-	return a.options.Agents.Agent(node, at)
 }
 
 // OpenCopy opens what a copy on another node is made of, or what moves there, for the agent of that node: it is a transfer.Source. A volume is cut first, and what

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -18,7 +17,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
@@ -26,7 +24,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -44,12 +41,6 @@ type others struct {
 	agents map[string]v1alpha1.AgentEndpoint // where the agents of other nodes were found last
 	told   map[string]bool                   // those whose homes have said since the start what their mutable parameters are
 }
-
-// How long the agent of another node may take for an answer. To export a volume takes it a few steps.
-const (
-	homeTime = 10 * time.Second
-	openTime = time.Minute
-)
 
 // connectOthers prepares the watch of the volumes of other nodes. It asks the API server nothing.
 func (a *Agent) connectOthers(config *rest.Config) (err error) {
@@ -386,188 +377,4 @@ func (a *Agent) atHome(ctx context.Context, v *v1alpha1.Volume, call func(export
 		return fmt.Errorf("ask node %s, which has volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
 	}
 	return nil
-}
-
-// atNode calls the agent of a node: where it was found last, and if nobody answers there, where it is now. So an API server that is away keeps nobody from
-// it.
-func (a *Agent) atNode(ctx context.Context, node string, call func(grpc.ClientConnInterface) error) error {
-	if a.options.Agents == nil {
-		return fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
-	}
-	at := func(place v1alpha1.AgentEndpoint) error {
-		agent, err := a.options.Agents.Agent(node, place)
-		if err != nil {
-			return err
-		}
-		return call(agent)
-	}
-	last, known := a.others.last(node)
-	var err error
-	if known {
-		if err = at(last); err == nil || !errors.Is(err, errdefs.ErrUnavailable) || ctx.Err() != nil {
-			return err
-		}
-	}
-	now, failure := a.endpoint(ctx, node)
-	switch {
-	case !known && failure != nil:
-		return failure
-	case failure != nil || known && now == last:
-		return err
-	}
-	a.others.found(node, now)
-	return at(now)
-}
-
-// last is where the agent of a node was found last.
-func (o *others) last(node string) (at v1alpha1.AgentEndpoint, known bool) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	at, known = o.agents[node]
-	return at, known
-}
-
-func (o *others) found(node string, at v1alpha1.AgentEndpoint) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.agents[node] = at
-}
-
-// endpoint is where the agent of a node is, as the objects of its pools say.
-func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoint, error) {
-	var pools v1alpha1.PoolList
-	if err := a.kube.Live.List(ctx, &pools, client.MatchingFields{"spec.nodeName": node}); err != nil {
-		return v1alpha1.AgentEndpoint{}, kube.APIError("look for the agent of node "+node, err)
-	}
-	for _, p := range pools.Items {
-		if p.Status.Agent != nil {
-			return *p.Status.Agent, nil
-		}
-	}
-	return v1alpha1.AgentEndpoint{}, fmt.Errorf("%w: the agent of node %s has no port: start its driver with --agent-endpoint", errdefs.ErrUnavailable, node)
-}
-
-// Using is what this node does to volumes of others, for their homes or after a start: volume.Local, over them.
-type Using interface {
-	Holds
-	LimitAgain(ctx context.Context, id volume.ID, mutable map[string]string)
-	Modified(ctx context.Context, id volume.ID, mutable map[string]string) error
-}
-
-// Holds holds back the writes of those who use volumes here: volume.Local.
-type Holds interface {
-	Hold(ctx context.Context, id volume.ID) (release func() error, err error)
-	LongestHold() time.Duration
-}
-
-// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. Each may ask for its own volumes. From then on the agent can set the limits of
-// these.
-func (a *Agent) Uses(others Using) export.User {
-	select {
-	case a.others.using <- others:
-	default: // it knows
-	}
-	return users{a, others}
-}
-
-type users struct {
-	*Agent
-	others Using
-}
-
-// used is ErrPrecondition unless a volume is the caller's, and claimed for this node by a generation.
-func (u users) used(ctx context.Context, id volume.ID, generation int64) error {
-	v, is := u.usedHere(id.Key)
-	if !is || cluster.VolumeID(v) != id || u.generation(v) != generation {
-		var err error
-		if v, err = u.usedNow(ctx, id); err != nil {
-			return err
-		}
-	}
-	if caller := port.CallerNode(ctx); caller == "" || v.Spec.NodeName != caller || u.generation(v) != generation {
-		return fmt.Errorf("%w: node %s uses no volume %s of node %q by generation %d", errdefs.ErrPrecondition, u.local.Node(), id, caller, generation)
-	}
-	return nil
-}
-
-// Modified: see export.User.
-func (u users) Modified(ctx context.Context, id volume.ID, generation int64, mutable map[string]string) error {
-	if err := u.used(ctx, id, generation); err != nil {
-		return err
-	}
-	return u.withLocks([]string{keylock.Volume(id.Key)}, func() error {
-		err := u.others.Modified(ctx, id, mutable)
-		if err == nil {
-			u.Agent.others.tell(id.Key)
-		}
-		return err
-	})
-}
-
-// Hold: see export.User. No call of this node comes between, until the writes go on: a home that does not end what it asked for keeps nobody from giving
-// the volume up.
-func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error) {
-	if err := u.used(ctx, id, generation); err != nil {
-		return nil, err
-	}
-	v, is := u.usedHere(id.Key)
-	if _, whole := u.replicated(id.Key); is && (whole || v.Spec.ReplicaOf != "") {
-		return u.holdReplicated(ctx, v, "")
-	}
-	return u.hold(ctx, u.others, id, []string{keylock.Volume(id.Key)})
-}
-
-// hold holds back the writes to a volume that is used here, with some locks.
-func (a *Agent) hold(ctx context.Context, in Holds, id volume.ID, locks []string) (release func() error, err error) {
-	unlock, busy := a.options.Locks.TryLock(locks, nil)
-	if unlock == nil {
-		return nil, fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
-	}
-	let, err := in.Hold(ctx, id)
-	if err != nil || let == nil {
-		unlock()
-		return nil, err
-	}
-	end := sync.OnceValue(func() error {
-		defer unlock()
-		return let()
-	})
-	late := time.AfterFunc(in.LongestHold()+time.Second, func() { _ = end() }) // who calls release later is told
-	return func() error {
-		late.Stop()
-		return end()
-	}, nil
-}
-
-// Consumers asks the nodes that volumes of this one are exported to: it is a volume.Consumers.
-func (a *Agent) Consumers() volume.Consumers { return consumers{a} }
-
-type consumers struct{ *Agent }
-
-// Modified: see volume.Consumers.
-func (c consumers) Modified(ctx context.Context, id volume.ID, to volume.Grant, mutable map[string]string) error {
-	ctx, cancel := context.WithTimeout(ctx, homeTime)
-	defer cancel()
-	return c.atNode(ctx, to.Node, func(agent grpc.ClientConnInterface) error {
-		return export.UserAt(agent).Modified(ctx, id, to.Generation, mutable)
-	})
-}
-
-// Hold: see volume.Holder.
-func (c consumers) Hold(ctx context.Context, id volume.ID, to volume.Grant) (release func() error, err error) {
-	if to.Node == c.local.Node() { // it is a leg
-		v, there, err := get(ctx, c.Agent, id.Key, &v1alpha1.Volume{})
-		if err == nil && (!there || v.Spec.ReplicaOf == "") {
-			err = fmt.Errorf("%w: volume %s is no leg that node %s has", errdefs.ErrPrecondition, id, to.Node)
-		}
-		if err != nil {
-			return nil, err
-		}
-		return c.holdReplicated(ctx, v, id.Key)
-	}
-	err = c.atNode(ctx, to.Node, func(agent grpc.ClientConnInterface) (err error) {
-		release, err = export.UserAt(agent).Hold(ctx, id, to.Generation)
-		return err
-	})
-	return release, err
 }

@@ -1,0 +1,95 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// How this agent reaches those of other nodes.
+
+// How long the agent of another node may take for an answer. To export a volume takes it a few steps.
+const (
+	homeTime = 10 * time.Second
+	openTime = time.Minute
+)
+
+// atNode calls the agent of a node: where it was found last, and if nobody answers there, where it is now. So an API server that is away keeps nobody from
+// it.
+func (a *Agent) atNode(ctx context.Context, node string, call func(grpc.ClientConnInterface) error) error {
+	if a.options.Agents == nil {
+		return fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
+	}
+	at := func(place v1alpha1.AgentEndpoint) error {
+		agent, err := a.options.Agents.Agent(node, place)
+		if err != nil {
+			return err
+		}
+		return call(agent)
+	}
+	last, known := a.others.last(node)
+	var err error
+	if known {
+		if err = at(last); err == nil || !errors.Is(err, errdefs.ErrUnavailable) || ctx.Err() != nil {
+			return err
+		}
+	}
+	now, failure := a.endpoint(ctx, node)
+	switch {
+	case !known && failure != nil:
+		return failure
+	case failure != nil || known && now == last:
+		return err
+	}
+	a.others.found(node, now)
+	return at(now)
+}
+
+// last is where the agent of a node was found last.
+func (o *others) last(node string) (at v1alpha1.AgentEndpoint, known bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	at, known = o.agents[node]
+	return at, known
+}
+
+// found notes where the agent of a node was found.
+func (o *others) found(node string, at v1alpha1.AgentEndpoint) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.agents[node] = at
+}
+
+// endpoint is where the agent of a node is, as the objects of its pools say.
+func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoint, error) {
+	var pools v1alpha1.PoolList
+	if err := a.kube.Live.List(ctx, &pools, client.MatchingFields{"spec.nodeName": node}); err != nil {
+		return v1alpha1.AgentEndpoint{}, kube.APIError("look for the agent of node "+node, err)
+	}
+	for _, p := range pools.Items {
+		if p.Status.Agent != nil {
+			return *p.Status.Agent, nil
+		}
+	}
+	return v1alpha1.AgentEndpoint{}, fmt.Errorf("%w: the agent of node %s has no port: start its driver with --agent-endpoint", errdefs.ErrUnavailable, node)
+}
+
+// agentOf connects to the agent of another node. ErrUnavailable if it does not say where it is: it may do so later.
+func (a *Agent) agentOf(ctx context.Context, node string) (grpc.ClientConnInterface, error) {
+	if a.options.Agents == nil {
+		return nil, fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
+	}
+	at, err := a.endpoint(ctx, node)
+	if err != nil {
+		return nil, err
+	}
+	return a.options.Agents.Agent(node, at)
+}
