@@ -838,10 +838,22 @@ func TestDefinitionsAway(t *testing.T) {
 	f := w.samples(m, s)
 	w.undefined("volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev", "replicatedvolumes.ashlar.dev")
 	w.eventually("the store has heard of it", func() bool {
-		all, err := s.List(w.ctx, volume.ID{}, 0)
-		return err == nil && len(all) == 0
+		volumes, err := s.List(w.ctx, volume.ID{}, 0)
+		snapshots, err2 := s.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
+		_, none := s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)
+		return (err != nil || len(volumes) == 0) && (err2 != nil || len(snapshots) == 0) && none != nil
 	})
-	for what, call := range map[string]func() error{
+	needDefinitions(t, map[string]func() error{
+		"create":             func() error { return second(s.Create(w.ctx, spec("new"))) },
+		"create the same":    func() error { return second(s.Create(w.ctx, spec("plain"))) },
+		"list":               func() error { return second(s.List(w.ctx, volume.ID{}, 0)) },
+		"list snapshots":     func() error { return second(s.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)) },
+		"list those of one":  func() error { return second(s.ListSnapshots(w.ctx, f.plain.ID, volume.ID{}, 0)) },
+		"capacity":           func() error { return second(s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)) },
+		"networks":           func() error { return second(s.Networks(w.ctx)) },
+		"create a group":     func() error { return second(s.CreateGroup(w.ctx, "another", []volume.ID{f.plain.ID})) },
+		"health":             func() error { return second(s.Health(w.ctx, f.plain.ID)) },
+		"modify":             func() error { return s.Modify(w.ctx, f.plain.ID, map[string]string{"readAheadKiB": "4"}) },
 		"delete":             func() error { return s.Delete(w.ctx, f.plain.ID) },
 		"delete a snapshot":  func() error { return s.DeleteSnapshot(w.ctx, f.snapshot.ID) },
 		"delete a group":     func() error { return s.DeleteGroup(w.ctx, f.group.ID) },
@@ -853,13 +865,51 @@ func TestDefinitionsAway(t *testing.T) {
 		"expand":             func() error { return second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib})) },
 		"snapshot":           func() error { return second(s.CreateSnapshot(w.ctx, "another", f.plain.ID)) },
 		"snapshot of before": func() error { return second(s.CreateSnapshot(w.ctx, "snapshot", f.plain.ID)) },
-	} {
+	})
+	f.unharmed(w, m)
+	m.stop()
+}
+
+// needDefinitions: calls say that there are no definitions, and what to do.
+func needDefinitions(t *testing.T, calls map[string]func() error) {
+	t.Helper()
+	for what, call := range calls {
 		if err := call(); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "apply the definitions") {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	f.unharmed(w, m)
+}
+
+// TestPoolDefinitionAway: nobody is told that there is no such pool or node, or that nothing is left of a volume, while no node can say what it has. When the definition is
+// back, and no node has said it yet, it is as little known.
+func TestPoolDefinitionAway(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	check.OK(t, err)
+	server := w.undefined("pools.ashlar.dev")
+	calls := map[string]func() error{
+		"create": func() error { return second(s.Create(w.ctx, spec("new"))) },
+		"create in a pool": func() error {
+			return second(s.Create(w.ctx, volume.Spec{Name: "new", Pool: "b", Size: volume.Range{Required: mib}}))
+		},
+		"capacity": func() error { return second(s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)) },
+		"claim":    func() error { return s.Claim(w.ctx, v.ID, on(nodeName)) },
+		"networks": func() error { return second(s.Networks(w.ctx)) },
+		"delete what is a stray": func() error {
+			return s.Delete(w.ctx, volume.ID{Kind: v.ID.Kind, Pool: v.ID.Pool, Key: volume.KeyOf("stray")})
+		},
+	}
+	w.eventually("the store has heard of it", func() bool {
+		return second(s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)) != nil
+	})
+	needDefinitions(t, calls)
 	m.stop()
+	check.OK(t, server.Define(w.ctx))
+	for _, what := range []string{"create", "create in a pool", "capacity", "claim", "networks"} {
+		if err := calls[what](); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "no node tells of a pool") {
+			t.Errorf("%s, before any node has said what it has: %v", what, err)
+		}
+	}
 }
 
 // TestTwoDrivers: the second driver of another name does not start, whichever came first.

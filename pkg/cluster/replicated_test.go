@@ -1021,3 +1021,23 @@ func TestReplicatedOfBefore(t *testing.T) {
 		t.Errorf("it is to be deleted, and its leg is %+v, %v", v, err)
 	}
 }
+
+// TestReplicatedDefinitionAway: without their definition, volumes with replicas are not taken for gone.
+func TestReplicatedDefinitionAway(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	w.undefined("replicatedvolumes.ashlar.dev")
+	w.eventually("the store has heard of it", func() bool {
+		all, err := s.List(w.ctx, volume.ID{}, 0)
+		return err != nil || len(all) == 0
+	})
+	needDefinitions(t, map[string]func() error{
+		"list":    func() error { return second(s.List(w.ctx, volume.ID{}, 0)) },
+		"get":     func() error { return second(s.Get(w.ctx, v.ID)) },
+		"claim":   func() error { return s.Claim(w.ctx, v.ID, on("node-1")) },
+		"release": func() error { return s.Release(w.ctx, v.ID, "node-1") },
+		"delete":  func() error { return s.Delete(w.ctx, v.ID) },
+		"create":  func() error { return second(s.Create(w.ctx, replicas("v", 2, "node-1"))) },
+	})
+}

@@ -63,6 +63,9 @@ func (s *Store) rooms(ctx context.Context, set string, nodes []string) ([]room, 
 		return nil, err
 	}
 	if !known {
+		if err := s.told(ctx); err != nil {
+			return nil, err
+		}
 		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", errdefs.ErrInvalid, set)
 	}
 	var found []room
@@ -311,6 +314,9 @@ func (s *Store) Networks(ctx context.Context) (map[string]string, error) {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, kube.APIError("list pools", err)
+	}
+	if len(pools.Items) == 0 {
+		return nil, s.told(ctx)
 	}
 	networks := map[string]string{}
 	for i := range pools.Items {

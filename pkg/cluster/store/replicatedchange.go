@@ -276,11 +276,14 @@ func notCurrent(v *v1alpha1.Volume, l *v1alpha1.Leg) string {
 	return "it does not have all that was written; what it lacks is copied to it while the volume is used"
 }
 
-// listReplicated calls add with each volume with several legs whose ID is after one.
-func (s *Store) listReplicated(ctx context.Context, after volume.ID, add func(volume.Volume)) error {
+// listReplicated calls add with each volume with several legs whose ID is after one; some: there are legs.
+func (s *Store) listReplicated(ctx context.Context, after volume.ID, some bool, add func(volume.Volume)) error {
 	var list v1alpha1.ReplicatedVolumeList
 	if err := s.kube.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list replicated volumes", err)
+	}
+	if some && len(list.Items) == 0 {
+		return s.defined(ctx, &v1alpha1.ReplicatedVolume{})
 	}
 	for i := range list.Items {
 		r := &list.Items[i]

@@ -239,7 +239,10 @@ func (s *Store) eachSnapshot(ctx context.Context, source volume.ID, visit func(*
 	for i := range list.Items {
 		visit(&list.Items[i])
 	}
-	return nil
+	if len(list.Items) > 0 {
+		return nil
+	}
+	return s.defined(ctx, &v1alpha1.Snapshot{})
 }
 
 // isThere reports whether the group of a snapshot is there; without a group it is true. groups is what was found out of others.

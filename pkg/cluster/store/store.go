@@ -14,6 +14,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -309,6 +310,9 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list pools", err)
 	}
+	if len(pools.Items) == 0 {
+		return s.defined(ctx, &v1alpha1.Pool{})
+	}
 	for i := range pools.Items {
 		p := &pools.Items[i]
 		if !slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
@@ -381,10 +385,45 @@ func (f *firsts[V]) cut() []V {
 	return f.found
 }
 
-// each calls visit with each object of a kind, one after the other, from a cache that has what this store wrote.
+// each calls visit with each object of a kind, one after the other, from a cache that has what this store wrote; ErrUnavailable if there are none as the kind is not defined.
 func each[T client.Object](ctx context.Context, s *Store, of T, visit func(T)) error {
 	if err := s.kube.CaughtUp(ctx, of); err != nil {
 		return err
 	}
-	return kube.Each(ctx, s.kube.Cache, of, visit)
+	some := false
+	err := kube.Each(ctx, s.kube.Cache, of, func(o T) {
+		some = true
+		visit(o)
+	})
+	if err != nil || some {
+		return err
+	}
+	return s.defined(ctx, of)
+}
+
+// defined asks the API server whether it has a kind of objects; ErrUnavailable if not. All objects go with their definition, and the cache then has none: that says nothing of
+// what the nodes have.
+func (s *Store) defined(ctx context.Context, of client.Object) error {
+	gvk, err := s.kube.Live.GroupVersionKindFor(of)
+	if err != nil {
+		return err
+	}
+	var list metav1.PartialObjectMetadataList
+	list.SetGroupVersionKind(gvk.GroupVersion().WithKind(gvk.Kind + "List"))
+	return kube.APIError(fmt.Sprintf("look whether there is any %s", gvk.Kind), s.kube.Live.List(ctx, &list, client.Limit(1)))
+}
+
+// told is ErrUnavailable while no node tells of any pool: nobody knows then which nodes and pools there are.
+func (s *Store) told(ctx context.Context) error {
+	var one v1alpha1.PoolList
+	if err := s.kube.Client.List(ctx, &one, client.Limit(1), client.UnsafeDisableDeepCopy); err != nil {
+		return kube.APIError("list pools", err)
+	}
+	if len(one.Items) > 0 {
+		return nil
+	}
+	if err := s.defined(ctx, &v1alpha1.Pool{}); err != nil {
+		return err
+	}
+	return fmt.Errorf("%w: no node tells of a pool (kubectl get pools.ashlar.dev): have the driver run on the nodes that have some", errdefs.ErrUnavailable)
 }

@@ -330,6 +330,7 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 	}
 	found := firsts[volume.Volume]{id: func(v volume.Volume) volume.ID { return v.ID }, limit: limit}
 	becoming := map[string]volume.Volume{} // with several legs, which are not yet
+	legs := false
 	err := each(ctx, s, &v1alpha1.Volume{}, func(v *v1alpha1.Volume) {
 		switch {
 		case v.Status.Created == nil || compareIDs(cluster.VolumeID(v), after) <= 0:
@@ -337,12 +338,14 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 			becoming[v.Name] = cluster.ToVolume(v)
 		case v.Spec.ReplicaOf == "":
 			found.add(cluster.ToVolume(v))
+		default:
+			legs = true
 		}
 	})
 	if err != nil {
 		return nil, kube.APIError("list volumes", err)
 	}
-	if err := s.listReplicated(ctx, after, func(v volume.Volume) {
+	if err := s.listReplicated(ctx, after, legs, func(v volume.Volume) {
 		delete(becoming, v.ID.Key)
 		found.add(v)
 	}); err != nil {
