@@ -15,6 +15,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
@@ -26,6 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
@@ -607,4 +609,57 @@ func TestGroupCopied(t *testing.T) {
 	check.OK(t, second(s.GetGroup(w.ctx, group.ID)))
 	check.OK(t, w.Delete(w.ctx, o))
 	w.eventually("it can be deleted", func() bool { return s.DeleteGroup(w.ctx, group.ID) == nil })
+}
+
+// scheduled is what the provisioner asks for a claim whose pod the scheduler wants on a machine, with a class that may be there.
+func (w *environment) scheduled(name, class string, m *machine) volume.Spec {
+	w.Helper()
+	claim := w.claim(name)
+	claim.Spec.StorageClassName = &class
+	claim.Annotations = map[string]string{"volume.kubernetes.io/selected-node": m.name}
+	check.OK(w, w.Update(w.ctx, claim))
+	one := w.specOf(claim)
+	one.Nodes = []string{m.name}
+	return one
+}
+
+// TestCopyWithoutClassOrNode: that the class of a claim, or the node of what is copied, is not there is no word on what is copied: the answer says what is missing. And what was to be
+// copied on a node that is gone is taken back, whoever has scheduled what since.
+func TestCopyWithoutClassOrNode(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	v, snapshot := w.snapshotOf(s, a, "v", 3)
+	check.OK(t, storagev1.AddToScheme(w.Scheme()))
+	class := &storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: "copies"}, Provisioner: cluster.DefaultDriver}
+	waits := func(what string, of volume.Spec, says string) {
+		t.Helper()
+		if err := second(s.Create(w.ctx, of)); !errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, errdefs.ErrNotFound) || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	clone, restored := w.scheduled("clone", class.Name, b), w.scheduled("restored", class.Name, b)
+	clone.Source, restored.Source = v.ID, snapshot.ID
+	clone.Size, restored.Size = volume.Range{Required: 80 * mib}, volume.Range{Required: 80 * mib}
+	waits("a clone, without its class", clone, "StorageClass copies")
+	waits("a restore, without its class", restored, "StorageClass copies")
+	check.OK(t, w.Create(w.ctx, class))
+	t.Cleanup(func() { check.OK(t, w.Delete(context.Background(), class)) })
+
+	begun := w.scheduled("begun", class.Name, b)
+	begun.Source, begun.Copies, begun.Size = snapshot.ID, volume.CopiesAnywhere, clone.Size
+	o := volumeOn("node-gone", begun.Name)
+	o.Spec.Make, o.Spec.Size, o.Spec.Source = true, 80*mib, &v1alpha1.Source{Kind: string(snapshot.ID.Kind), Key: snapshot.ID.Key, NodeName: a.name}
+	check.OK(t, w.Create(w.ctx, o))
+	w.eventually("the store knows it", func() bool { return second(s.Get(w.ctx, cluster.VolumeID(o))) != nil })
+	if err := second(s.Create(w.ctx, begun)); !errors.Is(err, errdefs.ErrNoSpace) || !strings.Contains(err.Error(), "node-gone") {
+		t.Errorf("begun on a node that is gone: %v", err)
+	}
+	if made, err := s.Create(w.ctx, begun); err != nil || made.Node != b.name {
+		t.Errorf("asked again it is %+v, %v", made, err)
+	}
+
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
+	w.eventually("the store has heard of it", func() bool { return w.available(s, a.name) == 0 })
+	waits("a clone, without its node", clone, "there is no node "+a.name)
+	waits("a restore, without its node", restored, "there is no node "+a.name)
+	w.node(a.name, true)
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -237,11 +238,10 @@ func (s *Store) fitting(ctx context.Context, spec volume.Spec, found []room, ref
 	for _, r := range found {
 		name := r.Spec.NodeName
 		if _, judged := nodes[name]; !judged {
-			node := &corev1.Node{}
 			if err := s.nodes.Ready(ctx, name); err != nil {
 				why(name, err.Error())
-			} else if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); err != nil {
-				return nil, nil, nil, kube.APIError("look at node "+name, err)
+			} else if node, err := s.node(ctx, name); err != nil {
+				return nil, nil, nil, err
 			} else if nodes[name] = node; node.Spec.Unschedulable && len(spec.Nodes) != 1 {
 				why(name, fmt.Sprintf("node %s is cordoned", name))
 			}
@@ -371,10 +371,20 @@ func (s *Store) reached(ctx context.Context, spec volume.Spec, home string) (boo
 	return networks[home] != "" && slices.ContainsFunc(spec.Nodes, func(node string) bool { return networks[node] == networks[home] }), err
 }
 
+// node is the object of a node; a liveness.NodeDown if there is none.
+func (s *Store) node(ctx context.Context, name string) (*corev1.Node, error) {
+	node := &corev1.Node{}
+	err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node)
+	if apierrors.IsNotFound(err) {
+		return nil, &liveness.NodeDown{Why: "there is no node " + name}
+	}
+	return node, kube.APIError("look at node "+name, err)
+}
+
 // mayBeOn is ErrNoSpace if a volume is not to be on a node. One that other nodes can use may be there if the wanted ones can. Else a copy can be on one node only, whichever the
 // scheduler has chosen for the pod that waits for it (WaitForFirstConsumer), and it has no way to know. If the
 // claim is such a one, the copy is made where it can be: then the scheduler finds that its choice does not fit the
-// PersistentVolume, and chooses again, for a claim that is bound. The class has to allow that node.
+// PersistentVolume, and chooses again, for a claim that is bound. The class has to allow that node; ErrUnavailable if the class or the node is not there, of a node a liveness.NodeDown.
 func (s *Store) mayBeOn(ctx context.Context, spec volume.Spec, node string) error {
 	if len(spec.Nodes) == 0 || slices.Contains(spec.Nodes, node) {
 		return nil
@@ -398,12 +408,16 @@ func (s *Store) mayBeOn(ctx context.Context, spec volume.Spec, node string) erro
 		return refused
 	}
 	class := &storagev1.StorageClass{}
-	if err := s.kube.Live.Get(ctx, client.ObjectKey{Name: *pvc.Spec.StorageClassName}, class); err != nil {
+	err = s.kube.Live.Get(ctx, client.ObjectKey{Name: *pvc.Spec.StorageClassName}, class)
+	if apierrors.IsNotFound(err) {
+		return fmt.Errorf("%w: there is no StorageClass %s, which would say whether node %s may have the volume: make it again, or delete claim %s/%s", errdefs.ErrUnavailable, *pvc.Spec.StorageClassName, node, pvc.Namespace, pvc.Name)
+	}
+	if err != nil {
 		return kube.APIError("read class "+*pvc.Spec.StorageClassName, err)
 	}
-	var on corev1.Node
-	if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: node}, &on); err != nil {
-		return kube.APIError("look at node "+node, err)
+	on, err := s.node(ctx, node)
+	if err != nil {
+		return err
 	}
 	if !allows(class.AllowedTopologies, on.Labels) {
 		return fmt.Errorf("%w; class %s does not allow that node", refused, class.Name)

@@ -9,14 +9,11 @@ import (
 	"slices"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -152,12 +149,8 @@ func (s *Store) stays(ctx context.Context, spec volume.Spec, from source, size i
 	if len(spec.Nodes) > 0 && spec.Nodes[0] != home || s.nodes.Ready(ctx, home) != nil {
 		return false, nil
 	}
-	node := &corev1.Node{}
-	if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: home}, node); err != nil {
-		return false, kube.APIError("look at node "+home, err)
-	}
-	if node.Spec.Unschedulable {
-		return false, nil
+	if node, err := s.node(ctx, home); err != nil || node.Spec.Unschedulable {
+		return false, err
 	}
 	if spec.Elsewhere(pool) {
 		pool = spec.Pool
