@@ -897,10 +897,13 @@ func TestReplicatedRestored(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicatedOlder: of an object that is restored with its status from before its legs were replaced, the legs that are there stay: they alone have what was written.
+// TestReplicatedOlder: of an object that is restored with its status from before its legs were replaced, the legs that are there stay: they alone have what was written. What was cut
+// of it can be restored meanwhile.
 func TestReplicatedOlder(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "snapshot", v.ID)
 	check.OK(t, err)
 	r := w.whole("v")
 	legs := w.legsOf("v")
@@ -913,6 +916,9 @@ func TestReplicatedOlder(t *testing.T) {
 	check.OK(t, w.Create(w.ctx, older))
 	w.says("v", func(r *v1alpha1.ReplicatedVolume) { cluster.SetLegs(r, false) })
 	w.eventually("the store knows it", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrUnavailable) })
+	rescued := anyNode("rescued")
+	rescued.Source = snapshot.ID
+	check.OK(t, second(s.Create(w.ctx, rescued)))
 	time.Sleep(time.Second)
 	for _, leg := range legs {
 		now := &v1alpha1.Volume{}

@@ -177,10 +177,7 @@ func (s *Store) findSource(ctx context.Context, id volume.ID) (source, error) {
 	if err != nil {
 		return source{}, err
 	}
-	v, err := s.Get(ctx, snapshot.Source)
-	if err != nil && !errors.Is(err, errdefs.ErrNotFound) {
-		return source{}, err
-	}
+	v, _ := s.Get(ctx, snapshot.Source) // whose bytes may be lost, or have no leg that can be used: its snapshots are there all the same
 	return source{snapshot.Node, id.Pool, snapshot.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: snapshot.Scheme}}, nil
 }
 
