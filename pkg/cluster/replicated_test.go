@@ -929,7 +929,7 @@ func TestReplicatedOlder(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicatedForgotten: with a volume of which somebody deleted the object all of its legs are deleted, also if the first of them was replaced before.
+// TestReplicatedForgotten: of a volume of which somebody deleted the object, it is said what to restore; its legs are released with it, and deleted, also if the first of them was replaced before.
 func TestReplicatedForgotten(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	for what, lacks := range map[string]func(name string){"all legs": nil, "not the first": func(name string) {
@@ -944,10 +944,24 @@ func TestReplicatedForgotten(t *testing.T) {
 			lacks(what)
 		}
 		w.eventually("the store knows that", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrNotFound) })
-		for _, leg := range w.legsOf(what)[1:] {
-			check.OK(t, s.Delete(w.ctx, cluster.VolumeID(leg))) // no volume has this ID
+		for _, leg := range w.legsOf(what) {
+			if leg.Name != v.ID.Key {
+				check.OK(t, s.Delete(w.ctx, cluster.VolumeID(leg))) // no volume has this ID
+			}
+		}
+		for _, err := range []error{second(s.Get(w.ctx, v.ID)), s.Claim(w.ctx, v.ID, on("node-2"))} {
+			if !errors.Is(err, errdefs.ErrNotFound) || !strings.Contains(err.Error(), "restore ReplicatedVolume "+volume.KeyOf(what)) {
+				t.Errorf("%s: %v", what, err)
+			}
+		}
+		check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+		if claims := w.claims(what); !slices.Contains(claims, "node-1 1") {
+			t.Errorf("%s: released for another node, its legs are claimed for %q", what, claims)
 		}
 		check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+		if claims := w.claims(what); slices.ContainsFunc(claims, func(c string) bool { return c != "" }) {
+			t.Errorf("%s: released, its legs are claimed for %q", what, claims)
+		}
 		check.OK(t, s.Delete(w.ctx, v.ID))
 		if legs := w.legsOf(what); len(legs) > 0 || w.whole(what) != nil {
 			t.Errorf("%s: left are %d legs, and %+v", what, len(legs), w.whole(what))

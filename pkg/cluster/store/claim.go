@@ -230,6 +230,8 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 	switch r, err := s.replicated(ctx, id); {
 	case errors.Is(err, errLeg):
 		return nil
+	case errors.Is(err, errForgotten):
+		return s.releaseForgotten(ctx, id, node)
 	case err != nil:
 		return fmt.Errorf("release volume %s: %w", id, err)
 	case r != nil:

@@ -25,7 +25,10 @@ import (
 // errLeg: the ID is that of a leg.
 var errLeg = fmt.Errorf("%w: it is a part of a volume with replicas", errdefs.ErrNotFound)
 
-// replicated returns the object of a volume with several legs; nil for any other ID, but errLeg for that of a leg, also of a volume that is not made yet. As the cache knows, or the API server, where that may have made it
+// errForgotten: somebody deleted the object of a volume with several legs.
+var errForgotten = fmt.Errorf("%w: somebody deleted its object", errdefs.ErrNotFound)
+
+// replicated returns the object of a volume with several legs; nil for any other ID, but errLeg for that of a leg, also of a volume that is not made yet, and errForgotten. As the cache knows, or the API server, where that may have made it
 // meanwhile.
 func (s *Store) replicated(ctx context.Context, id volume.ID) (*v1alpha1.ReplicatedVolume, error) {
 	if err := s.Ready(ctx); err != nil || id.Kind != blockdev.Volume {
@@ -47,13 +50,39 @@ func (s *Store) replicated(ctx context.Context, id volume.ID) (*v1alpha1.Replica
 			if becomes {
 				return nil, getsReplicas(id)
 			}
-			return nil, fmt.Errorf("volume %s: %w", id, errLeg)
+			return nil, s.withoutWhole(ctx, id, errLeg)
+		}
+		if r == nil && err == nil {
+			return nil, s.withoutWhole(ctx, id, nil)
 		}
 	}
 	if err != nil || r == nil || r.Spec.Pool != id.Pool {
 		return nil, kube.APIError("read volume "+id.String(), err)
 	}
 	return r, nil
+}
+
+// withoutWhole is errForgotten for the ID of a volume with several legs that has no object, and had one: there are several, or a claim of one. Otherwise it is what else such an ID is.
+func (s *Store) withoutWhole(ctx context.Context, id volume.ID, otherwise error) error {
+	legs, err := s.legsOf(ctx, id)
+	if err != nil {
+		return err
+	}
+	another := slices.ContainsFunc(legs, func(v v1alpha1.Volume) bool { return v.Name == id.Key && v.Named() != id.Pool })
+	if !another && (len(legs) > 1 || len(legs) == 1 && legs[0].Spec.Claims > 0) {
+		otherwise = fmt.Errorf("%w, and %d of its replicas are there: restore ReplicatedVolume %s from a backup of it, with its status", errForgotten, len(legs), id.Key)
+	}
+	if otherwise != nil {
+		otherwise = fmt.Errorf("volume %s: %w", id, otherwise)
+	}
+	return otherwise
+}
+
+// legsOf are the Volumes that say that they are legs of the volume of an ID.
+func (s *Store) legsOf(ctx context.Context, id volume.ID) ([]v1alpha1.Volume, error) {
+	var legs v1alpha1.VolumeList
+	err := s.kube.Cache.List(ctx, &legs, client.MatchingFields{cluster.ByReplicaOf: id.Key})
+	return legs.Items, kube.APIError("list legs of "+id.String(), err)
 }
 
 // getsReplicas is the error for a volume on one node that is about to become one with several legs (package replicator), which takes a moment.

@@ -144,13 +144,13 @@ func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.Replicat
 	case err == nil && first.Spec.ReplicaOf != id.Key:
 		return nil, errLeg
 	}
-	var legs v1alpha1.VolumeList
-	if err := s.kube.Cache.List(ctx, &legs, client.MatchingFields{cluster.ByReplicaOf: id.Key}); err != nil || len(legs.Items) == 0 {
-		return nil, kube.APIError("list legs of "+id.String(), err)
+	legs, err := s.legsOf(ctx, id)
+	if err != nil || len(legs) == 0 {
+		return nil, err
 	}
 	r := cluster.ReplicatedNamed(id.Key)
-	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: legs.Items[0].Spec.Name, Pool: id.Pool, Replicas: 1, Size: legs.Items[0].Spec.Size, Numbered: int64(len(legs.Items)) + 1} // as of one that was made so
-	for _, v := range legs.Items[:min(len(legs.Items), v1alpha1.MostReplicas)] {
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: legs[0].Spec.Name, Pool: id.Pool, Replicas: 1, Size: legs[0].Spec.Size, Numbered: int64(len(legs)) + 1} // as of one that was made so
+	for _, v := range legs[:min(len(legs), v1alpha1.MostReplicas)] {
 		r.Spec.Legs = append(r.Spec.Legs, v.Name)
 	}
 	if err := s.kube.Client.Create(ctx, r); apierrors.IsAlreadyExists(err) {

@@ -186,6 +186,28 @@ func (s *Store) releaseReplicated(ctx context.Context, r *v1alpha1.ReplicatedVol
 	return nil
 }
 
+// releaseForgotten is releaseReplicated of a volume whose object somebody deleted. Which legs are current nobody says any more, so any that is free will do: who opens the legs next
+// ends at each what was given before.
+func (s *Store) releaseForgotten(ctx context.Context, id volume.ID, node string) error {
+	legs, err := s.legsOf(ctx, id)
+	if err != nil {
+		return err
+	}
+	r := cluster.ReplicatedNamed(id.Key)
+	r.Spec.Pool = id.Pool
+	for i := range legs {
+		if c := legs[i].Spec.Claim; c != nil && node != "" && c.Node != node {
+			return nil // another node has it
+		}
+		r.Spec.Legs = append(r.Spec.Legs, legs[i].Name)
+	}
+	cluster.SetLegs(r, false)
+	if err := s.waitFree(ctx, r); err != nil {
+		return fmt.Errorf("release volume %s: %w", id, err)
+	}
+	return nil
+}
+
 // waitFree takes the claims of the legs of a volume off that nobody has claimed, and waits until one current leg is free.
 func (s *Store) waitFree(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	var watched []client.Object

@@ -275,7 +275,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		return nil
 	}
 	r, err := s.replicated(ctx, id)
-	if errors.Is(err, errLeg) || r == nil && err == nil {
+	if errors.Is(err, errLeg) || errors.Is(err, errForgotten) || r == nil && err == nil {
 		r, err = s.forgotten(ctx, id)
 	}
 	switch {
