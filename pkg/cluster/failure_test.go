@@ -710,3 +710,43 @@ func TestRefusedAndStuck(t *testing.T) {
 	w.eventually("it is made", func() bool { return second(s.Create(w.ctx, spec("v"))) == nil })
 	w.tally(m)
 }
+
+// TestMadeAnewMeanwhile: that an agent of an older version has made a volume is written down of that one, and not of another one of its name that is to be made still.
+func TestMadeAnewMeanwhile(t *testing.T) {
+	w := newEnvironment(t)
+	m := w.machine(nodeName)
+	m.stop()
+	let, asked := make(chan struct{}), make(chan struct{}, 1)
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if q.Method == http.MethodPatch && strings.HasSuffix(q.URL.Path, "/volumes/"+volume.KeyOf("v")) {
+					select {
+					case asked <- struct{}{}:
+					default:
+					}
+					held(t, let)
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	s := w.knowing(m)
+	answer := make(chan error, 1)
+	go func() { answer <- second(s.Create(w.ctx, spec("v"))) }()
+	w.eventually("it is asked for", func() bool { return w.object("v") != nil })
+	made := w.object("v")
+	before := made.DeepCopy()
+	made.Status.Created, made.Status.Size = new(metav1.NowMicro()), mib
+	check.OK(t, w.Status().Patch(w.ctx, made, client.MergeFrom(before)))
+	w.comes(asked, "the store writes down that it was made")
+	check.OK(t, w.Delete(w.ctx, made))
+	another := cluster.VolumeNamed(made.Name)
+	another.Spec = made.Spec
+	check.OK(t, w.Create(w.ctx, another))
+	close(let)
+	<-answer
+	if o := w.object("v"); !o.Spec.Make {
+		t.Error("another one of its name is never made")
+	}
+}

@@ -38,13 +38,19 @@ func waitMade[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, ha
 
 // forbidMaking sees to it that what an agent of an older version has made is not made again.
 func forbidMaking[T cluster.Object](ctx context.Context, s *Store, have T) error {
-	if !have.May().Make {
-		return nil
+	now := have.DeepCopyObject().(T)
+	for now.May().Make && now.GetUID() == have.GetUID() {
+		before := now.DeepCopyObject().(T)
+		now.May().Make = false
+		err := s.kube.Client.Patch(ctx, now, kube.LockingPatch(before)) // so it is of no other one of the name, which is to be made still
+		if !apierrors.IsConflict(err) {
+			return kube.APIError("write down that it was made", client.IgnoreNotFound(err))
+		}
+		if err := s.getNow(ctx, have.GetName(), now); err != nil {
+			return errdefs.IgnoreNotFound(err)
+		}
 	}
-	before := have.DeepCopyObject().(T)
-	after := have.DeepCopyObject().(T)
-	after.May().Make = false
-	return kube.APIError("write down that it was made", kube.IgnoreConflict(s.kube.Client.Patch(ctx, after, client.MergeFrom(before))))
+	return nil
 }
 
 // isMade is for wait: the node has made the object, or refused to.
