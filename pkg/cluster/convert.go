@@ -70,6 +70,11 @@ func HomeTimeoutOf(v *v1alpha1.Volume) time.Duration {
 // Keeps is how many bytes a pool keeps, or is to keep, of a volume.
 func Keeps(v *v1alpha1.Volume) int64 { return v.Spec.Size + EncryptionOf(v).Scheme.Overhead() }
 
+// SnapshotKeeps is how many bytes a pool keeps of a snapshot.
+func SnapshotKeeps(s *v1alpha1.Snapshot) int64 {
+	return s.Status.Size + volume.Scheme(s.Spec.Encryption).Overhead()
+}
+
 // ToSnapshot is an object as the domain sees it.
 func ToSnapshot(s *v1alpha1.Snapshot) volume.Snapshot {
 	out := volume.Snapshot{ID: SnapshotID(s), Name: s.Spec.Name, Source: SnapshotSource(s), Size: s.Status.Size,

@@ -12,7 +12,7 @@ import (
 // ByNode is the index of volumes, snapshots and pools by the nodes that have them.
 const ByNode = "node"
 
-// ByMove is the index of volumes by the nodes that they move to, or have left.
+// ByMove is the index of volumes and snapshots by the nodes that they move to, or have left.
 const ByMove = "move"
 
 // ByGroup is the index of snapshots by the keys of their groups, which IndexGroup returns.

@@ -274,3 +274,41 @@ func TestLimitedPlaced(t *testing.T) {
 	w.tally(a)
 	w.tally(b)
 }
+
+// TestRoomForWhatMoves: what is to move to a node has its room there as soon as it is asked for, and no more than once: others are not promised it before its copy has begun.
+func TestRoomForWhatMoves(t *testing.T) {
+	w := newEnvironment(t)
+	a, _ := w.networked("node-1", "storage")
+	b, _ := w.networked("node-2", "storage")
+	s := w.knowing(a, b)
+	of := anyNode("v", a.name)
+	of.Size.Required = 64 * mib
+	v, err := s.Create(w.ctx, of)
+	check.OK(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	check.OK(t, err)
+	a.stop()
+	b.stop()
+	before := w.available(s, b.name)
+	room := func(when string, taken int64) {
+		t.Helper()
+		w.eventually(when, func() bool { return w.available(s, b.name) == before-taken })
+	}
+	w.edited(v.ID.Key, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: b.name} })
+	room("a volume is to come", 64*mib)
+	o := &v1alpha1.Snapshot{}
+	check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: snapshot.ID.Key}, o))
+	o.Spec.Move = &v1alpha1.Move{Node: b.name}
+	check.OK(t, w.Update(w.ctx, o))
+	room("its snapshot is to come", 128*mib)
+	says := func(status *v1alpha1.MoveStatus) {
+		t.Helper()
+		now := w.object("v")
+		was := now.DeepCopy()
+		now.Status.Move = status
+		check.OK(t, w.Status().Patch(w.ctx, now, client.MergeFrom(was)))
+	}
+	says(&v1alpha1.MoveStatus{Node: b.name, Waits: true, Message: "others are first"})
+	says(&v1alpha1.MoveStatus{Node: b.name, Progress: &v1alpha1.Progress{Total: 64 * mib, Done: mib}})
+	room("the volume is being copied, so the pool has it", 64*mib)
+}

@@ -144,7 +144,7 @@ func preferredDefault(a, b *v1alpha1.Pool) bool {
 }
 
 // count takes off what those of some pools that are of one node have to offer what was promised of them that their figures do not have yet (what was made or is
-// being made since they were measured), and counts the volumes that are peers of one.
+// being made since they were measured, and what moves there), and counts the volumes that are peers of one.
 func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.Requester) error {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
@@ -155,6 +155,10 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 	if err := s.kube.Client.List(ctx, &snapshots, onNode, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list snapshots", err)
 	}
+	coming, err := s.coming(ctx, node)
+	if err != nil {
+		return err
+	}
 	for i := range rooms {
 		r := &rooms[i]
 		if r.Spec.NodeName != node {
@@ -163,7 +167,7 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 		later := func(pool string, status *v1alpha1.ObjectStatus) bool {
 			return pool == r.Spec.Pool && (status.Created == nil || r.Status.Measured == nil || status.Created.After(r.Status.Measured.Time))
 		}
-		var promised int64
+		promised := coming[r.Spec.Pool]
 		for i := range volumes.Items {
 			v := &volumes.Items[i]
 			if v.Spec.Pool != r.Spec.Pool {
@@ -180,13 +184,42 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 		}
 		for i := range snapshots.Items {
 			if s := &snapshots.Items[i]; later(s.Spec.Pool, s.Common()) {
-				promised += s.Status.Size + volume.Scheme(s.Spec.Encryption).Overhead()
+				promised += cluster.SnapshotKeeps(s)
 			}
 		}
 		left := max(0, r.Available-promised)
 		r.Promised, r.Available, r.MaxVolume, r.counted = r.Promised+r.Available-left, left, max(0, r.MaxVolume-promised), true
 	}
 	return nil
+}
+
+// coming is how many bytes the pools of a node are to have of what moves there, by their names, as long as its copy has not begun: from then on the pool has it.
+func (s *Store) coming(ctx context.Context, node string) (map[string]int64, error) {
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	for _, list := range []client.ObjectList{&volumes, &snapshots} {
+		if err := s.kube.Client.List(ctx, list, client.MatchingFields{cluster.ByMove: node}, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, kube.APIError("list what moves to node "+node, err)
+		}
+	}
+	bytes := map[string]int64{}
+	for i := range volumes.Items {
+		if v := &volumes.Items[i]; isToCome(v) {
+			bytes[v.MovePool()] += cluster.Keeps(v)
+		}
+	}
+	for i := range snapshots.Items {
+		if s := &snapshots.Items[i]; isToCome(s) {
+			bytes[s.Spec.Pool] += cluster.SnapshotKeeps(s)
+		}
+	}
+	return bytes, nil
+}
+
+// isToCome reports whether something that moves, or has moved, is still to be copied, and its copy has not begun.
+func isToCome(o cluster.Object) bool {
+	m, now := o.Moves()
+	return m != nil && !m.Left && (now == nil || now.Node != m.Node || now.Pool != m.Pool || now.Progress == nil && now.Copied == nil)
 }
 
 // schedule chooses the node and pool of a new volume: of the nodes that are allowed the first

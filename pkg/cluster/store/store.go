@@ -117,6 +117,14 @@ const (
 	byPool  = "pool"
 )
 
+// indexMove is the value of cluster.ByMove.
+func indexMove(o client.Object) []string {
+	if m, _ := o.(cluster.Object).Moves(); m != nil {
+		return []string{m.Node}
+	}
+	return nil
+}
+
 func index(c cache.Cache) error {
 	for _, index := range []struct {
 		of    client.Object
@@ -124,12 +132,7 @@ func index(c cache.Cache) error {
 		value client.IndexerFunc
 	}{
 		{&v1alpha1.Volume{}, cluster.ByNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Volume).Spec.NodeName} }},
-		{&v1alpha1.Volume{}, cluster.ByMove, func(o client.Object) []string {
-			if m := o.(*v1alpha1.Volume).Spec.Move; m != nil {
-				return []string{m.Node}
-			}
-			return nil
-		}},
+		{&v1alpha1.Volume{}, cluster.ByMove, indexMove},
 		{&v1alpha1.Volume{}, byClaim, func(o client.Object) []string {
 			if v := o.(*v1alpha1.Volume); v.Spec.ReplicaOf == "" {
 				return v.Claimants()
@@ -151,6 +154,7 @@ func index(c cache.Cache) error {
 			return nil
 		}},
 		{&v1alpha1.Snapshot{}, cluster.ByNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.NodeName} }},
+		{&v1alpha1.Snapshot{}, cluster.ByMove, indexMove},
 		{&v1alpha1.Snapshot{}, cluster.BySource, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.Source} }},
 		{&v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup},
 		{&v1alpha1.Pool{}, cluster.ByNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.NodeName} }},
