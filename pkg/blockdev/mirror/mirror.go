@@ -422,13 +422,40 @@ func Recover(ctx context.Context, name string) error {
 	})
 }
 
-var locks sync.Map // by name
+// locks are those of the mirrors that are being changed, by name.
+var locks struct {
+	sync.Mutex
+	of map[string]*changing
+}
+
+// changing is the lock of a mirror, and how many have it or wait for it.
+type changing struct {
+	sync.Mutex
+	users int
+}
 
 // lock has one change made to a mirror at a time.
 func lock(name string) (unlock func()) {
-	l, _ := locks.LoadOrStore(name, new(sync.Mutex))
-	l.(*sync.Mutex).Lock()
-	return l.(*sync.Mutex).Unlock
+	locks.Lock()
+	l := locks.of[name]
+	if l == nil {
+		if locks.of == nil {
+			locks.of = map[string]*changing{}
+		}
+		l = &changing{}
+		locks.of[name] = l
+	}
+	l.users++
+	locks.Unlock()
+	l.Lock()
+	return func() {
+		l.Unlock()
+		locks.Lock()
+		defer locks.Unlock()
+		if l.users--; l.users == 0 {
+			delete(locks.of, name)
+		}
+	}
 }
 
 // change is of, for what changes a mirror.

@@ -1,0 +1,26 @@
+package mirror
+
+import (
+	"fmt"
+	"sync"
+	"testing"
+)
+
+// TestLock: one changes a mirror at a time, and nothing is kept of a mirror that nobody changes.
+func TestLock(t *testing.T) {
+	var all sync.WaitGroup
+	var changes [3]int
+	for i := range 300 {
+		all.Go(func() {
+			defer lock(fmt.Sprint("mirror ", i%3))()
+			changes[i%3]++
+		})
+	}
+	all.Wait()
+	if changes != [3]int{100, 100, 100} {
+		t.Errorf("changed %v times", changes)
+	}
+	if len(locks.of) > 0 {
+		t.Errorf("kept are the locks of %d mirrors", len(locks.of))
+	}
+}
