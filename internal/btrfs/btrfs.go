@@ -36,6 +36,16 @@ func Ask(f *os.File) (Info, error) {
 	return all.Info, nil
 }
 
+// Commit ends the transaction of the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_SYNC). Other than syncfs(2) it does not fail
+// for what was written to files before.
+func Commit(f *os.File) error {
+	const sync = 0x9408
+	if err := ioctl.Pointer(f, sync, nil); err != nil {
+		return &fs.PathError{Op: "BTRFS_IOC_SYNC", Path: f.Name(), Err: err}
+	}
+	return nil
+}
+
 // Directory is where the kernel tells of a btrfs that is mounted.
 func (id Identity) Directory() string {
 	return fmt.Sprintf("/sys/fs/btrfs/%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])

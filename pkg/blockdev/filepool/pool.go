@@ -76,6 +76,7 @@ type object struct {
 	at      recordfile.Position // of the record
 	cut     time.Time           // of the origin of an unfinished copy
 	use     use                 // of the filesystem
+	unsaid  bool                // it is being deleted, and its record could not be made to say so
 }
 
 // size is what is promised to an object, in bytes.
@@ -318,14 +319,15 @@ func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
 }
 
 // removeFiles: a filesystem may be so full that it takes no change of a record (btrfs, which
-// writes its own metadata to new places, can always remove files and not always write). Then
-// the image goes without that; should a crash come in between, the object has lost its bytes,
-// which is reported (errdefs.ErrDataLoss), and the retry of the deletion removes the rest.
+// writes its own metadata to new places, can always remove files and not always write), and a disk
+// may not take any at its place. Then the image goes without that; should a crash come in between, the
+// object has lost its bytes, which is reported (errdefs.ErrDataLoss), and the retry of the deletion removes
+// the rest. That both are gone is durable before it is said, as no record would remove them again.
 func (p *pool) removeFiles(ctx context.Context, o *object) error {
 	ref := o.Ref()
 	o.Copied = 0 // there is nothing to go on with any more
 	if o.State == catalog.Ready {
-		if err := p.save(o, o.Record(), catalog.Deleting, o.growing); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
+		if err := p.condemn(ctx, o); err != nil {
 			return err
 		}
 	}
@@ -336,11 +338,31 @@ func (p *pool) removeFiles(ctx context.Context, o *object) error {
 		return err
 	}
 	if p.kind == unix.BTRFS_SUPER_MAGIC { // it counts space as free from its next commit on
-		if err := unix.Syncfs(int(p.lock.Fd())); err != nil {
+		if err := btrfs.Commit(p.lock); err != nil {
 			return fmt.Errorf("sync the filesystem of pool %s: %w", p.name, errdefs.FromErrno(err))
 		}
 	}
-	return p.unlink(layout.Record(ref))
+	if err := p.unlink(layout.Record(ref)); err != nil || !o.unsaid {
+		return err
+	}
+	if err := p.directories[ref.Kind].Sync(); err != nil {
+		return fmt.Errorf("sync the removal of %s from pool %s: %w", ref, p.name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// condemn has the record of an object say that it is deleted, or notes that the disk or the filesystem does not take that.
+func (p *pool) condemn(ctx context.Context, o *object) error {
+	err := p.save(o, o.Record(), catalog.Deleting, o.growing)
+	if err == nil || !recordfile.Unwritable(err) {
+		return err
+	}
+	klog.FromContext(ctx).Error(err, "Could not write down that an object is deleted; its files are removed all the same", "pool", p.name, "object", o.Ref().String())
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	p.Set(o, o.Record(), catalog.Deleting)
+	o.unsaid = true
+	return nil
 }
 
 // erase overwrites the beginning of an image, as far as it has data there: that alone was ever written. Blocks that it has alone are

@@ -222,7 +222,8 @@ func Create(root *os.Root, path string, s *Record) (at Position, err error) {
 }
 
 // Update writes s over both slots, durably, and returns where it is then. The position is right
-// also with an error.
+// also with an error. What says that its object is deleted is the last that is written: where the disk
+// takes one slot only (Unwritable), that is enough, and the record is alone.
 func Update(root *os.Root, path string, s *Record, at Position) (_ Position, err error) {
 	data, err := encodeSlot(s, at.generation+1)
 	if err != nil {
@@ -234,19 +235,37 @@ func Update(root *os.Root, path string, s *Record, at Position) (_ Position, err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	at.generation++
-	for range 2 {
-		other := 1 - at.newest
-		at.Alone = true
-		if _, err := f.WriteAt(data, int64(other)*slotSize); err != nil {
-			return at, errdefs.FromErrno(err)
+	at.Alone = true
+	var unwritten error
+	for _, slot := range [2]int{1 - at.newest, at.newest} {
+		err := writeSlot(f, slot, data)
+		switch {
+		case err == nil:
+			at.newest = slot
+		case s.State == catalog.Deleting && unwritten == nil && Unwritable(err):
+			unwritten = err
+		default:
+			return at, errors.Join(unwritten, err)
 		}
-		if err := unix.Fdatasync(int(f.Fd())); err != nil {
-			return at, errdefs.FromErrno(fmt.Errorf("sync %s: %w", path, err))
-		}
-		at.newest = other
 	}
-	at.Alone = false
+	at.Alone = unwritten != nil
 	return at, nil
+}
+
+// Unwritable reports whether an error says that a block of a file cannot be written, and nothing of others: the disk failed there, or
+// it has no space for it (as a thin one may not).
+func Unwritable(err error) bool {
+	return errors.Is(err, unix.EIO) || errors.Is(err, errdefs.ErrNoSpace)
+}
+
+func writeSlot(f *os.File, slot int, data []byte) error {
+	if _, err := f.WriteAt(data, int64(slot)*slotSize); err != nil {
+		return errdefs.FromErrno(err)
+	}
+	if err := unix.Fdatasync(int(f.Fd())); err != nil {
+		return errdefs.FromErrno(fmt.Errorf("sync %s: %w", f.Name(), err))
+	}
+	return nil
 }
 
 // Read returns the record of a file, and where it is. A slot with a wrong checksum, or that the

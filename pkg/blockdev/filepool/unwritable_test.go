@@ -1,0 +1,128 @@
+package filepool_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// failing is a filesystem on a disk that can be made to fail: its bytes are in a file of a tmpfs, all of it.
+type failing struct{ dir, disk string }
+
+func newFailing(t *testing.T, kind string) failing {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	const size = 160 * pooltest.MiB
+	base := drivertest.Dir(t)
+	below, dir := filepath.Join(base, "below"), filepath.Join(base, "mnt")
+	check.OK(t, errors.Join(os.Mkdir(below, 0o700), os.Mkdir(dir, 0o700)))
+	run(t, "mount", "-t", "tmpfs", "-o", fmt.Sprintf("size=%d,huge=never", size), "tmpfs", below)
+	t.Cleanup(func() { drivertest.Unmount(t, below) })
+	d := failing{dir, filepath.Join(below, "disk")}
+	check.OK(t, errors.Join(os.WriteFile(d.disk, nil, 0o600), os.Truncate(d.disk, size)))
+	options := map[string]string{"ext4": "-b4096", "btrfs": "-K"}
+	drivertest.RunBtrfs(t, "mkfs."+kind, "-q", options[kind], d.disk)
+	run(t, "fallocate", "-l", fmt.Sprint(size), d.disk) // mkfs may have discarded it
+	device := drivertest.Loop(t, d.disk)
+	defer run(t, "losetup", "-d", device) // it goes with the mount
+	run(t, "mount", "-t", kind, "-o", "nodiscard", device, dir)
+	t.Cleanup(func() { drivertest.Unmount(t, dir) })
+	return d
+}
+
+// spoil has the disk refuse (ENOSPC) what is written to slots of a record, which has this key: its bytes there are gone, and there is no memory for others.
+func (d failing) spoil(t *testing.T, key string, slots ...int) {
+	t.Helper()
+	disk, err := os.OpenFile(d.disk, os.O_RDWR, 0)
+	check.OK(t, err)
+	defer disk.Close()
+	all, err := os.ReadFile(d.disk)
+	check.OK(t, err)
+	var places []int64 // of the slots, one after the other
+	header, field := []byte("ashlar-record 2 gen="), fmt.Sprintf(`"key":%q`, key)
+	for at := bytes.Index(all, header); at >= 0; {
+		if bytes.Contains(all[at:at+slotSize], []byte(field)) {
+			places = append(places, int64(at))
+		}
+		next := bytes.Index(all[at+1:], header)
+		if next < 0 {
+			break
+		}
+		at += 1 + next
+	}
+	if len(places) != 2 {
+		t.Fatalf("the record of %s is at %d on the disk", key, places)
+	}
+	for _, slot := range slots {
+		check.OK(t, unix.Fallocate(int(disk.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, places[slot], 4096))
+	}
+	if err := os.WriteFile(d.disk+"."+key, make([]byte, pooltest.MiB), 0o600); !errors.Is(err, unix.ENOSPC) {
+		t.Fatalf("there is memory left: %v", err)
+	}
+}
+
+const slotSize = 8192
+
+// TestDeleteUnwritable: what has a record that the disk takes no changes of, in one of its slots or in both, can be deleted. Where it takes
+// those of one slot, a start goes on with a deletion that was cut short.
+func TestDeleteUnwritable(t *testing.T) {
+	for _, kind := range []string{"ext4", "btrfs"} {
+		for _, slots := range [][]int{{0}, {1}, {0, 1}} {
+			t.Run(fmt.Sprintf("%s, slots %d", kind, slots), func(t *testing.T) {
+				disk := newFailing(t, kind)
+				dir := disk.dir + "/pool"
+				pool := pooltest.OpenFiles(t, dir)
+				t.Cleanup(func() { _ = pool.Close() }) // before the filesystem is unmounted
+				whole, cut := pooltest.Vol("a"), pooltest.Vol("b")
+				for _, ref := range []blockdev.Ref{whole, cut} {
+					check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: "a", Size: 4 * pooltest.MiB})))
+				}
+				for _, ref := range []blockdev.Ref{whole, cut} {
+					disk.spoil(t, ref.Key, slots...)
+				}
+				if _, err := pool.SetLabels(t.Context(), whole, func(labels map[string]string) error { labels["a"] = "b"; return nil }); !errors.Is(err, errdefs.ErrNoSpace) {
+					t.Fatalf("a label: %v, want %v", err, errdefs.ErrNoSpace)
+				}
+				check.OK(t, pool.Delete(t.Context(), whole))
+				for _, extension := range []string{".rec", ".img"} {
+					if _, err := os.Lstat(path(dir, whole, extension)); !errors.Is(err, fs.ErrNotExist) {
+						t.Errorf("%s: %v", extension, err)
+					}
+				}
+
+				if len(slots) == 2 { // the bytes of both are gone
+					return
+				}
+				run(t, "chattr", "+i", path(dir, cut, ".img"))
+				if err := pool.Delete(t.Context(), cut); err == nil {
+					t.Error("an image was deleted that nobody may delete")
+				}
+				run(t, "chattr", "-i", path(dir, cut, ".img"))
+				check.OK(t, pool.Close())
+				record, err := os.Open(path(dir, cut, ".rec"))
+				check.OK(t, err)
+				check.OK(t, errors.Join(unix.Fadvise(int(record.Fd()), 0, 0, unix.FADV_DONTNEED), record.Close())) // what the disk did not take
+				pool = pooltest.OpenFiles(t, dir)
+				if r, err := pool.Get(t.Context(), cut); !errors.Is(err, errdefs.ErrNotFound) {
+					t.Errorf("%+v, %v; want %v", r, err, errdefs.ErrNotFound)
+				}
+				check.OK(t, pool.Delete(t.Context(), cut))
+				if c := pooltest.CapacityOf(t, pool); c.Promised != 0 {
+					t.Errorf("%+v", c)
+				}
+			})
+		}
+	}
+}
