@@ -152,6 +152,10 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	case float64(free) < float64(total)*min(max(p.location.ReservePercent, 1), nearlyFull)/100:
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: fmt.Sprintf(
 			"the filesystem of pool %s at %s has %.1f %% of its space left; writes to thin volumes will fail when it is full: make room", p.name, p.location.Path, float64(free)/float64(total)*100)})
+	default:
+		if err := p.checkInodes(); err != nil {
+			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: errdefs.Words(err)})
+		}
 	}
 	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16), and takes new times (6.1).
 	err = unix.Fsetxattr(int(p.lock.Fd()), "user.ashlar.health", []byte("ok"), 0)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -127,6 +128,9 @@ func TestReserveOfInodes(t *testing.T) {
 	}
 	if c := pooltest.CapacityOf(t, pool); c.Available != 0 || c.MaxVolume != 0 {
 		t.Errorf("room for another volume: %+v", c)
+	}
+	if have := pool.PoolHealth(t.Context()); len(have) != 1 || have[0].Reason != "PoolNearlyFull" || have[0].Severity != blockdev.Degraded || !strings.Contains(have[0].Message, "inodes") {
+		t.Errorf("a pool without inodes: %+v", have)
 	}
 	check.OK(t, pooltest.Second(pool.Expand(t.Context(), volNumber(0), pooltest.MiB))) // takes none
 	check.OK(t, pool.Delete(t.Context(), volNumber(1)))
