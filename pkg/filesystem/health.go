@@ -24,7 +24,7 @@ func Health(t Type, device, path string, writable, readOnly bool) []blockdev.Pro
 	report := func(severity blockdev.Severity, reason, format string, args ...any) {
 		problems = append(problems, blockdev.Problem{Severity: severity, Reason: reason, Message: fmt.Sprintf(format, args...)})
 	}
-	if writable && (readOnly || ext4Emergency(device)) {
+	if writable && Stopped(device, readOnly) {
 		report(blockdev.Inaccessible, "FilesystemReadOnly", "the kernel made the %s filesystem at %s read-only; look at its log, unmount it and check %s", t, path, device)
 	}
 	if n := reportedErrors(t, device); n > 0 {
@@ -32,6 +32,10 @@ func Health(t Type, device, path string, writable, readOnly bool) []blockdev.Pro
 	}
 	return problems
 }
+
+// Stopped reports whether the kernel made a filesystem read-only that was mounted for writing from a device. readOnly: it takes no
+// writes now, as statfs(2) has it.
+func Stopped(device string, readOnly bool) bool { return readOnly || ext4Emergency(device) }
 
 // ext4Emergency: an ext4 that stopped writing after an error does not always say so in
 // statfs. Newer kernels (6.16) say it here; older ones (6.1.175) only that they would at

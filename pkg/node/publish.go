@@ -84,7 +84,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if how.block {
 		return s.publishBlock(ctx, v, target, how)
 	}
-	return s.publishMount(ctx, staged, at.Info, target, how)
+	return s.publishMount(ctx, staged, at, target, how)
 }
 
 // stagedAs makes sure that a volume can be published as it is staged: as the filesystem that the
@@ -148,8 +148,8 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 	return s.volumes.SetTarget(ctx, v.ID, target)
 }
 
-// publishMount binds the directory of a staged filesystem.
-func (s *Server) publishMount(ctx context.Context, staged string, info mount.Info, target string, how mountRequest) (err error) {
+// publishMount binds the directory of a staged filesystem; not for writing where the kernel stopped that.
+func (s *Server) publishMount(ctx context.Context, staged string, info volumeMount, target string, how mountRequest) (err error) {
 	made, err := mount.MakeTarget(target, false)
 	if err != nil {
 		return err
@@ -174,6 +174,11 @@ func (s *Server) publishMount(ctx context.Context, staged string, info mount.Inf
 			return fmt.Errorf("%w: it is published there with read-only %v", errdefs.ErrExists, there.ReadOnly)
 		}
 		return nil
+	}
+	// A pod that has it already keeps it.
+	if !how.readOnly && s.mounts.Writable(info.Device, staged) && filesystem.Stopped(info.device.Path, info.ReadOnly) {
+		return fmt.Errorf("%w: the kernel made the filesystem at %s read-only after an error, and it is asked for to be written to; look at the kernel's log, unpublish it everywhere, unstage it, and stage it anew",
+			errdefs.ErrPrecondition, staged)
 	}
 	if err := trace.Do(ctx, "bind", func(context.Context) error { return mount.Bind(staged, target, readOnly) }); err != nil {
 		return err

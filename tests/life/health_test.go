@@ -145,6 +145,13 @@ func TestFilesystemHealth(t *testing.T) {
 			}
 			check.OK(t, v.publish(target, false)) // as it was published
 			holds(t, v.File(target), 1)
+			// A pod that comes now would not know.
+			if another := v.Target("another"); c.flags == nil {
+				check.Code(t, v.publish(another, false), codes.FailedPrecondition, "read-only", "stage it anew")
+				check.OK(t, v.publish(another, true))
+				holds(t, v.File(another), 1)
+				check.OK(t, v.unpublish(another))
+			}
 			// Mounting it anew checks it.
 			check.OK(t, v.unpublish(target))
 			check.OK(t, v.unstage())
