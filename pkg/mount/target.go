@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -40,6 +41,7 @@ func Unmount(path string) error {
 			return nil // somebody else was faster
 		case errors.Is(err, unix.EBUSY) && try < busyTries:
 			time.Sleep(busyPause)
+			waitForLooks()
 			try++
 		case errors.Is(err, unix.EBUSY):
 			return fmt.Errorf("%w: unmount %s: a process has files open there or works in it", errdefs.ErrInUse, path)
@@ -47,6 +49,13 @@ func Unmount(path string) error {
 			return fmt.Errorf("unmount %s: %w", path, err)
 		}
 	}
+}
+
+// waitForLooks waits until this process has ended its looks into mounts that it has begun. They hold back forks (holdForks), and who
+// waits to fork goes before those that begin: so does who waits here, and then nobody is in its way for a moment, however many look.
+func waitForLooks() {
+	syscall.ForkLock.Lock()
+	syscall.ForkLock.Unlock() //nolint:staticcheck // nothing is done with it
 }
 
 // MakeTarget makes the directory, or for a device node the empty file, that a mount
