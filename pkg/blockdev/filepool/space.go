@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"os"
 	"sync"
 	"syscall"
@@ -181,8 +182,15 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 	p.Mu.Lock()
 	stale := exact || time.Since(p.space.measured) > measureEvery
 	p.Mu.Unlock()
+	least := int64(math.MaxInt64)
 	if stale {
-		if err := p.measureImages(); err != nil {
+		// What an image gives back (a discard) after it was looked at is free afterwards, and what one takes before that was free before:
+		// both would count twice.
+		var err error
+		if _, least, err = p.statfs(); err == nil {
+			err = p.measureImages()
+		}
+		if err != nil {
 			return blockdev.Capacity{}, err
 		}
 	}
@@ -192,6 +200,7 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 	if err != nil {
 		return blockdev.Capacity{}, err
 	}
+	free = min(free, least)
 	// Images that shrink (discards) give nothing that may be promised: until the next
 	// look, what is free plus what they took at the last one would count it twice.
 	if usable := free + p.space.allocated; stale || usable < p.space.usable {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -603,4 +604,37 @@ func TestFreshLoop(t *testing.T) {
 		}
 	}
 	check.OK(t, err)
+}
+
+// TestDiscardWhileMeasured: what an image gives back while images are measured is not counted twice, as of the image and as free.
+func TestDiscardWhileMeasured(t *testing.T) {
+	dir := filepath.Join(mountNew(t, "ext4"), "pool")
+	pool := pooltest.OpenedFiles(t, dir)
+	for i := range 200 { // it takes a while to measure them
+		check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: volNumber(i), Name: "a", Size: pooltest.MiB, Provisioning: blockdev.Thin})))
+	}
+	large := pooltest.Vol("f")
+	const size = 64 * pooltest.MiB
+	check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: large, Name: "a", Size: size, Provisioning: blockdev.Thin})))
+	image, err := os.OpenFile(path(dir, large, ".img"), os.O_RDWR, 0)
+	check.OK(t, err)
+	defer image.Close()
+	fill := func() { t.Helper(); check.OK(t, unix.Fallocate(int(image.Fd()), 0, 0, size)) }
+	fill()
+	filepool.Remeasure(pool)
+	most := pooltest.CapacityOf(t, pool).Total
+	for range 200 {
+		filepool.Remeasure(pool)
+		measured := make(chan int64)
+		go func() {
+			c, _ := pool.Capacity(context.Background())
+			measured <- c.Total
+		}()
+		time.Sleep(time.Duration(rand.N(1000)) * time.Microsecond)
+		check.OK(t, unix.Fallocate(int(image.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, size))
+		if total := <-measured; total > most+size/2 {
+			t.Fatalf("%d bytes may be promised, %d is all there is", total, most)
+		}
+		fill()
+	}
 }
