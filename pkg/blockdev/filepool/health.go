@@ -57,7 +57,8 @@ func (p *pool) Gone() bool {
 			}
 		}
 	}
-	return errors.Is(p.lock.Sync(), unix.EIO)
+	err := p.lock.Sync()
+	return errors.Is(err, unix.EIO) || errors.Is(err, unix.EROFS) // XFS shuts down, ext4 and btrfs turn read-only
 }
 
 // version tells what an object is at one moment from what it is at another; it is the same as long as nobody changed its record.
