@@ -431,6 +431,9 @@ func (p *pool) checkReplaced(ref blockdev.Ref, image fs.FileInfo) error {
 
 // missing is the error of an object without an image.
 func (p *pool) missing(ref blockdev.Ref) error {
+	if err := p.alive(); err != nil {
+		return err
+	}
 	device, err := p.beside(ref, nil)
 	if err != nil {
 		return err

@@ -19,33 +19,47 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// alive makes sure that the pool's directory is still the one that was opened.
+// alive makes sure that the pool's directories are still those that were opened.
 func (p *pool) alive() error {
-	var held, named unix.Stat_t
-	err := unix.Fstat(int(p.directories[blockdev.Volume].Fd()), &held)
-	if err == nil {
-		err = unix.Stat(p.location.Path+"/"+layout.Directories[blockdev.Volume], &named)
-	}
-	if err != nil || held.Dev != named.Dev || held.Ino != named.Ino {
+	for kind, directory := range p.directories {
+		var held, named unix.Stat_t
+		path := p.location.Path + "/" + layout.Directories[kind]
+		err := unix.Fstat(int(directory.Fd()), &held)
 		if err == nil {
+			err = unix.Stat(path, &named)
+		}
+		if err == nil && (held.Dev != named.Dev || held.Ino != named.Ino) {
 			err = errors.New("another directory is there now")
 		}
-		return fmt.Errorf("%w: the directory %s of pool %s is gone: %w; mount its filesystem again", errdefs.ErrUnavailable, p.location.Path, p.name, err)
+		if err != nil {
+			return fmt.Errorf("%w: the directory %s of pool %s is gone: %w; mount its filesystem again, and nothing over its directories", errdefs.ErrUnavailable, path, p.name, err)
+		}
 	}
 	return nil
+}
+
+// replaced reports whether another directory with the same pool is at the pool's place. What is only another one for a part of the pool,
+// as something is mounted there, is not what its disk has.
+func (p *pool) replaced() bool {
+	root, err := os.OpenRoot(p.location.Path)
+	if err != nil {
+		return false
+	}
+	defer root.Close()
+	id, _, err := identity.Read(root)
+	if err != nil || id != p.id {
+		return false
+	}
+	held, err := p.root.Stat(".")
+	named, failure := root.Stat(".")
+	return err != nil || failure == nil && !os.SameFile(held, named)
 }
 
 // Gone: see Leaver. Another directory with the same pool is at its place, as after its disk came back; or
 // its filesystem has stopped for good, and no device is over it.
 func (p *pool) Gone() bool {
-	if p.alive() != nil {
-		if root, err := os.OpenRoot(p.location.Path); err == nil {
-			id, _, err := identity.Read(root)
-			root.Close()
-			if err == nil && id == p.id {
-				return true
-			}
-		}
+	if p.alive() != nil && p.replaced() {
+		return true
 	}
 	p.Mu.Lock()
 	loops := maps.Clone(p.loops)

@@ -3,11 +3,13 @@ package filepool_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 
@@ -164,6 +166,59 @@ func bound(t *testing.T, dir, base string) string {
 	check.OK(t, unix.Mount(dir, at, "", unix.MS_BIND, ""))
 	t.Cleanup(func() { drivertest.Unmount(t, at) })
 	return at
+}
+
+// TestMountedOver: what is mounted at a directory of a pool hides what the pool has there. Nothing is taken for gone then, or made anew.
+func TestMountedOver(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for _, hidden := range []string{"volumes", "snapshots"} {
+		for _, start := range []bool{false, true} {
+			t.Run(fmt.Sprint(hidden, start), func(t *testing.T) {
+				dir := filepath.Join(drivertest.Dir(t), "pool")
+				url := "file://" + dir + "?reservePercent=0"
+				pool, err := pools.OpenLazy(t.Context(), "test", url, nil)
+				check.OK(t, err)
+				t.Cleanup(func() { check.OK(t, pool.Close()) })
+				volume, copied := pooltest.Vol("a"), pooltest.Snap("b")
+				pooltest.Create(t, pool, blockdev.Spec{Ref: volume, Name: "a", Size: pooltest.MiB})
+				pooltest.Create(t, pool, blockdev.Spec{Ref: copied, Name: "b", Size: pooltest.MiB, Origin: volume})
+				has := func() string { return contents(t, dir+"/volumes") + ", " + contents(t, dir+"/snapshots") }
+				before := has()
+				if start {
+					check.OK(t, pool.Close())
+				}
+				over := filepath.Join(dir, hidden)
+				check.OK(t, unix.Mount("tmpfs", over, "tmpfs", 0, ""))
+				t.Cleanup(func() { _ = unix.Unmount(over, unix.MNT_DETACH) })
+				if start {
+					pool, err = pools.OpenLazy(t.Context(), "test", url, nil)
+					check.OK(t, err)
+				}
+				ref := volume
+				if hidden == "snapshots" {
+					ref = copied
+				}
+				for range 2 {
+					pooltest.Fails(t, pooltest.Second(pool.Capacity(t.Context())), errdefs.ErrUnavailable, "Capacity")
+					pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: ref.Key[:1], Size: pooltest.MiB})), errdefs.ErrUnavailable, "Create of what is there")
+					pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("c"), Name: "c", Size: pooltest.MiB})), errdefs.ErrUnavailable, "Create")
+					pooltest.Fails(t, pooltest.Second(pool.SetLabels(t.Context(), ref, func(l map[string]string) error { l["key"] = "value"; return nil })), errdefs.ErrUnavailable, "SetLabels")
+					pooltest.Fails(t, pool.Delete(t.Context(), ref), errdefs.ErrUnavailable, "Delete")
+				}
+				if problems := pool.PoolHealth(t.Context()); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || !strings.Contains(problems[0].Message, hidden) {
+					t.Errorf("the pool's health: %v", problems)
+				}
+				drivertest.Unmount(t, over)
+				for end := time.Now().Add(time.Minute); pooltest.Second(pool.Capacity(t.Context())) != nil && time.Now().Before(end); {
+					time.Sleep(10 * time.Millisecond)
+				}
+				if after := has(); after != before {
+					t.Errorf("the pool has %s; it had %s", after, before)
+				}
+				check.OK(t, errors.Join(pool.Delete(t.Context(), copied), pool.Delete(t.Context(), volume)))
+			})
+		}
+	}
 }
 
 // TestKnownPool: who remembers a pool decides whether one is made, and gets no other one.

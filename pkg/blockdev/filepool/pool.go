@@ -130,12 +130,12 @@ func (p *pool) openDirectory(ctx context.Context, known blockdev.Known) (err err
 		klog.FromContext(ctx).Error(err, "The pool has no place for what is kept beside volumes; the next start tries again", "pool", p.name)
 	}
 	for kind, dir := range layout.Directories {
-		opened, err := p.root.Open(dir)
+		opened, err := directory.Part(p.root, dir)
 		if errors.Is(err, fs.ErrNotExist) && kind == blockdev.Marks {
 			continue
 		}
 		if err != nil {
-			return errdefs.FromErrno(err)
+			return err
 		}
 		p.directories[kind] = opened
 		if p.directoryID[kind], err = directoryID(opened); err != nil {

@@ -588,6 +588,30 @@ func TestDirectoryGone(t *testing.T) {
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 4 * pooltest.MiB})
 }
 
+// TestRecordRemoved: a record that somebody removes while the pool is open is made anew by the next change, and so the object can be released and deleted.
+func TestRecordRemoved(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := filepath.Join(drivertest.Dir(t), "pool")
+	pool := pooltest.OpenFiles(t, dir)
+	kept, lost := pooltest.Vol("a"), pooltest.Vol("b")
+	for _, ref := range []blockdev.Ref{kept, lost} {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: 4 * pooltest.MiB})
+		check.OK(t, os.Remove(path(dir, ref, ".rec")))
+	}
+	check.OK(t, os.Remove(path(dir, lost, ".img")))
+	claim := func(labels map[string]string) error { labels["claim"] = "a node"; return nil }
+	check.OK(t, pooltest.Second(pool.SetLabels(t.Context(), kept, claim)))
+	check.OK(t, errors.Join(pooltest.Second(pool.SetLabels(t.Context(), lost, claim)), pool.Delete(t.Context(), lost), pool.Close()))
+	pool = pooltest.OpenedFiles(t, dir)
+	record, err := pool.Get(t.Context(), kept)
+	check.OK(t, err)
+	if record.Labels["claim"] == "" {
+		t.Errorf("after a start the record says %+v", record)
+	}
+	check.OK(t, os.Remove(path(dir, kept, ".rec")))
+	check.OK(t, pool.Delete(t.Context(), kept))
+}
+
 // TestArithmetic: reservePercent of the filesystem is never promised; of the rest,
 // overprovision times as much.
 func TestArithmetic(t *testing.T) {

@@ -106,9 +106,16 @@ func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
 	return nil
 }
 
-// save writes a record over the one of o, on disk and then in memory.
+// save writes a record over the one of o, on disk and then in memory. One that somebody removed is made anew: what is in memory is what was ever answered.
 func (p *pool) save(o *object, record blockdev.Record, state catalog.State, growing int64) error {
-	at, err := recordfile.Update(p.root, layout.Record(record.Ref), recordfile.New(record, state, growing), o.at)
+	path, written := layout.Record(record.Ref), recordfile.New(record, state, growing)
+	at, err := recordfile.Update(p.root, path, written, o.at)
+	if errors.Is(err, fs.ErrNotExist) {
+		if err = p.alive(); err == nil {
+			at, err = recordfile.Create(p.root, path, written)
+			err = errors.Join(err, p.directories[record.Kind].Sync())
+		}
+	}
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	p.place(o, at)

@@ -198,6 +198,22 @@ func beginIn(root *os.Root, id string) error {
 	return makePool(root, id)
 }
 
+// Part opens a directory of a pool. errdefs.ErrUnavailable if something is mounted there: it hides what the pool has, and does not go with the pool's filesystem.
+func Part(root *os.Root, name string) (*os.File, error) {
+	f, err := root.Open(name)
+	if err != nil {
+		return nil, errdefs.FromErrno(err)
+	}
+	mounted, err := mountpoint.At(f)
+	if err == nil && mounted {
+		err = fmt.Errorf("%w: something is mounted at its directory %s, and hides what the pool has there; unmount it", errdefs.ErrUnavailable, name)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
 // Lock keeps other processes away from a pool until the file is closed.
 func Lock(root *os.Root) (*os.File, error) {
 	lock, err := root.OpenFile(LockFile, os.O_RDWR|os.O_CREATE, 0o600)

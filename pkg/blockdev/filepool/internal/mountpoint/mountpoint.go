@@ -34,6 +34,13 @@ func Shared(path string) (bool, error) {
 	return false, nil
 }
 
+// At tells whether an open directory is where something is mounted.
+func At(directory *os.File) (bool, error) {
+	var st unix.Statx_t
+	err := unix.Statx(int(directory.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_INO, &st)
+	return st.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0, errdefs.FromErrno(err)
+}
+
 // IsFilesystem tells whether a directory is where the root of a filesystem is mounted, and not just a directory of another one:
 // in a container each of them is a mount.
 func IsFilesystem(path string) (bool, error) {
