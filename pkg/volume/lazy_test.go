@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"path/filepath"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -103,4 +104,32 @@ func made(t testing.TB) func(volume.Volume, error) volume.Volume {
 		check.OK(t, err)
 		return v
 	}
+}
+
+// TestCopiedPool: a copy of a pool beside it is not used, so that the group snapshots of the pool are what they were.
+func TestCopiedPool(t *testing.T) {
+	disk := memory.NewDisk(1 << 30)
+	before := start(t, 0, disk.Open("first", nil))
+	v := made(t)(before.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 8 << 20}}))
+	group, err := before.CreateGroup(t.Context(), "g", []volume.ID{v.ID})
+	check.OK(t, err)
+
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	var both []blockdev.Pool
+	for _, name := range []string{"first", "second"} {
+		pool, err := lazy.Open(t.Context(), name, func(context.Context) (blockdev.Pool, error) { return disk.Open(name, nil), nil })
+		check.OK(t, err)
+		t.Cleanup(func() { check.OK(t, pool.Close()) })
+		both = append(both, pool)
+	}
+	l, err := volume.NewLocal(t.Context(), node, both, mounts, 0)
+	check.OK(t, err)
+	if problems := both[1].PoolHealth(t.Context()); len(problems) != 1 || problems[0].Reason != "PoolMissing" || !strings.Contains(problems[0].Message, "pool first has too") {
+		t.Errorf("the health of the copy: %v", problems)
+	}
+	if have, err := l.Get(t.Context(), v.ID); err != nil || have.Name != "a" {
+		t.Errorf("a volume of the pool: %+v, %v", have, err)
+	}
+	fails(t, l.DeleteGroup(t.Context(), group.ID), errdefs.ErrUnavailable, "DeleteGroup, as a pool may have a part of it")
 }

@@ -12,11 +12,15 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
 // recover makes a pool ready to be used, which nobody else uses yet.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
+	if err := l.refuseCopy(pool); err != nil {
+		return err
+	}
 	if err := l.recoverPlaces(ctx, pool); err != nil { // by which all that follows is found
 		return err
 	}
@@ -43,6 +47,24 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	l.claims[pool.Name()] = claims
 	l.mu.Unlock()
 	return l.exportAgain(ctx, pool)
+}
+
+// refuseCopy returns ErrUnavailable for a pool that has the identity of one that is open, as somebody copied its bytes: the members of a
+// group snapshot would be there twice, which is neither the group nor a part of it, and its deletion would take both.
+func (l *Local) refuseCopy(pool blockdev.Pool) error {
+	is, ok := pool.(blockdev.Identified)
+	if !ok || is.ID() == "" {
+		return nil
+	}
+	l.arriving.Lock()
+	defer l.arriving.Unlock()
+	for _, other := range l.openPools() {
+		if one, ok := other.(blockdev.Identified); ok && l.arrived[other.Name()] == other && other.Name() != pool.Name() && one.ID() == is.ID() {
+			return fmt.Errorf("%w: pool %s has the identity %s, which pool %s has too: one is a copy of the other; start the driver with one of the two (--pool)",
+				errdefs.ErrUnavailable, pool.Name(), is.ID(), other.Name())
+		}
+	}
+	return nil
 }
 
 // detachOrphans takes away the devices of a pool that were handed out and that nobody has any more. Those of exports are other nodes'; one that many read may be; and what is
