@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -120,7 +121,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	p.Mu.Unlock()
 	if err != nil {
 		p.giveUp(ctx, o, spec)
-		return nil, err
+		return nil, p.refused(layout.Record(spec.Ref), err)
 	}
 	return o, nil
 }
@@ -141,7 +142,7 @@ func (p *pool) giveUp(ctx context.Context, o *object, spec blockdev.Spec) {
 func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockdev.Record, error) {
 	image, err := p.root.OpenFile(layout.Image(spec.Ref), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
-		return blockdev.Record{}, errdefs.FromErrno(err)
+		return blockdev.Record{}, p.refused(layout.Image(spec.Ref), errdefs.FromErrno(err))
 	}
 	defer image.Close()
 	if err := nocow.Set(image); err != nil {
@@ -388,7 +389,7 @@ func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 		return nil, p.missing(ref)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("open image: %w", p.notOpened(ref, err))
+		return nil, fmt.Errorf("open image: %w", p.refused(layout.Image(ref), errdefs.FromErrno(err)))
 	}
 	if err = p.checkOwner(ref, f, flags != os.O_RDONLY); err == nil {
 		info, err = f.Stat()
@@ -408,12 +409,13 @@ func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 	return f, nil
 }
 
-// notOpened is why an image cannot be opened. Root is refused with EPERM only what somebody set an attribute of (chattr(1)).
-func (p *pool) notOpened(ref blockdev.Ref, err error) error {
+// refused is why a file cannot be opened, made or removed. Root is refused with EPERM only what somebody set an attribute of (chattr(1)), or of its directory.
+func (p *pool) refused(path string, err error) error {
 	if errors.Is(err, unix.EPERM) {
-		return fmt.Errorf("%w: %w: somebody protected it; take that back with chattr -i -a %s/%s", errdefs.ErrPrecondition, err, p.location.Path, layout.Image(ref))
+		file := p.location.Path + "/" + path
+		return fmt.Errorf("%w: %w: somebody protected it, or its directory; take that back with chattr -i -a %s %s", errdefs.ErrPrecondition, err, file, filepath.Dir(file))
 	}
-	return errdefs.FromErrno(err)
+	return err
 }
 
 // errReplaced is that of an image that is not the one which is in use.

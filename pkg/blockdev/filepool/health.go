@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -21,10 +22,10 @@ import (
 
 // alive makes sure that the pool's directories are still those that were opened.
 func (p *pool) alive() error {
-	for kind, directory := range p.directories {
+	for _, kind := range slices.Sorted(maps.Keys(p.directories)) {
 		var held, named unix.Stat_t
 		path := p.location.Path + "/" + layout.Directories[kind]
-		err := unix.Fstat(int(directory.Fd()), &held)
+		err := unix.Fstat(int(p.directories[kind].Fd()), &held)
 		if err == nil {
 			err = unix.Stat(path, &named)
 		}

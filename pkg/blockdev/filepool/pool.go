@@ -391,7 +391,7 @@ func (p *pool) openOwn(ref blockdev.Ref) (*os.File, error) {
 	}
 	image, err := p.root.OpenFile(layout.Image(ref), os.O_RDWR, 0)
 	if err != nil {
-		return nil, p.notOpened(ref, err)
+		return nil, p.refused(layout.Image(ref), errdefs.FromErrno(err))
 	}
 	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
 		return nil, image.Close()
@@ -411,7 +411,7 @@ func twice(f *os.File) (bool, error) {
 // unlink removes a file, if it is there.
 func (p *pool) unlink(path string) error {
 	if err := p.root.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove %s from pool %s: %w", path, p.name, errdefs.FromErrno(err))
+		return fmt.Errorf("remove %s from pool %s: %w", path, p.name, p.refused(path, errdefs.FromErrno(err)))
 	}
 	return nil
 }

@@ -499,6 +499,37 @@ func TestProtected(t *testing.T) {
 	}
 }
 
+// TestProtectedBeside: nor does a pool say less of a record, or of a directory, that somebody protected.
+func TestProtectedBeside(t *testing.T) {
+	dir := filepath.Join(mountNew(t, "ext4"), "pool")
+	pool := pooltest.OpenedFiles(t, dir)
+	ref, other := pooltest.Vol("a"), blockdev.Spec{Ref: pooltest.Vol("b"), Size: 4 * pooltest.MiB}
+	label := func(labels map[string]string) error { labels["key"] = "value"; return nil }
+	for protected, calls := range map[string]map[string]func() error{
+		path(dir, ref, ".rec"): {
+			"SetLabels": func() error { return pooltest.Second(pool.SetLabels(t.Context(), ref, label)) },
+			"Expand":    func() error { return pooltest.Second(pool.Expand(t.Context(), ref, 8*pooltest.MiB)) },
+			"Delete":    func() error { return pool.Delete(t.Context(), ref) },
+		},
+		dir + "/volumes": {
+			"Create": func() error { return pooltest.Second(pool.Create(t.Context(), other)) },
+			"Delete": func() error { return pool.Delete(t.Context(), ref) },
+		},
+	} {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: 4 * pooltest.MiB})
+		run(t, "chattr", "+i", protected)
+		for what, call := range calls {
+			err := call()
+			pooltest.Fails(t, err, errdefs.ErrPrecondition, what)
+			if err == nil || !strings.Contains(err.Error(), "chattr -i -a ") || !strings.Contains(err.Error(), protected) {
+				t.Errorf("%s: %v does not say how to take the protection of %s back", what, err, protected)
+			}
+		}
+		run(t, "chattr", "-i", protected)
+		check.OK(t, pool.Delete(t.Context(), ref))
+	}
+}
+
 // TestReplacedInUse: a copy that somebody puts in the place of an image while that is in use lacks what is written from then on. It is
 // neither copied nor grown, and that is said, as it is where there is no file any more; and once the device is copied as the error says, all of it is there.
 func TestReplacedInUse(t *testing.T) {

@@ -120,7 +120,7 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 	defer p.Mu.Unlock()
 	p.place(o, at)
 	if err != nil {
-		return fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err)
+		return fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, p.refused(path, err))
 	}
 	p.space.promised -= o.size()
 	p.Set(o, record, state)
