@@ -3,7 +3,9 @@ package volume_test
 import (
 	"crypto/rand"
 	"fmt"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -133,5 +135,32 @@ func TestCopyOfEncrypted(t *testing.T) {
 	check.OK(t, err)
 	for _, source := range []volume.ID{v, s.ID} {
 		fails(t, second(l.Create(t.Context(), volume.Spec{Name: "copy of " + source.String(), Source: source})), errdefs.ErrInvalid, "a copy that is not encrypted")
+	}
+}
+
+// TestWrongBase: what was no base says why, and what to do; the clock of a node may have been set back between two snapshots.
+func TestWrongBase(t *testing.T) {
+	l := start(t, 0, memory.NewDisk(1<<30).Open("pool", nil))
+	var cuts []volume.Snapshot
+	for _, name := range []string{"a", "b"} {
+		v := made(t)(l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: 1 << 20}}))
+		for _, cut := range []string{" first", " then"} {
+			s, err := l.CreateSnapshot(t.Context(), name+cut, v.ID)
+			check.OK(t, err)
+			cuts = append(cuts, s)
+		}
+	}
+	for _, c := range []struct {
+		base, target volume.Snapshot
+		says         string
+	}{
+		{cuts[1], cuts[0], "the target " + cuts[0].ID.String() + " before that, at " + cuts[0].Created.Format(time.RFC3339Nano)},
+		{cuts[0], cuts[3], "one of " + cuts[3].Source.String()},
+	} {
+		err := l.Changed(t.Context(), c.base.ID, c.target.ID, 0, func(blockdev.Extent) error { return nil })
+		fails(t, err, errdefs.ErrInvalid, "Changed since "+c.base.Name)
+		if err == nil || !strings.Contains(err.Error(), c.says) {
+			t.Errorf("%v does not say %q", err, c.says)
+		}
 	}
 }
