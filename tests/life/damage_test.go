@@ -251,6 +251,8 @@ func TestPoolTurnsReadOnly(t *testing.T) {
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolReadOnly")
 	_, err := d.create(co.Request("another", "ext4", smallest["ext4"]))
 	check.Code(t, err, codes.Unavailable, "read-only")
+	_, err = d.GetCapacity(t.Context(), &csi.GetCapacityRequest{})
+	check.Code(t, err, codes.Unavailable, "read-only")
 	_, err = v.snapshot("cut")
 	check.Code(t, err, codes.Unavailable, "read-only")
 	check.Code(t, rest.claim(), codes.Unavailable, "read-only")

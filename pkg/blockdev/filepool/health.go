@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/directory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
@@ -173,13 +174,8 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: errdefs.Words(err)})
 		}
 	}
-	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16), and takes new times (6.1).
-	err = unix.Fsetxattr(int(p.lock.Fd()), "user.ashlar.health", []byte("ok"), 0)
-	if errors.Is(err, unix.ENOTSUP) {
-		err = p.root.Chtimes("lock", time.Now(), time.Now())
-	}
-	if err != nil && !errors.Is(err, unix.ENOSPC) {
-		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolReadOnly", Message: fmt.Sprintf("the filesystem of pool %s at %s takes no changes: %v; look at the kernel's log", p.name, p.location.Path, err)})
+	if err := p.takesChanges(); err != nil {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolReadOnly", Message: errdefs.Words(err)})
 	}
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -194,6 +190,19 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 			"pool %s has images without a record, which nothing uses and nothing removes; bring their records back or remove them by hand: %s", p.name, strings.Join(p.strays, ", "))})
 	}
 	return problems
+}
+
+// takesChanges makes sure that the pool's filesystem can be written to.
+func (p *pool) takesChanges() error {
+	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16), and takes new times (6.1).
+	err := unix.Fsetxattr(int(p.lock.Fd()), "user.ashlar.health", []byte("ok"), 0)
+	if errors.Is(err, unix.ENOTSUP) {
+		err = p.root.Chtimes(directory.LockFile, time.Now(), time.Now())
+	}
+	if err == nil || errors.Is(err, unix.ENOSPC) {
+		return nil
+	}
+	return fmt.Errorf("the filesystem of pool %s at %s takes no changes: %w; look at the kernel's log", p.name, p.location.Path, p.refused(directory.LockFile, errdefs.FromErrno(err)))
 }
 
 // spaceHealth is what keeps the account from being exact. The caller holds Mu.

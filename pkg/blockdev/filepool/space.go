@@ -251,6 +251,9 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	if err := p.alive(); err != nil {
 		return blockdev.Capacity{}, err
 	}
+	if err := p.takesChanges(); err != nil { // who asks would make volumes here
+		return blockdev.Capacity{}, err
+	}
 	p.sweep(ctx)
 	c, err := p.capacity(false)
 	if err == nil && p.surveySoon(ctx) {
