@@ -50,7 +50,7 @@ func readerNamespace() (int, error) {
 
 // BindReader attaches a block device at target, an existing file, for reading only. RemoveTarget takes it away.
 // ErrUnsupported where the kernel cannot.
-func BindReader(number uint64, target string) error {
+func BindReader(number uint64, target string) (err error) {
 	fail := func(what string, err error) error {
 		return fmt.Errorf("bind a device to %s for reading: %s: %w", target, what, err)
 	}
@@ -59,11 +59,10 @@ func BindReader(number uint64, target string) error {
 		return fail("find its owner", err)
 	}
 	defer holdForks()()
-	bound := false
 	tree, err := detachedNode(number, namespace)
 	if errors.Is(err, unix.EINVAL) { // idmapped mounts of tmpfs: Linux 6.3
 		defer func() {
-			if !bound {
+			if err != nil {
 				_ = os.Remove(nodeBeside(target))
 			}
 		}()
@@ -82,7 +81,6 @@ func BindReader(number uint64, target string) error {
 	if err := attachTree(tree, target); err != nil {
 		return fail("attach", err)
 	}
-	bound = true
 	return nil
 }
 
