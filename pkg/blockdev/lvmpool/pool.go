@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/turns"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
@@ -53,7 +54,7 @@ type pool struct {
 
 	reading chan struct{} // has room for who has a snapshot of the thin pool's metadata: see withMetadata
 
-	attaching catalog.Turns[*logical] // of those whose devices are brought up: a snapshot may be the source of several copies at once
+	attaching turns.Table[*logical] // of those whose devices are brought up: a snapshot may be the source of several copies at once
 
 	*catalog.Catalog[*logical]
 	// Guarded by its Mu, too, or not changed after the pool was opened:

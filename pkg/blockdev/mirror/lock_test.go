@@ -20,7 +20,7 @@ func TestLock(t *testing.T) {
 	if changes != [3]int{100, 100, 100} {
 		t.Errorf("changed %v times", changes)
 	}
-	if len(locks.of) > 0 {
-		t.Errorf("kept are the locks of %d mirrors", len(locks.of))
+	if n := changing.Len(); n > 0 {
+		t.Errorf("kept are the locks of %d mirrors", n)
 	}
 }

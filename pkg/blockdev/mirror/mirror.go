@@ -12,10 +12,10 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/turns"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -422,40 +422,13 @@ func Recover(ctx context.Context, name string) error {
 	})
 }
 
-// locks are those of the mirrors that are being changed, by name.
-var locks struct {
-	sync.Mutex
-	of map[string]*changing
-}
+// changing has one change made to a mirror at a time, by its name.
+var changing turns.Table[string]
 
-// changing is the lock of a mirror, and how many have it or wait for it.
-type changing struct {
-	sync.Mutex
-	users int
-}
-
-// lock has one change made to a mirror at a time.
+// lock waits until nobody else changes a mirror.
 func lock(name string) (unlock func()) {
-	locks.Lock()
-	l := locks.of[name]
-	if l == nil {
-		if locks.of == nil {
-			locks.of = map[string]*changing{}
-		}
-		l = &changing{}
-		locks.of[name] = l
-	}
-	l.users++
-	locks.Unlock()
-	l.Lock()
-	return func() {
-		l.Unlock()
-		locks.Lock()
-		defer locks.Unlock()
-		if l.users--; l.users == 0 {
-			delete(locks.of, name)
-		}
-	}
+	unlock, _ = changing.Begin(context.Background(), name) // a context that does not end has no error
+	return unlock
 }
 
 // change is of, for what changes a mirror.

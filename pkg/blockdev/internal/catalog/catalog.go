@@ -30,6 +30,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/turns"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -114,7 +115,7 @@ type Catalog[T Object] struct {
 
 	pool       string
 	erasing    chan struct{}              // has room for who erases an object
-	changing   Turns[T]                   // of those whose records are being changed
+	changing   turns.Table[T]             // of those whose records are being changed
 	keys       map[blockdev.Kind][]string // of Objects, in order
 	unfinished map[blockdev.Ref]bool      // of Objects, those that are not ready
 }

@@ -338,7 +338,7 @@ func TestChange(t *testing.T) {
 	}
 	end()
 	all.Wait()
-	if len(c.changing.of) > 0 {
+	if c.changing.Len() > 0 {
 		t.Error("it is remembered who changed what")
 	}
 }

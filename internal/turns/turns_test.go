@@ -1,0 +1,33 @@
+package turns
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+)
+
+// TestTable: one has the turn at a time, and nothing is kept of what nobody works on.
+func TestTable(t *testing.T) {
+	var table Table[string]
+	var all sync.WaitGroup
+	var changes [3]int
+	for i := range 300 {
+		all.Go(func() {
+			end, err := table.Begin(context.Background(), fmt.Sprint("thing ", i%3))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer end()
+			changes[i%3]++
+		})
+	}
+	all.Wait()
+	if changes != [3]int{100, 100, 100} {
+		t.Errorf("changed %v times", changes)
+	}
+	if n := table.Len(); n > 0 {
+		t.Errorf("kept are %d", n)
+	}
+}
