@@ -59,7 +59,7 @@ func (r Room) Fits(size int64) bool { return r.Usable() && r.MaxVolume >= size }
 
 // Compare orders the pools for a new volume of some bytes; it is negative if r is the better one. That is one with room; then one that is
 // well; then one with fewer peers; then the one with most room: what a volume may grow by, and its snapshots, come from its own
-// pool, which it never leaves.
+// pool, which it leaves by a move alone.
 func (r Room) Compare(other Room, size int64) int {
 	return cmp.Or(TrueFirst(r.Fits(size), other.Fits(size)), cmp.Compare(r.Worst, other.Worst), cmp.Compare(r.Peers, other.Peers),
 		cmp.Compare(other.Available, r.Available), cmp.Compare(r.Pool, other.Pool))
