@@ -111,7 +111,7 @@ func TestDiskReplaced(t *testing.T) {
 		return nil
 	})
 	// 4: delete the claims of what was lost.
-	c.shell(node, b.command("kubectl delete pvc CLAIM -n NAMESPACE", "CLAIM", "data", "NAMESPACE", c.ns))
+	c.shell(node, b.command("kubectl delete pvc CLAIM -n NAMESPACE --wait=false", "CLAIM", "data", "NAMESPACE", c.ns))
 	c.claim(claim{name: "anew"})
 	c.pod(pod{name: "anew", node: node, claims: []string{"anew"}})
 	c.runs("anew")
