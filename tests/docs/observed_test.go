@@ -19,27 +19,34 @@ import (
 // label is one of an alert, or its value, in its text.
 var label = regexp.MustCompile(`\{\{ \$(?:labels\.)?(\w+)[^}]*\}\}`)
 
-// TestReferenceAlerts: the alerts of deploy/monitoring.
-func TestReferenceAlerts(t *testing.T) {
-	text, err := os.ReadFile(filepath.Join(root, "deploy/monitoring/rules.yaml"))
-	var rules struct {
-		Groups []struct {
-			Name  string
-			Rules []struct {
-				Alert, For          string
-				Labels, Annotations map[string]string
-			}
-		}
+// alerts is a group of the rules of deploy/monitoring.
+type alerts struct {
+	Name  string
+	Rules []struct {
+		Alert, For          string
+		Labels, Annotations map[string]string
 	}
+}
+
+// readAlerts are all groups.
+func readAlerts(t *testing.T) []alerts {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(root, "deploy/monitoring/rules.yaml"))
+	var rules struct{ Groups []alerts }
 	if err == nil {
 		err = yaml.Unmarshal(text, &rules)
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
+	return rules.Groups
+}
+
+// TestReferenceAlerts: the alerts of deploy/monitoring.
+func TestReferenceAlerts(t *testing.T) {
 	var page strings.Builder
 	page.WriteString("# Alerts\n\nThey are in `deploy/monitoring/rules.yaml`; how to load them is in [Monitoring](../monitoring.md). *critical*: pods stop or data is in danger, now. *warning*: it will be so if nobody does anything.\n")
-	for _, group := range rules.Groups {
+	for _, group := range readAlerts(t) {
 		page.WriteString("\n## " + group.Name + "\n\n")
 		var rows [][]string
 		for _, r := range group.Rules {

@@ -1,6 +1,7 @@
 package docs_test
 
 import (
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -69,6 +70,118 @@ func TestRunbooks(t *testing.T) {
 	if tried < 150 {
 		t.Errorf("%d commands found on the pages; are they of another form now?", tried)
 	}
+}
+
+// badly is the section of a page that says how bad it is.
+var badly = regexp.MustCompile(`(?ms)^## [^\n]*bad\n.*?(?:^## |\z)`)
+
+// TestUrgency: the section that says how bad it is has the severity of each alert that the page begins with.
+func TestUrgency(t *testing.T) {
+	pages, err := filepath.Glob(filepath.Join(root, "docs/runbooks/*.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tried := 0
+	for _, page := range pages {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		begins, _, _ := strings.Cut(string(text), "\n## ")
+		for _, group := range readAlerts(t) {
+			for _, r := range group.Rules {
+				if r.Alert == "" || filepath.Base(page) == "README.md" || !regexp.MustCompile(r.Alert+`\b`).MatchString(begins) {
+					continue
+				}
+				tried++
+				if severity := r.Labels["severity"]; !strings.Contains(strings.ToLower(badly.FindString(string(text))), severity) {
+					t.Errorf("%s says nothing of %s, which %s is", filepath.Base(page), severity, r.Alert)
+				}
+			}
+		}
+	}
+	if tried < 20 {
+		t.Errorf("%d alerts found on the pages; do they begin in another way now?", tried)
+	}
+}
+
+var (
+	// quoted is what somebody says, at some length. It has no code in it.
+	quoted = regexp.MustCompile("\"([^\"`]{6,})\"")
+	// others is what the pages quote of other programs, or of themselves.
+	others = []string{"node(s) did not have enough free storage", "did not have enough free storage", "waiting for pod to be scheduled", "No space left on device", "No space",
+		"Input/output error", "I/O error", "Read-only file system", "Filesystem has been shut down", "remounting read-only", "context deadline exceeded", "signal: killed",
+		"connection refused", "i/o timeout", "failed to search 'psk' key", "The disk is dead", "The filesystem stopped"}
+)
+
+// TestQuotes: what pages quote of the driver, the driver says, word for word: somebody looks for it.
+func TestQuotes(t *testing.T) {
+	source := strings.ToLower(strings.ReplaceAll(goSource(t), `\"`, `"`))
+	pages, err := filepath.Glob(filepath.Join(root, "docs/runbooks/*.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tried := 0
+	for _, page := range append(pages, filepath.Join(root, "docs/use/moving.md")) {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, line := range strings.Split(string(text), "\n") {
+			if strings.HasPrefix(line, "    ") { // commands
+				continue
+			}
+			for _, found := range quoted.FindAllStringSubmatch(line, -1) {
+				for part := range strings.SplitSeq(found[1], "...") { // names are left out
+					tried++
+					if part = strings.TrimSpace(part); !slices.Contains(others, part) && !strings.Contains(source, strings.ToLower(part)) {
+						t.Errorf("%s quotes %q, which nothing says", filepath.Base(page), part)
+					}
+				}
+			}
+		}
+	}
+	if tried < 80 {
+		t.Errorf("%d quotes found on the pages; are they of another form now?", tried)
+	}
+}
+
+// deletes is a command that deletes a claim, before one that deletes a pod.
+var deletes = regexp.MustCompile(`kubectl delete pvc ([^\n]*?)(?:&&|\n) *kubectl delete pod`)
+
+// TestClaimsOfPods: who deletes a claim and then its pod does not wait for the claim, which the pod holds.
+func TestClaimsOfPods(t *testing.T) {
+	tried := 0
+	for _, pattern := range []string{"docs/operate/*.md", "docs/runbooks/*.md", "docs/use/*.md"} {
+		for _, found := range deletes.FindAllStringSubmatch(file(t, pattern), -1) {
+			if tried++; !strings.Contains(found[1], "--wait=false") {
+				t.Errorf("it waits for ever: %s", found[0])
+			}
+		}
+	}
+	if tried == 0 {
+		t.Error("no page deletes a claim and then its pod; does it say so in another way now?")
+	}
+}
+
+// goSource is all code that messages are in.
+func goSource(t *testing.T) string {
+	t.Helper()
+	var all strings.Builder
+	for _, part := range []string{"pkg", "internal", "cmd"} {
+		err := filepath.WalkDir(filepath.Join(root, part), func(name string, _ fs.DirEntry, err error) error {
+			if err != nil || !strings.HasSuffix(name, ".go") || strings.HasSuffix(name, "_test.go") {
+				return err
+			}
+			text, err := os.ReadFile(name)
+			all.Write(text)
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return all.String()
 }
 
 // link is [text](target), which is no address.
