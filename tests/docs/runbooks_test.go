@@ -73,7 +73,7 @@ func TestRunbooks(t *testing.T) {
 }
 
 // badly is the section of a page that says how bad it is.
-var badly = regexp.MustCompile(`(?ms)^## [^\n]*bad\n.*?(?:^## |\z)`)
+var badly = regexp.MustCompile(`(?s)\n## [^\n]*bad\n.*?(?:\n## |\z)`)
 
 // TestUrgency: the section that says how bad it is has the severity of each alert that the page begins with.
 func TestUrgency(t *testing.T) {
