@@ -177,3 +177,26 @@ func TestReplicaBesideMoving(t *testing.T) {
 	w.legMovesTo(leaves, "")
 	w.eventually("it stays", func() bool { return room() == nil })
 }
+
+// TestReplicaMovesIntoLittleRoom: a leg whose volume is used moves to where there is room for one like it: its successor is what comes there, and it is not counted beside that.
+func TestReplicaMovesIntoLittleRoom(t *testing.T) {
+	w, _, s := legCluster(t, 3)
+	spec := replicas("v", 2, "node-1")
+	spec.Size.Required = 64 * mib
+	v, err := s.Create(w.ctx, spec)
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	w.becomes("v", w.whole("v").Spec.Legs...)
+	old := w.legsOf("v")[1]
+	to := map[string]string{"node-2": "node-3", "node-3": "node-2"}[old.Spec.NodeName]
+	filler := anyNode("filler", to)
+	filler.Size.Required = w.available(s, to) - 96*mib
+	check.OK(t, second(s.Create(w.ctx, filler)))
+	w.eventually("there is room for one", func() bool { return w.available(s, to) == 96*mib })
+	w.legMovesTo(old, to)
+	w.eventually("its successor is there", func() bool { return slices.Contains(w.homes("v"), to) })
+	w.eventually("it has its room there once", func() bool { return w.available(s, to) == 32*mib })
+	w.replaced("v", old.Name)
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}

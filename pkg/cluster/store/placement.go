@@ -204,7 +204,13 @@ func (s *Store) coming(ctx context.Context, node string) (map[string]int64, erro
 	}
 	bytes := map[string]int64{}
 	for i := range volumes.Items {
-		if v := &volumes.Items[i]; isToCome(v) {
+		v := &volumes.Items[i]
+		if !isToCome(v) {
+			continue
+		}
+		if succeeded, err := s.isSucceeded(ctx, v); err != nil {
+			return nil, err
+		} else if !succeeded {
 			bytes[v.MovePool()] += cluster.Keeps(v)
 		}
 	}
@@ -220,6 +226,16 @@ func (s *Store) coming(ctx context.Context, node string) (map[string]int64, erro
 func isToCome(o cluster.Object) bool {
 	m, now := o.Moves()
 	return m != nil && !m.Left && (now == nil || now.Node != m.Node || now.Pool != m.Pool || now.Progress == nil && now.Copied == nil)
+}
+
+// isSucceeded reports whether something that moves is a leg whose bytes stay where they are, as its volume is used: another leg is made where it is to go (package replicator), which has room there as any new volume.
+func (s *Store) isSucceeded(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+	if v.Spec.ReplicaOf == "" {
+		return false, nil
+	}
+	r := &v1alpha1.ReplicatedVolume{}
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: v.Spec.ReplicaOf}, r)
+	return r.Spec.Claim != nil, kube.APIError("read replicated volume "+v.Spec.ReplicaOf, client.IgnoreNotFound(err))
 }
 
 // schedule chooses the node and pool of a new volume: of the nodes that are allowed the first
