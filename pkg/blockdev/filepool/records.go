@@ -106,14 +106,21 @@ func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
 	return nil
 }
 
-// save writes a record over the one of o, on disk and then in memory. One that somebody removed is made anew: what is in memory is what was ever answered.
+// save writes a record over the one of o, on disk and then in memory. Where it cannot be written over that, it is made anew: somebody removed the file, and what is in
+// memory is what was ever answered; or a block of it cannot be written to.
 func (p *pool) save(o *object, record blockdev.Record, state catalog.State, growing int64) error {
 	path, written := layout.Record(record.Ref), recordfile.New(record, state, growing)
 	at, err := recordfile.Update(p.root, path, written, o.at)
 	if errors.Is(err, fs.ErrNotExist) {
 		if err = p.alive(); err == nil {
-			at, err = recordfile.Create(p.root, path, written)
-			err = errors.Join(err, p.directories[record.Kind].Sync())
+			at, err = p.saveAnew(record.Kind, path, written, at)
+		}
+	} else if recordfile.Unwritable(err) {
+		anew, failure := p.saveAnew(record.Kind, path, written, at)
+		if at = anew; failure == nil {
+			err = nil
+		} else {
+			err = fmt.Errorf("%w; nor can a new file take its place: %s", err, failure.Error())
 		}
 	}
 	p.Mu.Lock()
@@ -127,6 +134,19 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 	o.growing = growing
 	p.space.promised += o.size()
 	return nil
+}
+
+// saveAnew has a new file with a record take the place of one that is at some position, durably. It needs space. The position that it returns is right also with an error.
+func (p *pool) saveAnew(kind blockdev.Kind, path string, s *recordfile.Record, at recordfile.Position) (recordfile.Position, error) {
+	fresh := path + freshRecord
+	made, err := recordfile.Create(p.root, fresh, s)
+	if err == nil {
+		err = errdefs.FromErrno(p.root.Rename(fresh, path))
+	}
+	if err != nil {
+		return at, errors.Join(err, p.unlink(fresh))
+	}
+	return made, errdefs.FromErrno(p.directories[kind].Sync())
 }
 
 // completeSlots makes sure that both slots have the record of o, before anybody acts on what it says.
