@@ -170,17 +170,20 @@ func makeDirectory(path string) (root *os.Root, id string, err error) {
 	id = identity.New()
 	err = makePool(root, id)
 	if err == nil {
-		err = errdefs.FromErrno(os.Rename(begun, path))
+		err = os.Rename(begun, path)
 	}
-	if err != nil {
-		return nil, "", errors.Join(err, root.Close())
+	if err = errors.Join(err, root.Close()); err != nil {
+		return nil, "", errdefs.FromErrno(err)
 	}
 	parent, err := os.Open(filepath.Dir(path))
 	if err == nil {
 		err = errors.Join(parent.Sync(), parent.Close())
 	}
+	if err == nil {
+		root, err = os.OpenRoot(path) // what fails in it is said of this path
+	}
 	if err != nil {
-		return nil, "", errors.Join(errdefs.FromErrno(err), root.Close())
+		return nil, "", errdefs.FromErrno(err)
 	}
 	return root, id, nil
 }
@@ -206,7 +209,7 @@ func Part(root *os.Root, name string) (*os.File, error) {
 	}
 	mounted, err := mountpoint.At(f)
 	if err == nil && mounted {
-		err = fmt.Errorf("%w: something is mounted at its directory %s, and hides what the pool has there; unmount it", errdefs.ErrUnavailable, name)
+		err = fmt.Errorf("%w: something is mounted at its directory %s, and hides what the pool has there; unmount it, or, if the pool's volumes are on it, have all of the pool on one filesystem: then they can be counted", errdefs.ErrUnavailable, name)
 	}
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
