@@ -34,7 +34,8 @@ func (p *pool) alive() error {
 			err = errors.New("another directory is there now")
 		}
 		if err != nil {
-			return fmt.Errorf("%w: the directory %s of pool %s is gone: %w; mount its filesystem again, and nothing over its directories", errdefs.ErrUnavailable, path, p.name, err)
+			return fmt.Errorf("%w: the directory %s of pool %s is gone: %w; mount its filesystem again, and nothing over its directories, or, if somebody replaced that one, start the driver anew",
+				errdefs.ErrUnavailable, path, p.name, err)
 		}
 	}
 	return nil
@@ -199,10 +200,10 @@ func (p *pool) takesChanges() error {
 	if errors.Is(err, unix.ENOTSUP) {
 		err = p.root.Chtimes(directory.LockFile, time.Now(), time.Now())
 	}
-	if err == nil || errors.Is(err, unix.ENOSPC) {
+	if err = errdefs.FromErrno(err); err == nil || errors.Is(err, errdefs.ErrNoSpace) { // a quota included
 		return nil
 	}
-	return fmt.Errorf("the filesystem of pool %s at %s takes no changes: %w; look at the kernel's log", p.name, p.location.Path, p.refused(directory.LockFile, errdefs.FromErrno(err)))
+	return fmt.Errorf("the filesystem of pool %s at %s takes no changes: %w; look at the kernel's log", p.name, p.location.Path, p.refused(directory.LockFile, err))
 }
 
 // spaceHealth is what keeps the account from being exact. The caller holds Mu.

@@ -638,3 +638,33 @@ func TestDiscardWhileMeasured(t *testing.T) {
 		fill()
 	}
 }
+
+// TestQuota: a pool whose quota is used up is no pool on a disk that takes no changes: it can be emptied.
+func TestQuota(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := filepath.Join(drivertest.Dir(t), "mounted")
+	drivertest.MountNew(t, "btrfs", dir, 512*pooltest.MiB)
+	at := dir + "/pool"
+	run(t, "btrfs", "subvolume", "create", at)
+	run(t, "btrfs", "quota", "enable", dir)
+	pool, err := pools.OpenLazy(t.Context(), "test", "file://"+at+"?create=1&reservePercent=0", nil)
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	kept := pooltest.Vol("a")
+	pooltest.Create(t, pool, blockdev.Spec{Ref: kept, Name: "a", Size: 32 * pooltest.MiB})
+	run(t, "btrfs", "qgroup", "limit", "34M", at)
+	for i := 0; err == nil; i++ { // data, and then what its inodes take
+		err = os.WriteFile(fmt.Sprint(at, "/others", i%1000), make([]byte, min(pooltest.MiB, 64*pooltest.MiB>>min(i, 14))), 0o600)
+	}
+	if !errors.Is(err, unix.EDQUOT) {
+		t.Fatal(err)
+	}
+	pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("b"), Name: "b", Size: 32 * pooltest.MiB})), errdefs.ErrNoSpace, "Create")
+	if problems := pool.PoolHealth(t.Context()); len(problems) > 0 {
+		t.Errorf("the pool's health: %v", problems)
+	}
+	if c, err := pool.Capacity(t.Context()); err != nil || c.Promised != 32*pooltest.MiB {
+		t.Errorf("%+v, %v", c, err)
+	}
+	check.OK(t, pool.Delete(t.Context(), kept))
+}
