@@ -39,6 +39,9 @@ var program struct {
 }
 
 func TestMain(m *testing.M) {
+	if path := os.Getenv(thawing); path != "" {
+		os.Exit(freezeAndThaw(path))
+	}
 	code := m.Run()
 	_ = os.RemoveAll(program.dir)
 	os.Exit(code)
@@ -145,6 +148,11 @@ func (l *lives) one(ctx context.Context) (err error) {
 	size := sizeOf(kind)
 	name := func(what string) string { return fmt.Sprintf("%s-%d-%s", l.name, l.done, what) }
 	step := "create"
+	log, err := openKernelLog()
+	if err != nil {
+		return err
+	}
+	defer log.close()
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("life %d of %s (%s), %s: %w", l.done, l.name, kind, step, err)
@@ -169,7 +177,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "write after the snapshot (is it frozen?)"
-	if err := v.write("second"); err != nil {
+	if err := v.rewrite(ctx, log, "first", "second"); err != nil {
 		return err
 	}
 	step = "expand"
@@ -201,7 +209,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "write after the group"
-	if err := errors.Join(v.write("third"), restore.write("fourth"), v.holds("third"), restore.holds("fourth")); err != nil {
+	if err := errors.Join(v.rewrite(ctx, log, "second", "third"), restore.rewrite(ctx, log, "first", "fourth"), v.holds("third"), restore.holds("fourth")); err != nil {
 		return err
 	}
 	step = "ephemeral"
