@@ -133,3 +133,64 @@ func TestCopiedPool(t *testing.T) {
 	}
 	fails(t, l.DeleteGroup(t.Context(), group.ID), errdefs.ErrUnavailable, "DeleteGroup, as a pool may have a part of it")
 }
+
+// TestCopyComesFirst: a pool and its copy that come at the same moment are not both used; nor is the copy used while the disk of a pool is away, which so can come back.
+func TestCopyComesFirst(t *testing.T) {
+	disk := memory.NewDisk(1 << 30)
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	synctest.Test(t, func(t *testing.T) {
+		there, waits := false, make(chan struct{})
+		come := func(name string, hook memory.Hook) *lazy.Pool {
+			return lazy.New(name, errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+				if !there {
+					return nil, errors.New("no disk")
+				}
+				return &leaving{Pool: disk.Open(name, hook), gone: func() bool { return !there }}, nil
+			})
+		}
+		held := false
+		both := []blockdev.Pool{come("first", nil), come("second", func(string, blockdev.Ref) error {
+			if !held { // it was looked at, and the other one is there
+				held = true
+				<-waits
+			}
+			return nil
+		})}
+		for _, pool := range both {
+			defer func() { check.OK(t, pool.(*lazy.Pool).Close()) }()
+		}
+		_, err := volume.NewLocal(t.Context(), node, both, mounts, 0)
+		check.OK(t, err)
+		there = true
+		time.Sleep(time.Minute)
+		ended := make(chan error)
+		go func() { ended <- second(both[1].Capacity(t.Context())) }()
+		synctest.Wait()
+		check.OK(t, second(both[0].Capacity(t.Context())))
+		close(waits)
+		fails(t, <-ended, errdefs.ErrUnavailable, "the copy, which came at the same moment")
+
+		there = false
+		fails(t, second(both[0].Get(t.Context(), blockdev.Ref{})), errdefs.ErrUnavailable, "the pool, which goes")
+		there = true
+		time.Sleep(time.Minute)
+		fails(t, second(both[1].Capacity(t.Context())), errdefs.ErrUnavailable, "the copy, while the pool is away")
+		check.OK(t, second(both[0].Capacity(t.Context())))
+	})
+}
+
+// leaving is a pool whose disk may go.
+type leaving struct {
+	*memory.Pool
+	gone func() bool
+}
+
+func (l *leaving) Gone() bool { return l.gone() }
+
+func (l *leaving) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, error) {
+	if l.gone() {
+		return blockdev.Record{}, errdefs.ErrUnavailable
+	}
+	return l.Pool.Get(ctx, ref)
+}

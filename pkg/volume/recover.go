@@ -18,7 +18,10 @@ import (
 
 // recover makes a pool ready to be used, which nobody else uses yet.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
-	if err := l.refuseCopy(pool); err != nil {
+	l.arriving.Lock()
+	err := l.refuseCopy(pool) // before anything of it is changed
+	l.arriving.Unlock()
+	if err != nil {
 		return err
 	}
 	if err := l.recoverPlaces(ctx, pool); err != nil { // by which all that follows is found
@@ -49,19 +52,18 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	return l.exportAgain(ctx, pool)
 }
 
-// refuseCopy returns ErrUnavailable for a pool that has the identity of one that is open, as somebody copied its bytes: the members of a
-// group snapshot would be there twice, which is neither the group nor a part of it, and its deletion would take both.
+// refuseCopy returns ErrUnavailable for a pool that has the identity of one that has come before, as somebody copied its bytes: the members of a
+// group snapshot would be there twice, which is neither the group nor a part of it, and its deletion would take both. The one that came first may be
+// away by now; it would be refused when it is back. The caller holds arriving.
 func (l *Local) refuseCopy(pool blockdev.Pool) error {
 	is, ok := pool.(blockdev.Identified)
 	if !ok || is.ID() == "" {
 		return nil
 	}
-	l.arriving.Lock()
-	defer l.arriving.Unlock()
-	for _, other := range l.openPools() {
-		if one, ok := other.(blockdev.Identified); ok && l.arrived[other.Name()] == other && other.Name() != pool.Name() && one.ID() == is.ID() {
+	for name, other := range l.arrived {
+		if one, ok := other.(blockdev.Identified); ok && name != pool.Name() && one.ID() == is.ID() {
 			return fmt.Errorf("%w: pool %s has the identity %s, which pool %s has too: one is a copy of the other; start the driver with one of the two (--pool)",
-				errdefs.ErrUnavailable, pool.Name(), is.ID(), other.Name())
+				errdefs.ErrUnavailable, pool.Name(), is.ID(), name)
 		}
 	}
 	return nil
@@ -124,6 +126,9 @@ func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims 
 func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
 	l.arriving.Lock()
 	defer l.arriving.Unlock()
+	if err := l.refuseCopy(come); err != nil { // the other one may have come meanwhile
+		return err
+	}
 	named := maps.Clone(l.arrived)
 	named[come.Name()] = come
 	groups, err := l.groups(ctx, slices.Collect(maps.Values(named)))
