@@ -157,9 +157,7 @@ func TestCopyComesFirst(t *testing.T) {
 			}
 			return nil
 		})}
-		for _, pool := range both {
-			defer func() { check.OK(t, pool.(*lazy.Pool).Close()) }()
-		}
+		defer func() { check.OK(t, errors.Join(both[0].Close(), both[1].Close())) }()
 		_, err := volume.NewLocal(t.Context(), node, both, mounts, 0)
 		check.OK(t, err)
 		there = true

@@ -103,8 +103,7 @@ func killedThaw(t *testing.T, path string) {
 	if _, err := out.Read(make([]byte, 64)); err != nil {
 		t.Errorf("freeze %s: %v: %s", path, err, complaint.String())
 	}
-	for begin, moment := time.Now(), rand.N(400*time.Microsecond); time.Since(begin) < moment; {
-	}
+	time.Sleep(rand.N(400 * time.Microsecond))
 	_ = child.Process.Kill()
 	_ = child.Wait()
 	thaw(path)
