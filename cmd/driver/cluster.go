@@ -203,7 +203,7 @@ func startNode(ctx context.Context, o options) (err error) {
 
 // agentOptions are those that the flags say, for the agent of a node and its pools; others may be nil.
 func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened []blockdev.Pool, others *port.Callers) agent.Options {
-	with := agent.Options{Driver: o.driverName, MaxVolumes: o.maxVolumes, CarryBandwidth: o.bandwidth, ScrubEvery: o.scrubEvery, ScrubBandwidth: o.scrubRate, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
+	with := agent.Options{Driver: o.driverName, MaxVolumes: o.maxVolumes, CopyBandwidth: o.bandwidth, ScrubEvery: o.scrubEvery, ScrubBandwidth: o.scrubRate, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
 	for i, pool := range opened {
 		with.Pools = append(with.Pools, agent.Pool{Pool: pool, Kind: pools.KindOf(o.pools[i].location)})
 	}

@@ -54,12 +54,12 @@ type Options struct {
 	Heartbeat time.Duration
 	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.
 	ProgressEvery time.Duration
-	// CarryEvery is how often a volume is looked at that moves while it is used; 0 is the usual time.
-	CarryEvery time.Duration
-	// Carries is how many of those are copied at once; 0 is the usual number.
-	Carries int
-	// CarryBandwidth is how many bytes per second the node copies of volumes that move while it uses them, and to legs that join; 0: as many as there are.
-	CarryBandwidth int64
+	// LookEvery is how often a volume is looked at that moves while it is used; 0 is the usual time.
+	LookEvery time.Duration
+	// MoveCopies is how many of those are copied at once; 0 is the usual number.
+	MoveCopies int
+	// CopyBandwidth is how many bytes per second the node copies of volumes that move while it uses them, and to legs that join; 0: as many as there are.
+	CopyBandwidth int64
 	// ScrubEvery is how often the legs of the volumes that the node uses are compared; 0: only when somebody asks for it.
 	ScrubEvery time.Duration
 	// ScrubBandwidth is how many bytes per second of each leg are read for that; 0: as many as there are.
@@ -93,7 +93,7 @@ type Agent struct {
 	moves         kube.Connection // of the volumes of other nodes that move here, or have left here
 	snapshotMoves kube.Connection // of such snapshots
 	replicas      replicas
-	carried       workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (Carry)
+	movesInUse    workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (MoveInUse)
 
 	pace pace // of what the kernel copies of the volumes that this node uses
 
@@ -109,8 +109,8 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	if o.ProgressEvery == 0 {
 		o.ProgressEvery = progressEvery
 	}
-	if o.CarryEvery == 0 {
-		o.CarryEvery = carryEvery
+	if o.LookEvery == 0 {
+		o.LookEvery = lookEvery
 	}
 	own := cache.ByObject{Field: fields.OneTermEqualSelector("spec.nodeName", local.Node())}
 	c, err := kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: own, &v1alpha1.Snapshot{}: own, &v1alpha1.Pool{}: own})
@@ -118,7 +118,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 		return nil, err
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
-		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, carried: newCarried(o.CarryEvery), pace: pace{limit: o.CarryBandwidth}}
+		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, movesInUse: newMovesInUse(o.LookEvery), pace: pace{limit: o.CopyBandwidth}}
 	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config), a.connectReplicas(config)); err != nil {
 		return nil, err
 	}

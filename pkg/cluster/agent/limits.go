@@ -104,7 +104,7 @@ func (o *others) wasTold(key string) bool {
 
 // usedChanged looks at a volume of another node that is used here.
 func (a *Agent) usedChanged(o client.Object, gone bool) {
-	a.carryChanged(o, gone)
+	a.moveInUseChanged(o, gone)
 	a.others.modified.Add(o.GetName())
 }
 

@@ -175,7 +175,7 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{}, nil
 	case m.Left:
 		return a.giveBack(ctx, v)
-	case a.options.Network == nil && (carried(v) || cluster.MayMove(v)):
+	case a.options.Network == nil && (consumerMoves(v) || cluster.MayMove(v)):
 		return reconcile.Result{}, nil // its user says how far that is, or all is here
 	}
 	err := a.inNetwork()
@@ -187,7 +187,7 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
 	case errors.Is(err, context.Canceled), errors.Is(err, errOrigin): // by a claim, which may have ended before
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
-	case carried(v):
+	case consumerMoves(v):
 		return reconcile.Result{RequeueAfter: checkAgain}, nil // its user says how far that is
 	}
 	if failure := a.reportWaits(ctx, v, "", err); failure != nil {

@@ -158,7 +158,7 @@ func countsAsFailure(ctx context.Context, err error) bool {
 
 // objectChanged ends the making of what nobody wants any more.
 func (a *Agent) objectChanged(o client.Object, gone bool) {
-	a.carryChanged(o, gone)
+	a.moveInUseChanged(o, gone)
 	if gone {
 		a.Changed() // its bytes may be left
 	} else if !v1alpha1.Going(o.(cluster.Object)) {

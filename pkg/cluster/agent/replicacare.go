@@ -47,7 +47,7 @@ func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {
 			tending[ref] = true
 			tended.Go(func() {
 				t := &tender{ReplicaLegs: l, ref: ref, name: mirrors.Mirror(ref), generation: generation, joins: map[string]*tries{}}
-				t.equal.next = time.Now().Add(commonEvery * l.options.CarryEvery)
+				t.equal.next = time.Now().Add(commonEvery * l.options.LookEvery)
 				t.run(klog.NewContext(ctx, klog.FromContext(ctx).WithValues("volume", ref.Key)))
 				mu.Lock()
 				defer mu.Unlock()
@@ -58,7 +58,7 @@ func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {
 		if err == nil {
 			adopter.look(ctx, found)
 		}
-		if pause(ctx, l.options.CarryEvery) != nil {
+		if pause(ctx, l.options.LookEvery) != nil {
 			return
 		}
 	}
@@ -103,7 +103,7 @@ func (t *tender) run(ctx context.Context) {
 			err = t.look(ctx, s)
 		}
 		t.tell(ctx, err)
-		waiting, cancel := context.WithTimeout(ctx, t.options.CarryEvery)
+		waiting, cancel := context.WithTimeout(ctx, t.options.LookEvery)
 		next := make(chan mirror.State, 1)
 		seen := t.seen
 		err = t.meanwhile(ctx, t.dropSilent, func() error {
@@ -144,7 +144,7 @@ func (t *tender) meanwhile(ctx context.Context, look func(context.Context), work
 				err = ctx.Err()
 			}
 			return err
-		case <-time.After(2 * t.options.CarryEvery):
+		case <-time.After(2 * t.options.LookEvery):
 			look(ctx)
 		}
 	}

@@ -106,7 +106,7 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 	f.v.Name, f.v.ResourceVersion = "tended", "1"
 	f.v.Spec.Size, f.v.Spec.Legs, f.v.Spec.Replicas, f.v.Spec.Claims = tendedSize, names, len(names), 1
 	f.v.Spec.Claim, f.v.Status.Opened, f.v.Status.Made = &v1alpha1.Claim{Generation: 1}, 1, new(metav1.NowMicro())
-	a := &Agent{local: &volume.Local{}, options: Options{CarryEvery: 50 * time.Millisecond, Locks: &keylock.Table{}}}
+	a := &Agent{local: &volume.Local{}, options: Options{LookEvery: 50 * time.Millisecond, Locks: &keylock.Table{}}}
 	objects := kube.Connection{Cache: tendedCache{nil, f}, Client: tendedClient{nil, f}, Live: tendedClient{nil, f}}
 	a.kube, a.replicas.kube, a.replicas.known = objects, objects, map[string]*replica{}
 	a.replicas.read.Store(true)
@@ -545,7 +545,7 @@ func TestLastFailsFlushBeforeListed(t *testing.T) {
 	}
 	f.joins("b")
 	f.starts()
-	time.Sleep(10 * f.options.CarryEvery)
+	time.Sleep(10 * f.options.LookEvery)
 	f.flaky("a")
 	file := f.file()
 	flush := make(chan error, 1)
@@ -632,9 +632,9 @@ func TestCannotBeFlushed(t *testing.T) {
 			f.ends(f.write(0), "a write")
 			tries.Store(0)
 			began, most := time.Now(), int32(4)
-			time.Sleep(20 * f.options.CarryEvery)
+			time.Sleep(20 * f.options.LookEvery)
 			n, took := tries.Load(), time.Since(began)
-			for more := 20 * f.options.CarryEvery; more < took; more *= 2 {
+			for more := 20 * f.options.LookEvery; more < took; more *= 2 {
 				most++
 			}
 			if n > 2*most { // it is asked twice each time
@@ -790,7 +790,7 @@ func TestSilentLeg(t *testing.T) {
 	f.legs["b"].away, f.legs["b"].silent = true, true
 	began := time.Now()
 	check.OK(t, f.opens(2))
-	if took, least := time.Since(began), legPatience*f.options.CarryEvery; took < least || took > 20*least {
+	if took, least := time.Since(began), legPatience*f.options.LookEvery; took < least || took > 20*least {
 		t.Errorf("it took %v, not somewhat more than %v", took, least)
 	}
 	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
@@ -798,7 +798,7 @@ func TestSilentLeg(t *testing.T) {
 	}
 
 	f.legs["a"].away, f.legs["a"].silent = true, true
-	ctx, cancel := context.WithTimeout(context.Background(), 3*legPatience*f.options.CarryEvery)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*legPatience*f.options.LookEvery)
 	defer cancel()
 	f.v.Spec.Claim.Generation = 3
 	if _, err := f.Open(ctx, "", f.tender.ref); err == nil || ctx.Err() == nil {

@@ -163,7 +163,7 @@ func (t *tender) say(ctx context.Context, v *v1alpha1.ReplicatedVolume, name str
 // again says when a leg is tried again.
 func (t *tender) again(name string) {
 	k := t.of(name)
-	k.next = time.Now().Add(time.Duration(min(firstJoin<<min(k.many, 16), lastJoin)) * t.options.CarryEvery)
+	k.next = time.Now().Add(time.Duration(min(firstJoin<<min(k.many, 16), lastJoin)) * t.options.LookEvery)
 	k.many++
 }
 
@@ -192,7 +192,7 @@ func (t *tender) join(ctx context.Context, now *view) error {
 func (t *tender) joined(ctx context.Context, now *view, name string, err error) error {
 	switch {
 	case errors.Is(err, errdefs.ErrBusy), errors.Is(err, errOtherMirror):
-		t.of(name).next = time.Now().Add(t.options.CarryEvery)
+		t.of(name).next = time.Now().Add(t.options.LookEvery)
 		return nil
 	case err == nil:
 		return nil
@@ -254,7 +254,7 @@ func (t *tender) joinLeg(ctx context.Context, now *view, name string, tries int)
 	})
 }
 
-// How often a leg that could not join, or failed while it did, is tried again, in looks (Options.CarryEvery), and longer each time.
+// How often a leg that could not join, or failed while it did, is tried again, in looks (Options.LookEvery), and longer each time.
 const (
 	firstJoin = 2
 	lastJoin  = 64

@@ -115,7 +115,7 @@ func (t *tender) unreached(now *view, name string) string {
 		if k.silent.IsZero() {
 			k.silent = time.Now()
 		}
-		if time.Since(k.silent) > legSilence*t.options.CarryEvery {
+		if time.Since(k.silent) > legSilence*t.options.LookEvery {
 			return "its node does not answer on the network"
 		}
 		return ""
@@ -195,7 +195,7 @@ func (t *tender) endSilent(ctx context.Context, name string) {
 // giveBack lets go of a leg that is not in the mirror any more.
 func (t *tender) giveBack(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) {
 	if err := t.meanwhile(ctx, t.dropSilent, func() error {
-		ctx, cancel := context.WithTimeout(ctx, legSilence*t.options.CarryEvery) // who has the lock may wait for the mirror
+		ctx, cancel := context.WithTimeout(ctx, legSilence*t.options.LookEvery) // who has the lock may wait for the mirror
 		defer cancel()
 		letGo := func() error {
 			return t.withLeg(ctx, v, name, func(id volume.ID) error { return t.letGo(ctx, id) })

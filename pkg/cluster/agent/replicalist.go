@@ -159,7 +159,7 @@ func (t *tender) findUntold(now *view) {
 		current := leg != nil && leg.Current
 		switch {
 		case name == "" || now.failing[name] != "":
-		case !since.IsZero() && time.Since(since) > legSilence*t.options.CarryEvery:
+		case !since.IsZero() && time.Since(since) > legSilence*t.options.LookEvery:
 			if !current {
 				now.failing[name] = recordNotWritten
 				continue
@@ -262,7 +262,7 @@ func (t *tender) putRight(ctx context.Context, now *view) error {
 
 // noteList changes what the record of a leg says of lists, without its lock: who has that may wait for a write that waits for this.
 func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, change func(*volume.LegState) error) error {
-	ctx, cancel := context.WithTimeout(ctx, legSilence*l.options.CarryEvery)
+	ctx, cancel := context.WithTimeout(ctx, legSilence*l.options.LookEvery)
 	defer cancel()
 	id, err := l.legID(ctx, v, name)
 	if err == nil {

@@ -586,7 +586,7 @@ func TestAheadStays(t *testing.T) {
 			f := restoredUnseen(t, opens)
 			f.starts()
 			f.eventually("told", func(now *view) bool { return now.v.Leg("b").State == v1alpha1.LegAhead })
-			time.Sleep(10 * f.options.CarryEvery)
+			time.Sleep(10 * f.options.LookEvery)
 			if now := f.now(); len(now.in()) != 1 || now.s.Joining != nil || now.v.Leg("b").State != v1alpha1.LegAhead || !strings.Contains(now.v.Leg("b").Message, "may have what the others lack") {
 				t.Errorf("it is %+v, %+v", now.s, now.v.Leg("b"))
 			}
@@ -659,12 +659,12 @@ func TestSilentUnlisted(t *testing.T) {
 			if a := &f.legs["a"].state; more {
 				a.Due, a.After = a.List+1, a.List
 			} else {
-				f.options.CarryEvery = 5 * time.Second // which is more than all else takes
+				f.options.LookEvery = 5 * time.Second // which is more than all else takes
 			}
 			f.legs["b"].silent = true
 			began := time.Now()
 			check.OK(t, f.opens(2))
-			if took := time.Since(began); (took >= askPatience*f.options.CarryEvery) != more {
+			if took := time.Since(began); (took >= askPatience*f.options.LookEvery) != more {
 				t.Errorf("it took %v", took)
 			}
 			if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {

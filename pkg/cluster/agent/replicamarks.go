@@ -23,7 +23,7 @@ import (
 // written to one of them since they were equal last; that moment has a name, which is in the records of all legs, each with an era of its own marks that began before it.
 
 const (
-	// commonEvery is how often, in looks (Options.CarryEvery), it is written down that all legs are equal, if anything was written since.
+	// commonEvery is how often, in looks (Options.LookEvery), it is written down that all legs are equal, if anything was written since.
 	commonEvery = 60
 	// marksTime is how long the nodes of legs may take to tell their marks while nothing can be written.
 	marksTime = 5 * time.Second
@@ -134,7 +134,7 @@ func (t *tender) due(now *view) bool {
 	if err != nil || written == t.equal.written {
 		return false
 	}
-	t.equal = equal{time.Now().Add(commonEvery * t.options.CarryEvery), written}
+	t.equal = equal{time.Now().Add(commonEvery * t.options.LookEvery), written}
 	return true
 }
 

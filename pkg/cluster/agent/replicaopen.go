@@ -22,7 +22,7 @@ import (
 
 // A node that is to use a volume with several legs opens those that are current, chooses which of them have everything, and says so in the object before anything is read.
 
-// legPatience is for how many looks (Options.CarryEvery) a leg that is current, and does not answer, is waited for before the others go on without it.
+// legPatience is for how many looks (Options.LookEvery) a leg that is current, and does not answer, is waited for before the others go on without it.
 const legPatience = 5
 
 // openedLeg is a leg that has been opened for a claim.
@@ -96,7 +96,7 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 		if g := v.Spec.Claim.Generation; r.claim != g {
 			r.opens, r.claim = time.Now(), g
 		}
-		end = r.opens.Add(legPatience * l.options.CarryEvery)
+		end = r.opens.Add(legPatience * l.options.LookEvery)
 	})
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -125,7 +125,7 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 			}
 		}
 		left, failed = again, errors.Join(failures...)
-		if len(away) == 0 || time.Now().After(end) || pause(ctx, l.options.CarryEvery) != nil {
+		if len(away) == 0 || time.Now().After(end) || pause(ctx, l.options.LookEvery) != nil {
 			break
 		}
 	}
@@ -133,12 +133,12 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 	return opened, away, failed
 }
 
-// askPatience is for how many looks (Options.CarryEvery) a leg is asked what it knows.
+// askPatience is for how many looks (Options.LookEvery) a leg is asked what it knows.
 const askPatience = 2
 
 // ask returns those of some legs that say what they know of lists, all at once, without their locks. They are not opened.
 func (l *ReplicaLegs) ask(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (known []openedLeg) {
-	ctx, cancel := context.WithTimeout(ctx, askPatience*l.options.CarryEvery)
+	ctx, cancel := context.WithTimeout(ctx, askPatience*l.options.LookEvery)
 	defer cancel()
 	answers := make([]volume.Leg, len(names))
 	var all sync.WaitGroup

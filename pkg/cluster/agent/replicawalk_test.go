@@ -39,7 +39,7 @@ func newWalk(t *testing.T, seed uint64) *walk {
 	w := &walk{Rand: rand.New(rand.NewPCG(seed, 0)), ctx: klog.NewContext(context.Background(), logr.Discard()), has: map[string]int{}, cut: -1}
 	w.names = []string{"a", "b", "c"}[:2+w.IntN(2)]
 	w.tended = newObject(t, len(w.names), w.names...)
-	w.options.CarryEvery = time.Millisecond
+	w.options.LookEvery = time.Millisecond
 	w.in = slices.Clone(w.names)
 	step := func() error {
 		if w.cut == 0 {

@@ -21,7 +21,7 @@ import (
 // was: how far it is, when the last one ended, and what was found, is in the object. What differs is told, and left as it is: from the bytes nobody can tell which leg is right.
 
 const (
-	// scrubLooks is how many looks (Options.CarryEvery) are between two of whether a volume is to be compared, and to be gone on with.
+	// scrubLooks is how many looks (Options.LookEvery) are between two of whether a volume is to be compared, and to be gone on with.
 	scrubLooks = 10
 	// scrubTries is how often a part that cannot be read is read, while all legs are said to be whole, before it counts as found.
 	scrubTries = 3
@@ -32,7 +32,7 @@ const (
 // scrubs compares the legs of a mirror, as often as that is due, until ctx ends.
 func (t *tender) scrubs(ctx context.Context) {
 	s := &scrub{tender: t}
-	for pause(ctx, scrubLooks*t.options.CarryEvery) == nil {
+	for pause(ctx, scrubLooks*t.options.LookEvery) == nil {
 		v, is := t.replicated(t.ref.Key)
 		if !is || !s.mine(v) || !scrubDue(v, t.options.ScrubEvery, time.Now()) || !t.comparable(ctx, v) {
 			continue

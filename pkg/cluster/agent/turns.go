@@ -93,7 +93,7 @@ func (t *tender) turnEnds(ctx context.Context) {
 
 // hasTurn reports whether a leg of the volume may be made equal now.
 func (t *tender) hasTurn(ctx context.Context, now *view) bool {
-	if !t.turns.takes(t.ref, len(now.v.Current()), time.Now(), 3*t.options.CarryEvery) {
+	if !t.turns.takes(t.ref, len(now.v.Current()), time.Now(), 3*t.options.LookEvery) {
 		return false
 	}
 	t.pace.begins(ctx, paced{pacedJoin, t.ref.Key}, time.Now())

@@ -15,7 +15,7 @@ import (
 )
 
 // oldHome is the node that has a volume.
-func (c *carrier) oldHome(node string) move.Old {
+func (c *inUseMover) oldHome(node string) move.Old {
 	if node == c.local.Node() {
 		return ownHome{c.movingHere()}
 	}
@@ -23,7 +23,7 @@ func (c *carrier) oldHome(node string) move.Old {
 }
 
 // newHome is a node that a volume moves to.
-func (c *carrier) newHome(node string) move.New {
+func (c *inUseMover) newHome(node string) move.New {
 	if node == c.local.Node() {
 		return ownHome{c.movingHere()}
 	}

@@ -21,17 +21,17 @@ import (
 )
 
 // asks reports whether an object says that a volume which this node uses is to move. Legs do not while they are used: their volume gets others (package replicator).
-func (c *carrier) asks(v *v1alpha1.Volume) bool {
+func (c *inUseMover) asks(v *v1alpha1.Volume) bool {
 	return c.uses(v) && v.Spec.ReplicaOf == "" && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
 }
 
 // uses reports whether a volume is claimed for this node.
-func (c *carrier) uses(v *v1alpha1.Volume) bool {
+func (c *inUseMover) uses(v *v1alpha1.Volume) bool {
 	return v != nil && v.Spec.Claim != nil && v.Spec.Claim.Node == c.local.Node()
 }
 
 // idle is the step with a volume that has no mirror.
-func (c *carrier) idle(ctx context.Context, now *passage) (again time.Duration, err error) {
+func (c *inUseMover) idle(ctx context.Context, now *observed) (again time.Duration, err error) {
 	if !c.uses(now.v) {
 		c.forget(now.id.Key)
 		return 0, nil
@@ -46,7 +46,7 @@ func (c *carrier) idle(ctx context.Context, now *passage) (again time.Duration, 
 			return 0, err
 		}
 		now.v, now.generation = v, v.Spec.Claim.Generation
-		return c.options.CarryEvery, c.unpin(ctx, now, fmt.Errorf("%w: node %s has taken the volume down", errdefs.ErrUnavailable, c.local.Node()))
+		return c.options.LookEvery, c.unpin(ctx, now, fmt.Errorf("%w: node %s has taken the volume down", errdefs.ErrUnavailable, c.local.Node()))
 	}
 	if !c.asks(now.v) {
 		c.forget(now.id.Key)
@@ -56,7 +56,7 @@ func (c *carrier) idle(ctx context.Context, now *passage) (again time.Duration, 
 		return wait, nil
 	}
 	if !c.beginning.TryLock() {
-		return c.options.CarryEvery, nil
+		return c.options.LookEvery, nil
 	}
 	defer c.beginning.Unlock()
 	mirrors, err := c.volumes.Mirrors(ctx)
@@ -66,13 +66,13 @@ func (c *carrier) idle(ctx context.Context, now *passage) (again time.Duration, 
 	switch others, err := c.copied(ctx, mirrors, now.id.Key); {
 	case err != nil:
 		return 0, err
-	case len(others) >= cmp.Or(c.options.Carries, carries):
-		return firstCarry * c.options.CarryEvery, c.saysWaits(ctx, now.v, fmt.Errorf("node %s copies another volume now: %s", c.local.Node(), others[0].Key))
+	case len(others) >= cmp.Or(c.options.MoveCopies, moveCopies):
+		return firstBackoff * c.options.LookEvery, c.saysWaits(ctx, now.v, fmt.Errorf("node %s copies another volume now: %s", c.local.Node(), others[0].Key))
 	}
 	err = c.begin(ctx, now)
 	switch {
 	case err == nil:
-		return c.options.CarryEvery / carrySoon, nil
+		return c.options.LookEvery / shortestLook, nil
 	case errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil:
 		return 0, err
 	}
@@ -80,8 +80,8 @@ func (c *carrier) idle(ctx context.Context, now *passage) (again time.Duration, 
 }
 
 // rests says when a copy that was ended, or could not begin, begins anew.
-func (c *carrier) rests(key string) (pause time.Duration) {
-	c.note(key, func(k *carriage) {
+func (c *inUseMover) rests(key string) (pause time.Duration) {
+	c.note(key, func(k *inUseMove) {
 		k.to, k.sure = "", false
 		pause = c.pauses(k)
 	})
@@ -89,8 +89,8 @@ func (c *carrier) rests(key string) (pause time.Duration) {
 }
 
 // pauses has a volume be tried again later, and later each time.
-func (c *carrier) pauses(k *carriage) (pause time.Duration) {
-	pause = min(firstCarry*c.options.CarryEvery<<min(k.tries, 16), lastCarry)
+func (c *inUseMover) pauses(k *inUseMove) (pause time.Duration) {
+	pause = min(firstBackoff*c.options.LookEvery<<min(k.tries, 16), longestBackoff)
 	k.rest, k.held = time.Now().Add(pause), time.Time{}
 	k.tries++
 	return pause
@@ -98,7 +98,7 @@ func (c *carrier) pauses(k *carriage) (pause time.Duration) {
 
 // settle ends what a crash, or an earlier step, left of a volume that is not mirrored: names of its devices as they were before it moved, and connections that
 // nothing is over and that are of no claim of now.
-func (c *carrier) settle(ctx context.Context, now *passage) error {
+func (c *inUseMover) settle(ctx context.Context, now *observed) error {
 	home, away, err := c.volumes.Seats(ctx, now.id)
 	if err != nil {
 		return err
@@ -132,7 +132,7 @@ func (c *carrier) settle(ctx context.Context, now *passage) error {
 }
 
 // begin has the new home make room, and mirrors the volume there.
-func (c *carrier) begin(ctx context.Context, now *passage) error {
+func (c *inUseMover) begin(ctx context.Context, now *observed) error {
 	if home, away, err := c.volumes.Seats(ctx, now.id); err != nil {
 		return err
 	} else if !home && !away {
@@ -172,7 +172,7 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 		c.leave(ctx, now, v.Spec.Move.Node, of, room.NQN)
 		return err
 	}
-	c.note(now.id.Key, func(k *carriage) {
+	c.note(now.id.Key, func(k *inUseMove) {
 		k.to, k.pool, k.sure, k.looked = v.Spec.Move.Node, v.Spec.Move.Pool, true, time.Now()
 	})
 	if m, is, err := c.volumes.Mirrored(ctx, now.id); err == nil && is { // what holds no data needs no copy
@@ -184,7 +184,7 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 
 // whole brings the seat of a volume to the volume's size: that is larger if it has moved, while it was used, to a pool that has coarser sizes. What is above the header of an
 // encrypted one stays smaller until it is staged again, with its key.
-func (c *carrier) whole(ctx context.Context, now *passage) error {
+func (c *inUseMover) whole(ctx context.Context, now *observed) error {
 	_, err := c.volumes.Grow(ctx, now.id, nil)
 	if err != nil && !errors.Is(err, volume.ErrNoKey) {
 		return fmt.Errorf("bring the devices of volume %s on node %s to its size: %w", now.id, c.local.Node(), err)
@@ -193,7 +193,7 @@ func (c *carrier) whole(ctx context.Context, now *passage) error {
 }
 
 // notMovable says why a volume has no seat. Whoever stages it, or takes it down, has devices of it for a moment that have none.
-func (c *carrier) notMovable(ctx context.Context, now *passage) error {
+func (c *inUseMover) notMovable(ctx context.Context, now *observed) error {
 	return c.withVolume(now.id.Key, false, func() error {
 		devices, err := c.volumes.Attached(ctx, now.id)
 		if err != nil {
@@ -213,7 +213,7 @@ func (c *carrier) notMovable(ctx context.Context, now *passage) error {
 }
 
 // leg attaches what the new home has prepared.
-func (c *carrier) leg(ctx context.Context, now *passage, v *v1alpha1.Volume, room export.Opened) (blockdev.Device, error) {
+func (c *inUseMover) leg(ctx context.Context, now *observed, v *v1alpha1.Volume, room export.Opened) (blockdev.Device, error) {
 	if v.Spec.Move.Node == c.local.Node() {
 		return c.volumes.AttachLeg(ctx, now.id)
 	}
@@ -221,7 +221,7 @@ func (c *carrier) leg(ctx context.Context, now *passage, v *v1alpha1.Volume, roo
 }
 
 // leave gives up a leg to a new home that nothing is over, and tells that home. Should it not hear of it, it drops what nobody wants by itself.
-func (c *carrier) leave(ctx context.Context, now *passage, node string, of move.Of, nqn string) {
+func (c *inUseMover) leave(ctx context.Context, now *observed, node string, of move.Of, nqn string) {
 	var err error
 	if nqn != "" {
 		err = c.legs.Drop(ctx, nqn)
@@ -235,11 +235,11 @@ func (c *carrier) leave(ctx context.Context, now *passage, node string, of move.
 }
 
 // follow is the step with a volume that has a mirror.
-func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration, err error) {
+func (c *inUseMover) follow(ctx context.Context, now *observed) (again time.Duration, err error) {
 	if done := now.m.Synced >= now.m.Total && !now.m.OldFailed && !now.m.NewFailed; done || !c.knownOf(now.id.Key).sure {
 		if now.v, err = c.live(ctx, now.id.Key); err != nil { // it goes on as it is: who writes waits for the API server only if a leg has failed
 			klog.FromContext(ctx).Info("Whether a volume has moved is not known now", "err", err.Error())
-			return c.options.CarryEvery, nil
+			return c.options.LookEvery, nil
 		}
 	}
 	moved, known, err := c.hasMoved(ctx, now)
@@ -250,10 +250,10 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 		if now.m.Held {
 			err = c.volumes.ReleaseMirror(ctx, now.id)
 		}
-		return carryPause, err
+		return searchEvery, err
 	case moved:
 		if v, err := c.live(ctx, now.id.Key); err != nil || v == nil || v.Spec.NodeName != now.v.Spec.NodeName { // what was read may be of before
-			return c.options.CarryEvery, err
+			return c.options.LookEvery, err
 		}
 		return 0, c.switchOver(ctx, now)
 	}
@@ -261,7 +261,7 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 	if now.v != nil && pinned(now.v) {
 		anew := c.unsaid(now)
 		if why == nil && anew == nil {
-			return c.options.CarryEvery, nil
+			return c.options.LookEvery, nil
 		}
 		if err := c.unpin(ctx, now, cmp.Or(why, anew)); err != nil {
 			return 0, err
@@ -278,24 +278,24 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 		return c.copying(ctx, now, at)
 	}
 	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {
-		return min(wait, c.options.CarryEvery), nil
+		return min(wait, c.options.LookEvery), nil
 	}
 	if now.v.Spec.Size > now.v.Status.Size {
-		return c.options.CarryEvery, c.saysWaits(ctx, now.v, fmt.Errorf("%w: all is copied, and volume %s is to grow first, or node %s to refuse that", errdefs.ErrUnavailable, now.id, now.v.Spec.NodeName))
+		return c.options.LookEvery, c.saysWaits(ctx, now.v, fmt.Errorf("%w: all is copied, and volume %s is to grow first, or node %s to refuse that", errdefs.ErrUnavailable, now.id, now.v.Spec.NodeName))
 	}
 	err = c.pin(ctx, now)
 	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
 		err = errors.Join(err, c.saysWaits(ctx, now.v, err))
 	}
-	return c.options.CarryEvery, err
+	return c.options.LookEvery, err
 }
 
 // unsaid is why a volume that is pinned is pinned anew, if it is.
-func (c *carrier) unsaid(now *passage) (why error) {
+func (c *inUseMover) unsaid(now *observed) (why error) {
 	if now.v.Status.Move.Copied.Generation != now.v.Generation || !now.m.Held { // an older driver did not hold it
 		return errChanged
 	}
-	c.note(now.id.Key, func(k *carriage) {
+	c.note(now.id.Key, func(k *inUseMove) {
 		if k.held.IsZero() {
 			k.held = time.Now()
 		}
@@ -307,7 +307,7 @@ func (c *carrier) unsaid(now *passage) (why error) {
 }
 
 // release goes on with both homes after a volume that was held until it has moved has not. It is not held again at once.
-func (c *carrier) release(ctx context.Context, now *passage) (again time.Duration, err error) {
+func (c *inUseMover) release(ctx context.Context, now *observed) (again time.Duration, err error) {
 	if !c.knownOf(now.id.Key).sure { // that all is copied may be heard yet
 		if err := c.unpin(ctx, now, errChanged); err != nil {
 			return 0, err
@@ -316,7 +316,7 @@ func (c *carrier) release(ctx context.Context, now *passage) (again time.Duratio
 	if err := c.withVolume(now.id.Key, true, func() error { return c.volumes.ReleaseMirror(ctx, now.id) }); err != nil {
 		return 0, err
 	}
-	c.note(now.id.Key, func(k *carriage) { again = c.pauses(k) })
+	c.note(now.id.Key, func(k *inUseMove) { again = c.pauses(k) })
 	return again, nil
 }
 
@@ -325,7 +325,7 @@ var errChanged = fmt.Errorf("%w: the volume's object was changed", errdefs.ErrUn
 
 // hasMoved reports whether the object says that a mirrored volume has moved to the new home. It is not known where a driver of before has mirrored it, and the
 // claim is gone: then it may be at either.
-func (c *carrier) hasMoved(ctx context.Context, now *passage) (moved, known bool, err error) {
+func (c *inUseMover) hasMoved(ctx context.Context, now *observed) (moved, known bool, err error) {
 	v := now.v
 	switch to := c.knownOf(now.id.Key).to; {
 	case v == nil:
@@ -348,7 +348,7 @@ func (c *carrier) hasMoved(ctx context.Context, now *passage) (moved, known bool
 }
 
 // broken is why a mirror cannot go on, if it cannot.
-func (c *carrier) broken(now *passage) error {
+func (c *inUseMover) broken(now *observed) error {
 	known := c.knownOf(now.id.Key)
 	v := now.v
 	switch {
@@ -371,7 +371,7 @@ func (c *carrier) broken(now *passage) error {
 }
 
 // giveUp goes on over the old home alone. Nobody says meanwhile, or later, that the new one has all.
-func (c *carrier) giveUp(ctx context.Context, now *passage, why error) (again time.Duration, err error) {
+func (c *inUseMover) giveUp(ctx context.Context, now *observed, why error) (again time.Duration, err error) {
 	known := c.knownOf(now.id.Key)
 	if !known.sure && now.v != nil {
 		if err := c.unpin(ctx, now, why); err != nil {
@@ -385,7 +385,7 @@ func (c *carrier) giveUp(ctx context.Context, now *passage, why error) (again ti
 	}
 	if err := c.withVolume(now.id.Key, now.away || now.m.NewFailed || now.m.OldFailed || now.m.Held, func() error { return c.volumes.Unmirror(ctx, now.id) }); err != nil {
 		if now.m.Back && errors.Is(err, errdefs.ErrBusy) && c.asks(now.v) {
-			return c.options.CarryEvery, c.saysWaits(ctx, now.v, why)
+			return c.options.LookEvery, c.saysWaits(ctx, now.v, why)
 		}
 		return 0, err
 	}
@@ -411,32 +411,32 @@ func (c *carrier) giveUp(ctx context.Context, now *passage, why error) (again ti
 
 // unpin has the object, which was just read, say that the volume is at its old home alone. It changes the object, so that a word to the contrary which is on its way is
 // refused; where the move or the claim is another, it has changed since, and what it says is not of this one.
-func (c *carrier) unpin(ctx context.Context, now *passage, why error) error {
+func (c *inUseMover) unpin(ctx context.Context, now *observed, why error) error {
 	v := now.v
 	if !c.asks(v) || v.Spec.Claim.Generation != now.generation {
-		c.note(now.id.Key, func(k *carriage) { k.sure = true })
+		c.note(now.id.Key, func(k *inUseMove) { k.sure = true })
 		return nil
 	}
-	err := c.reportCarried(ctx, v, func(s *v1alpha1.MoveStatus) {
+	err := c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Copied, s.Undone = nil, s.Undone+1
 		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(why)), nil
 	})
 	if err == nil {
-		c.note(v.Name, func(k *carriage) { k.sure = true })
+		c.note(v.Name, func(k *inUseMove) { k.sure = true })
 	}
 	return err
 }
 
 // copying is the step with a mirror that the kernel is copying, as it was found at a time.
-func (c *carrier) copying(ctx context.Context, now *passage, at time.Time) (again time.Duration, err error) {
+func (c *inUseMover) copying(ctx context.Context, now *observed, at time.Time) (again time.Duration, err error) {
 	tell := false
-	c.note(now.id.Key, func(k *carriage) {
-		again = soon(c.options.CarryEvery, at.Sub(k.looked), now.copied, now.m.Total-now.m.Synced)
+	c.note(now.id.Key, func(k *inUseMove) {
+		again = soon(c.options.LookEvery, at.Sub(k.looked), now.copied, now.m.Total-now.m.Synced)
 		k.looked = at
 		if k.told.IsZero() { // what is copied by then is not worth a write
 			k.told = at
 		}
-		if tell = at.Sub(k.told) >= c.options.CarryEvery; tell {
+		if tell = at.Sub(k.told) >= c.options.LookEvery; tell {
 			k.told = at
 		}
 	})
@@ -447,19 +447,19 @@ func (c *carrier) copying(ctx context.Context, now *passage, at time.Time) (agai
 }
 
 // soon is when to look again at what is being copied, of which so many bytes were copied in so long, and so many are left: when it should be whole, but no later
-// than after every, and no sooner than after the carrySoon-th part of that.
+// than after every, and no sooner than after the shortestLook-th part of that.
 func soon(every, took time.Duration, copied, left int64) time.Duration {
 	if copied <= 0 {
-		return every / carrySoon
+		return every / shortestLook
 	}
 	rest := float64(took) * float64(left) / float64(copied)
-	return time.Duration(min(max(rest, float64(every/carrySoon)), float64(every)))
+	return time.Duration(min(max(rest, float64(every/shortestLook)), float64(every)))
 }
 
 // reportFar writes down how far the copy is, if that is news.
-func (c *carrier) reportFar(ctx context.Context, now *passage) error {
+func (c *inUseMover) reportFar(ctx context.Context, now *observed) error {
 	done, total := now.m.Synced, now.m.Total
-	return kube.IgnoreConflict(c.reportCarried(ctx, now.v, func(s *v1alpha1.MoveStatus) {
+	return kube.IgnoreConflict(c.reportMoveInUse(ctx, now.v, func(s *v1alpha1.MoveStatus) {
 		if was := s.Progress; !s.Waits && was != nil && was.Total == total && abs(done-was.Done) < max(1, total/progressOf) {
 			return
 		}
@@ -469,7 +469,7 @@ func (c *carrier) reportFar(ctx context.Context, now *passage) error {
 }
 
 // pin has both homes seal what they have, and the object say so: from then on neither of them is left before it says which one has the volume.
-func (c *carrier) pin(ctx context.Context, now *passage) error {
+func (c *inUseMover) pin(ctx context.Context, now *observed) error {
 	return c.withVolume(now.id.Key, false, func() error {
 		v, err := c.live(ctx, now.id.Key)
 		if err != nil {
@@ -496,8 +496,8 @@ func (c *carrier) pin(ctx context.Context, now *passage) error {
 		if err := c.hold(ctx, now); err != nil {
 			return err
 		}
-		c.note(now.id.Key, func(k *carriage) { k.sure, k.held = false, time.Now() })
-		return c.reportCarried(ctx, v, func(s *v1alpha1.MoveStatus) {
+		c.note(now.id.Key, func(k *inUseMove) { k.sure, k.held = false, time.Now() })
+		return c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
 			s.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Claim: of.Claim, Sealed: metav1.NewMicroTime(sealed.Created), Size: v.Status.Size}
 			s.Waits, s.Progress, s.Message = false, nil, "nodes "+v.Spec.NodeName+" and "+v.Spec.Move.Node+" have all bytes"
 		})
@@ -506,7 +506,7 @@ func (c *carrier) pin(ctx context.Context, now *passage) error {
 
 // hold has a volume be neither read nor written until the object says whether it has moved: a leg that fails from now on loses nothing, whoever is there to see it. It
 // looks once more whether both homes have all.
-func (c *carrier) hold(ctx context.Context, now *passage) error {
+func (c *inUseMover) hold(ctx context.Context, now *observed) error {
 	if now.new != nil { // what is under way is waited for, and the new home may be away by now
 		end := time.AfterFunc(longestSwitch, func() { _ = c.legs.End(ctx, now.new.NQN) })
 		defer end.Stop()
@@ -524,7 +524,7 @@ func (c *carrier) hold(ctx context.Context, now *passage) error {
 }
 
 // switchOver goes on over the new home alone.
-func (c *carrier) switchOver(ctx context.Context, now *passage) error {
+func (c *inUseMover) switchOver(ctx context.Context, now *observed) error {
 	here := now.v.Spec.NodeName == c.local.Node()
 	err := c.withVolume(now.id.Key, now.m.OldFailed || now.m.NewFailed || now.m.Held, func() error {
 		if err := c.volumes.Switch(ctx, now.id, here); err != nil {

@@ -25,8 +25,8 @@ import (
 // new one; when both have all of it, the object says so (it is pinned), and then either that it has moved, or that it has not. How far a volume is, each look
 // finds anew, in the kernel and in the object.
 
-// Carried are the devices of the volumes that this node uses: volume.Everywhere.
-type Carried interface {
+// MoveMirrors are the devices of the volumes that this node uses: volume.Everywhere.
+type MoveMirrors interface {
 	Attached(ctx context.Context, id volume.ID) ([]blockdev.Device, error)
 	Seats(ctx context.Context, id volume.ID) (home, away bool, err error)
 	// Grow: see volume.Local.
@@ -44,8 +44,8 @@ type Carried interface {
 	Throttle(percent int) error
 }
 
-// Legs are this node's connections to volumes of other nodes: remotepool.Pool.
-type Legs interface {
+// MoveConnections are this node's connections to volumes of other nodes: remotepool.Pool.
+type MoveConnections interface {
 	Legs(ref blockdev.Ref) ([]remotepool.Leg, error)
 	Connected() ([]blockdev.Ref, error)
 	Second(ctx context.Context, ref blockdev.Ref, export remotepool.Export) (blockdev.Device, error)
@@ -55,42 +55,42 @@ type Legs interface {
 }
 
 const (
-	// carriers is how many volumes are carried on at once. Each step is short, but for the first.
-	carriers = 4
-	// carries is how many of them are copied at once: each takes the others' time, and none is useful before it is whole.
-	carries = 1
-	// carryEvery is between two looks at a volume that has a mirror, at the most. One that is copied is looked at again when it should be whole, at
-	// the soonest after a carrySoon-th part of that.
-	carryEvery = time.Second
-	carrySoon  = 16
-	// carryPause is between two looks for mirrors that no object tells of.
-	carryPause = 30 * time.Second
+	// moveWorkers is how many volumes are carried on at once. Each step is short, but for the first.
+	moveWorkers = 4
+	// moveCopies is how many of them are copied at once: each takes the others' time, and none is useful before it is whole.
+	moveCopies = 1
+	// lookEvery is between two looks at a volume that has a mirror, at the most. One that is copied is looked at again when it should be whole, at
+	// the soonest after a shortestLook-th part of that.
+	lookEvery    = time.Second
+	shortestLook = 16
+	// searchEvery is between two looks for mirrors that no object tells of.
+	searchEvery = 30 * time.Second
 	// How soon a copy begins anew that was ended: after so many looks, and longer each time.
-	firstCarry = 2
-	lastCarry  = 2 * time.Minute
+	firstBackoff   = 2
+	longestBackoff = 2 * time.Minute
 	// longestSwitch is how long writes may be held back: until a mirror is in effect, and until it is said whether a volume that is pinned has moved.
 	longestSwitch = 10 * time.Second
-	// awayLooks is for how many looks (Options.CarryEvery) a new home may be away before the copy to it ends: who uses the volume waits meanwhile, whatever its
+	// awayLooks is for how many looks (Options.LookEvery) a new home may be away before the copy to it ends: who uses the volume waits meanwhile, whatever its
 	// class says, and its old home is there.
 	awayLooks = 15
 	// stuckTime is after how long what holds the lock of a volume is taken to wait itself for a leg that has failed.
 	stuckTime = 5 * time.Second
 )
 
-// carrier carries the volumes that this node uses.
-type carrier struct {
+// inUseMover carries the volumes that this node uses.
+type inUseMover struct {
 	*Agent
-	volumes Carried
-	legs    Legs
+	volumes MoveMirrors
+	legs    MoveConnections
 
 	beginning sync.Mutex // held while a copy is begun
 
 	mu    sync.Mutex
-	known map[string]carriage
+	known map[string]inUseMove
 }
 
-// carriage is what is known of a volume that is carried, beside what the kernel and the object say. It is forgotten with the process.
-type carriage struct {
+// inUseMove is what is known of a volume that is carried, beside what the kernel and the object say. It is forgotten with the process.
+type inUseMove struct {
 	to     string    // the new home, which this process has had prepare its leg; empty: that was one of before, or there is none
 	pool   string    // of spec.move then
 	sure   bool      // the object does not say that both homes have all, and nobody is about to write that
@@ -103,14 +103,14 @@ type carriage struct {
 	told   time.Time // when how far it is was written down last
 }
 
-// Carry carries volumes until ctx ends.
-func (a *Agent) Carry(ctx context.Context, volumes Carried, legs Legs) {
-	c := &carrier{Agent: a, volumes: volumes, legs: legs, known: map[string]carriage{}}
+// MoveInUse carries volumes until ctx ends.
+func (a *Agent) MoveInUse(ctx context.Context, volumes MoveMirrors, legs MoveConnections) {
+	c := &inUseMover{Agent: a, volumes: volumes, legs: legs, known: map[string]inUseMove{}}
 	c.pace.by(volumes.Throttle)
 	var done sync.WaitGroup
 	defer done.Wait()
-	defer a.carried.ShutDown()
-	for range carriers {
+	defer a.movesInUse.ShutDown()
+	for range moveWorkers {
 		done.Go(func() {
 			for c.next(ctx) {
 			}
@@ -120,32 +120,32 @@ func (a *Agent) Carry(ctx context.Context, volumes Carried, legs Legs) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(carryPause):
+		case <-time.After(searchEvery):
 		}
 	}
 }
 
-// newCarried is the queue of what is to be carried, by the names of objects.
-func newCarried(every time.Duration) workqueue.TypedRateLimitingInterface[string] {
+// newMovesInUse is the queue of what is to be carried, by the names of objects.
+func newMovesInUse(every time.Duration) workqueue.TypedRateLimitingInterface[string] {
 	return workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, every))
 }
 
-// carryChanged looks at a volume that moves, or has moved, and that this node uses.
-func (a *Agent) carryChanged(o client.Object, _ bool) {
+// moveInUseChanged looks at a volume that moves, or has moved, and that this node uses.
+func (a *Agent) moveInUseChanged(o client.Object, _ bool) {
 	if v, is := o.(*v1alpha1.Volume); is && v.Spec.Move != nil && a.options.Network != nil {
-		a.carried.Add(v.Name)
+		a.movesInUse.Add(v.Name)
 	}
 }
 
 // find has what the kernel has of moves be looked at, whatever the objects say.
-func (c *carrier) find(ctx context.Context) {
+func (c *inUseMover) find(ctx context.Context) {
 	mirrors, err := c.volumes.Mirrors(ctx)
 	connected, failure := c.legs.Connected()
 	for _, id := range mirrors {
-		c.carried.Add(id.Key)
+		c.movesInUse.Add(id.Key)
 	}
 	for _, ref := range connected {
-		c.carried.Add(ref.Key)
+		c.movesInUse.Add(ref.Key)
 	}
 	if copied, err := c.copied(ctx, mirrors, ""); err == nil && len(copied) == 0 {
 		c.pace.rests(ctx, pacedMove, "")
@@ -156,7 +156,7 @@ func (c *carrier) find(ctx context.Context) {
 }
 
 // copied are those of the volumes that have a mirror which are being copied, beside one.
-func (c *carrier) copied(ctx context.Context, mirrors []volume.ID, beside string) (ids []volume.ID, err error) {
+func (c *inUseMover) copied(ctx context.Context, mirrors []volume.ID, beside string) (ids []volume.ID, err error) {
 	for _, id := range mirrors {
 		if id.Key == beside {
 			continue
@@ -173,12 +173,12 @@ func (c *carrier) copied(ctx context.Context, mirrors []volume.ID, beside string
 }
 
 // next looks at one volume; false once there is no more to do.
-func (c *carrier) next(ctx context.Context) bool {
-	key, shutdown := c.carried.Get()
+func (c *inUseMover) next(ctx context.Context) bool {
+	key, shutdown := c.movesInUse.Get()
 	if shutdown {
 		return false
 	}
-	defer c.carried.Done(key)
+	defer c.movesInUse.Done(key)
 	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("volume", key))
 	switch again, err := c.look(ctx, key); {
 	case ctx.Err() != nil:
@@ -187,18 +187,18 @@ func (c *carrier) next(ctx context.Context) bool {
 		if !errors.Is(err, errdefs.ErrBusy) && !apierrors.IsConflict(err) {
 			klog.FromContext(ctx).Error(err, "Could not carry on a volume that moves while it is used; trying again")
 		}
-		c.carried.AddRateLimited(key)
+		c.movesInUse.AddRateLimited(key)
 	default:
-		c.carried.Forget(key)
+		c.movesInUse.Forget(key)
 		if again > 0 {
-			c.carried.AddAfter(key, again)
+			c.movesInUse.AddAfter(key, again)
 		}
 	}
 	return true
 }
 
-// passage is one look at a volume.
-type passage struct {
+// observed is one look at a volume.
+type observed struct {
 	id         volume.ID
 	v          *v1alpha1.Volume // nil: there is none
 	m          volume.Mirrored
@@ -211,12 +211,12 @@ type passage struct {
 }
 
 // look takes the next step with a volume, and says when to look again; 0: when its object changes.
-func (c *carrier) look(ctx context.Context, key string) (again time.Duration, err error) {
+func (c *inUseMover) look(ctx context.Context, key string) (again time.Duration, err error) {
 	v, err := c.object(ctx, key)
 	if err != nil {
 		return 0, err
 	}
-	now := &passage{id: volume.ID{Kind: blockdev.Volume, Key: key}, v: v}
+	now := &observed{id: volume.ID{Kind: blockdev.Volume, Key: key}, v: v}
 	if v != nil {
 		now.id = cluster.VolumeID(v)
 	} else if now.id, err = c.idOf(ctx, key); err != nil {
@@ -238,7 +238,7 @@ func (c *carrier) look(ctx context.Context, key string) (again time.Duration, er
 }
 
 // object returns the object of a volume as the watches have it, or else as the API server does; nil if there is none.
-func (c *carrier) object(ctx context.Context, key string) (*v1alpha1.Volume, error) {
+func (c *inUseMover) object(ctx context.Context, key string) (*v1alpha1.Volume, error) {
 	if v, is := c.usedHere(key); is {
 		return v.DeepCopy(), nil
 	}
@@ -249,7 +249,7 @@ func (c *carrier) object(ctx context.Context, key string) (*v1alpha1.Volume, err
 }
 
 // live returns the object of a volume as the API server has it; nil if there is none.
-func (c *carrier) live(ctx context.Context, key string) (*v1alpha1.Volume, error) {
+func (c *inUseMover) live(ctx context.Context, key string) (*v1alpha1.Volume, error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	v := &v1alpha1.Volume{}
@@ -261,7 +261,7 @@ func (c *carrier) live(ctx context.Context, key string) (*v1alpha1.Volume, error
 }
 
 // idOf is the ID of a volume without an object, as the kernel has it.
-func (c *carrier) idOf(ctx context.Context, key string) (volume.ID, error) {
+func (c *inUseMover) idOf(ctx context.Context, key string) (volume.ID, error) {
 	mirrors, err := c.volumes.Mirrors(ctx)
 	for _, id := range mirrors {
 		if id.Key == key {
@@ -272,7 +272,7 @@ func (c *carrier) idOf(ctx context.Context, key string) (volume.ID, error) {
 }
 
 // findLegs finds what the legs of a mirror are.
-func (c *carrier) findLegs(ctx context.Context, now *passage) error {
+func (c *inUseMover) findLegs(ctx context.Context, now *observed) error {
 	home, away, err := c.volumes.Seats(ctx, now.id)
 	if err != nil {
 		return err
@@ -290,14 +290,14 @@ func (c *carrier) findLegs(ctx context.Context, now *passage) error {
 		}
 	}
 	now.home = home && !away
-	c.note(now.id.Key, func(k *carriage) {
+	c.note(now.id.Key, func(k *inUseMove) {
 		switch {
 		case now.new == nil || now.new.Live:
 			k.away = time.Time{}
 		case k.away.IsZero():
 			k.away = time.Now()
 		}
-		now.away = !k.away.IsZero() && time.Since(k.away) > awayLooks*c.options.CarryEvery
+		now.away = !k.away.IsZero() && time.Since(k.away) > awayLooks*c.options.LookEvery
 	})
 	if now.generation == 0 && now.new != nil {
 		now.generation = now.new.Generation - 1
@@ -313,16 +313,16 @@ func (c *carrier) findLegs(ctx context.Context, now *passage) error {
 	return nil
 }
 
-func (m *passage) ref() blockdev.Ref { return blockdev.Ref{Kind: m.id.Kind, Key: m.id.Key} }
+func (m *observed) ref() blockdev.Ref { return blockdev.Ref{Kind: m.id.Kind, Key: m.id.Key} }
 
 // knownOf is what is known of a volume.
-func (c *carrier) knownOf(key string) carriage {
+func (c *inUseMover) knownOf(key string) inUseMove {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.known[key]
 }
 
-func (c *carrier) note(key string, change func(*carriage)) {
+func (c *inUseMover) note(key string, change func(*inUseMove)) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	k := c.known[key]
@@ -330,7 +330,7 @@ func (c *carrier) note(key string, change func(*carriage)) {
 	c.known[key] = k
 }
 
-func (c *carrier) forget(key string) {
+func (c *inUseMover) forget(key string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.known, key)
@@ -338,9 +338,9 @@ func (c *carrier) forget(key string) {
 
 // withVolume works with the lock of a volume. Who has it may be waiting for a leg that has failed, which nobody else can end: after a while that is done
 // without. What is done then are tables, of which each is whole, and names that everybody else looks up anew.
-func (c *carrier) withVolume(key string, failed bool, work func() error) error {
+func (c *inUseMover) withVolume(key string, failed bool, work func() error) error {
 	err := c.withLocks([]string{keylock.Volume(key)}, func() error {
-		c.note(key, func(k *carriage) { k.locked = time.Time{} })
+		c.note(key, func(k *inUseMove) { k.locked = time.Time{} })
 		return work()
 	})
 	if !errors.Is(err, errdefs.ErrBusy) || !failed {
@@ -348,7 +348,7 @@ func (c *carrier) withVolume(key string, failed bool, work func() error) error {
 	}
 	since := c.knownOf(key).locked
 	if since.IsZero() {
-		c.note(key, func(k *carriage) { k.locked = time.Now() })
+		c.note(key, func(k *inUseMove) { k.locked = time.Now() })
 	} else if time.Since(since) >= stuckTime {
 		return work()
 	}
@@ -356,8 +356,8 @@ func (c *carrier) withVolume(key string, failed bool, work func() error) error {
 }
 
 // saysWaits says why a volume is not carried on now.
-func (c *carrier) saysWaits(ctx context.Context, v *v1alpha1.Volume, why error) error {
-	return kube.IgnoreConflict(c.reportCarried(ctx, v, func(s *v1alpha1.MoveStatus) {
+func (c *inUseMover) saysWaits(ctx context.Context, v *v1alpha1.Volume, why error) error {
+	return kube.IgnoreConflict(c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(why)), nil
 	}))
 }

@@ -56,7 +56,7 @@ type carriedVolume struct {
 	fails map[string]int // how often a step fails yet
 }
 
-// carriedVolumes are all of them. They stand for agent.Carried, agent.Legs, move.Old, move.New and export.Home.
+// carriedVolumes are all of them. They stand for agent.MoveMirrors, agent.MoveConnections, move.Old, move.New and export.Home.
 type carriedVolumes struct {
 	mu      sync.Mutex
 	all     map[string]*carriedVolume
@@ -360,7 +360,7 @@ func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *
 		check.OK(t, its.Status().Patch(w.ctx, p, client.MergeFrom(before)))
 	}
 	m := w.begin(&machine{name: "user", network: &remotetest.Network{}, with: func(o *agent.Options) {
-		o.Agents, o.CarryEvery, o.Carries = homes, 50*time.Millisecond, 100
+		o.Agents, o.LookEvery, o.MoveCopies = homes, 50*time.Millisecond, 100
 		for _, change := range with {
 			change(o)
 		}
@@ -370,7 +370,7 @@ func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *
 	carry := func() {
 		ctx, cancel := context.WithCancel(w.ctx)
 		var done sync.WaitGroup
-		done.Go(func() { m.agent.Carry(ctx, all, all) })
+		done.Go(func() { m.agent.MoveInUse(ctx, all, all) })
 		stop = sync.OnceFunc(func() { cancel(); done.Wait() })
 		t.Cleanup(stop)
 	}
@@ -808,7 +808,7 @@ func TestCarry(t *testing.T) {
 
 // TestCarryOneByOne: volumes are copied one after another, each within the bandwidth that the node was given, and who waits says for what.
 func TestCarryOneByOne(t *testing.T) {
-	w, all, _ := carrying(t, func(o *agent.Options) { o.Carries, o.CarryBandwidth = 0, mib })
+	w, all, _ := carrying(t, func(o *agent.Options) { o.MoveCopies, o.CopyBandwidth = 0, mib })
 	percent := func() int {
 		all.mu.Lock()
 		defer all.mu.Unlock()
@@ -834,7 +834,7 @@ func TestCarryOneByOne(t *testing.T) {
 // TestCarrySoon: that a volume is whole is found soon, and not when it is looked at at the latest.
 func TestCarrySoon(t *testing.T) {
 	const every = 48 * time.Second
-	w, all, _ := carrying(t, func(o *agent.Options) { o.CarryEvery = every })
+	w, all, _ := carrying(t, func(o *agent.Options) { o.LookEvery = every })
 	v := w.carried(all, "small")
 	began := time.Now()
 	v.kernel(synced)

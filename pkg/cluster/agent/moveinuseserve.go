@@ -281,17 +281,17 @@ func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed met
 	return sealed, nil
 }
 
-// reportCarried writes down how far the move of a volume is that this node uses, if edit changes that. It fails with a conflict if anybody changed the object since it was
+// reportMoveInUse writes down how far the move of a volume is that this node uses, if edit changes that. It fails with a conflict if anybody changed the object since it was
 // read.
-func (a *Agent) reportCarried(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
+func (a *Agent) reportMoveInUse(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
 	return a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Claim = v.Spec.Claim.Generation
 		edit(s)
 	})
 }
 
-// carried reports whether the node that uses a volume says that it moves it, and how far that is.
-func carried(v *v1alpha1.Volume) bool {
+// consumerMoves reports whether the node that uses a volume says that it moves it, and how far that is.
+func consumerMoves(v *v1alpha1.Volume) bool {
 	s, c := v.Status.Move, v.Spec.Claim
 	return c != nil && s != nil && s.Node == v.Spec.Move.Node && s.Claim == c.Generation
 }
