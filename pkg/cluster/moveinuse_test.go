@@ -33,9 +33,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// carrier stands for the node that uses a volume while it moves: it asks the two others over their ports, as its account may, and writes the object as that. Its kernel's part, the mirror, is
+// consumer stands for the node that uses a volume while it moves: it asks the two others over their ports, as its account may, and writes the object as that. Its kernel's part, the mirror, is
 // a copy of what the old node has.
-type carrier struct {
+type consumer struct {
 	*environment
 	as      client.Client // of its account
 	name    string        // of the node
@@ -47,14 +47,14 @@ type carrier struct {
 	id      volume.ID
 }
 
-// carried is a cluster of two nodes in a network, and a volume of the first that a third one uses, which moves it to the second. The controller, which would name that, is stopped.
-func carried(t *testing.T) (c *carrier, stop func()) {
+// newConsumer is a cluster of two nodes in a network, and a volume of the first that a third one uses, which moves it to the second. The controller, which would name that, is stopped.
+func newConsumer(t *testing.T) (c *consumer, stop func()) {
 	t.Helper()
-	return carriedTo(t, "")
+	return newConsumerTo(t, "")
 }
 
-// carriedTo is carried to a pool of another name.
-func carriedTo(t *testing.T, pool string) (c *carrier, stop func()) {
+// newConsumerTo is newConsumer of a volume that moves to a pool of another name.
+func newConsumerTo(t *testing.T, pool string) (c *consumer, stop func()) {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	w, network := newEnvironment(t), &remotetest.Network{}
@@ -66,7 +66,7 @@ func carriedTo(t *testing.T, pool string) (c *carrier, stop func()) {
 	check.OK(t, err)
 	w.write(a, v.ID, 0)
 	stop()
-	c = &carrier{environment: w, name: "node-3", a: a, b: b, id: v.ID}
+	c = &consumer{environment: w, name: "node-3", a: a, b: b, id: v.ID}
 	c.as, err = client.New(apitest.Get(t).Agent(t, c.name), client.Options{Scheme: w.Scheme()})
 	check.OK(t, err)
 	c.call()
@@ -84,7 +84,7 @@ func carriedTo(t *testing.T, pool string) (c *carrier, stop func()) {
 }
 
 // call connects to the two nodes, which are asked patiently.
-func (c *carrier) call() {
+func (c *consumer) call() {
 	c.Helper()
 	calls, err := port.NewCallers(wrapped(apitest.Get(c).Agent(c, c.name)))
 	check.OK(c, err)
@@ -97,7 +97,7 @@ func (c *carrier) call() {
 }
 
 // of is the move as the object says it now.
-func (c *carrier) of() move.Of {
+func (c *consumer) of() move.Of {
 	c.Helper()
 	v := c.object("v")
 	of := move.Of{ID: c.id, Object: v.Generation}
@@ -108,7 +108,7 @@ func (c *carrier) of() move.Of {
 }
 
 // prepare has the new node make room.
-func (c *carrier) prepare() (from volume.Origin, room export.Opened) {
+func (c *consumer) prepare() (from volume.Origin, room export.Opened) {
 	c.Helper()
 	from, err := c.old.Describe(c.ctx, c.of())
 	check.OK(c, err)
@@ -118,7 +118,7 @@ func (c *carrier) prepare() (from volume.Origin, room export.Opened) {
 }
 
 // mirror copies what the old node has into the room.
-func (c *carrier) mirror(room export.Opened) {
+func (c *consumer) mirror(room export.Opened) {
 	c.Helper()
 	ranges, err := c.old.Ranges(c.ctx, c.of())
 	check.OK(c, err)
@@ -141,7 +141,7 @@ func (c *carrier) mirror(room export.Opened) {
 }
 
 // complete has what was mirrored sealed, and made a volume.
-func (c *carrier) complete(room export.Opened) (sealed volume.Origin) {
+func (c *consumer) complete(room export.Opened) (sealed volume.Origin) {
 	c.Helper()
 	sealed, err := c.old.Seal(c.ctx, c.of())
 	check.OK(c, err)
@@ -150,7 +150,7 @@ func (c *carrier) complete(room export.Opened) (sealed volume.Origin) {
 }
 
 // pin writes that all of it is there, into the object as it was read.
-func (c *carrier) pin(v *v1alpha1.Volume, sealed volume.Origin) error {
+func (c *consumer) pin(v *v1alpha1.Volume, sealed volume.Origin) error {
 	before := v.DeepCopy()
 	if v.Status.Move == nil {
 		v.Status.Move = &v1alpha1.MoveStatus{Node: c.b.name, Pool: v.Spec.Move.Pool}
@@ -161,7 +161,7 @@ func (c *carrier) pin(v *v1alpha1.Volume, sealed volume.Origin) error {
 }
 
 // pinned is all that comes before the controller's turn.
-func (c *carrier) pinned() (room export.Opened, sealed volume.Origin) {
+func (c *consumer) pinned() (room export.Opened, sealed volume.Origin) {
 	c.Helper()
 	_, room = c.prepare()
 	c.mirror(room)
@@ -174,7 +174,7 @@ func (c *carrier) pinned() (room export.Opened, sealed volume.Origin) {
 }
 
 // unpin takes back what pin has written, and reports whether it was in time.
-func (c *carrier) unpin() bool {
+func (c *consumer) unpin() bool {
 	c.Helper()
 	done := false
 	c.eventually("it is taken back, or too late", func() bool {
@@ -192,7 +192,7 @@ func (c *carrier) unpin() bool {
 }
 
 // over waits until the move is, and all of the volume is on its new node.
-func (c *carrier) over(want []byte) {
+func (c *consumer) over(want []byte) {
 	c.Helper()
 	c.moved("v", c.a, c.b)
 	if have := c.content(c.b, c.id); string(have) != string(want) {
@@ -201,7 +201,7 @@ func (c *carrier) over(want []byte) {
 }
 
 // released takes the claim off, and deletes the volume.
-func (c *carrier) released(s *store.Store) {
+func (c *consumer) released(s *store.Store) {
 	c.Helper()
 	c.again("it is released", func(ctx context.Context) error { return s.Release(ctx, c.id, c.name) })
 	c.exported("v", nil)
@@ -212,7 +212,7 @@ func (c *carrier) released(s *store.Store) {
 
 // TestMoveInUse: a volume moves while a third node uses it. That goes on by the next generation of its claim, over the export that was prepared, and finds what it has noted in the record.
 func TestMoveInUse(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	check.OK(t, second(c.home.SetLabels(c.ctx, c.id, 1, nil, map[string]string{"target": "/pod"})))
 	want := c.content(c.a, c.id)
 	room, sealed := c.pinned()
@@ -244,7 +244,7 @@ func TestMoveInUse(t *testing.T) {
 
 // TestMoveInUseSteps: each step may be taken again, and is refused to others, and by an object of before.
 func TestMoveInUseSteps(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	of := c.of()
 	from, room := c.prepare()
 	for name, other := range map[string]move.Of{
@@ -263,7 +263,7 @@ func TestMoveInUseSteps(t *testing.T) {
 			}
 		}
 	}
-	stranger := &carrier{environment: c.environment, name: c.b.name, a: c.a, b: c.b, id: c.id}
+	stranger := &consumer{environment: c.environment, name: c.b.name, a: c.a, b: c.b, id: c.id}
 	stranger.call()
 	for call, err := range map[string]error{
 		"Describe": second(stranger.old.Describe(c.ctx, of)), "Ranges": second(stranger.old.Ranges(c.ctx, of)), "Seal": second(stranger.old.Seal(c.ctx, of)),
@@ -304,7 +304,7 @@ func TestMoveInUseSteps(t *testing.T) {
 
 // TestMoveInUsePinned: from when all of it is said to be there until the controller has named the new node, or that is taken back, nothing of the volume changes at its old node.
 func TestMoveInUsePinned(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	room, _ := c.pinned()
 	swap := func(from, to string) error {
 		before := map[string]string{}
@@ -364,19 +364,19 @@ func TestMoveInUsePinned(t *testing.T) {
 
 // TestMoveInUseReleased: the claim goes at each step before the new node is named. What was prepared is not used; the volume moves as one that nobody uses, or is claimed anew and moved by that.
 func TestMoveInUseReleased(t *testing.T) {
-	for step, reach := range map[string]func(c *carrier) export.Opened{
-		"prepared": func(c *carrier) export.Opened { _, room := c.prepare(); return room },
-		"sealed": func(c *carrier) export.Opened {
+	for step, reach := range map[string]func(c *consumer) export.Opened{
+		"prepared": func(c *consumer) export.Opened { _, room := c.prepare(); return room },
+		"sealed": func(c *consumer) export.Opened {
 			_, room := c.prepare()
 			check.OK(c, second(c.old.Seal(c.ctx, c.of())))
 			return room
 		},
-		"complete": func(c *carrier) export.Opened { _, room := c.prepare(); c.complete(room); return room },
-		"pinned":   func(c *carrier) export.Opened { room, _ := c.pinned(); return room },
+		"complete": func(c *consumer) export.Opened { _, room := c.prepare(); c.complete(room); return room },
+		"pinned":   func(c *consumer) export.Opened { room, _ := c.pinned(); return room },
 	} {
 		for _, claimed := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s,claimed=%v", step, claimed), func(t *testing.T) {
-				c, _ := carried(t)
+				c, _ := newConsumer(t)
 				room := reach(c)
 				of := c.of()
 				c.claimFor(c.id, "")
@@ -413,7 +413,7 @@ func TestMoveInUseReleased(t *testing.T) {
 
 // TestMoveInUseTakenBack: the move is taken back at each step, and asked for again: what was prepared goes, unless nobody has seen that, and who says late that all is there is refused.
 func TestMoveInUseTakenBack(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	for _, pin := range []bool{false, true} {
 		_, room := c.prepare()
 		c.mirror(room)
@@ -446,7 +446,7 @@ func TestMoveInUseTakenBack(t *testing.T) {
 
 // TestMoveInUseTakenBackAtStart: the move is taken back while the new node starts, after that has looked at what it has, and before it watches what moves there: what was prepared goes at once.
 func TestMoveInUseTakenBackAtStart(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	c.prepare()
 	c.b.stop()
 	looked, watch := make(chan struct{}, 1), make(chan struct{})
@@ -480,7 +480,7 @@ func TestMoveInUseTakenBackAtStart(t *testing.T) {
 
 // TestMoveInUseTakenBackBusy: what was prepared goes soon, also if something else is being done to the volume when the new node looks.
 func TestMoveInUseTakenBackBusy(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	c.prepare()
 	unlock := check.Locked(t, c.b.locks, keylock.Volume(c.id.Key))
 	c.movesTo("v", "")
@@ -495,7 +495,7 @@ func TestMoveInUseTakenBackBusy(t *testing.T) {
 
 // TestMoveInUseEnds: the claim goes, or the new node starts anew, right after that was named: the volume is there, whatever comes first, and is released when that gives it to nobody.
 func TestMoveInUseEnds(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	want := c.content(c.a, c.id)
 	c.pinned()
 	c.b.stop()
@@ -516,7 +516,7 @@ func TestMoveInUseEnds(t *testing.T) {
 
 // TestMoveInUseOldNodeAway: the old node dies when the new one is named. The new one takes the volume over, and its user goes on; the old one gives its bytes back when it is there again.
 func TestMoveInUseOldNodeAway(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	want := c.content(c.a, c.id)
 	c.pinned()
 	c.a.stop()
@@ -532,7 +532,7 @@ func TestMoveInUseOldNodeAway(t *testing.T) {
 
 // TestMoveInUseCopyLost: what the new node has is gone when it is named. It is never brought from the old node, which has nothing of what was written since: it is lost, and said to be.
 func TestMoveInUseCopyLost(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	c.pinned()
 	c.b.stop()
 	check.OK(t, c.b.local.DropLeftover(c.ctx, c.leftovers(c.b)[0]))
@@ -549,7 +549,7 @@ func TestMoveInUseCopyLost(t *testing.T) {
 }
 
 // usedSince has the volume move, with its new node's agent stopped, and its user write to what that has.
-func (c *carrier) usedSince() *store.Store {
+func (c *consumer) usedSince() *store.Store {
 	c.Helper()
 	c.pinned()
 	c.b.stop()
@@ -564,7 +564,7 @@ func (c *carrier) usedSince() *store.Store {
 }
 
 // isStray waits until the volume is a stray of a node.
-func (c *carrier) isStray(m *machine) {
+func (c *consumer) isStray(m *machine) {
 	c.Helper()
 	c.eventually("it is a stray of "+m.name, func() bool {
 		m.agent.Changed()
@@ -573,7 +573,7 @@ func (c *carrier) isStray(m *machine) {
 }
 
 // keptSince makes sure that the new node has what was written since the volume has moved, and that its user goes on. It returns all bytes.
-func (c *carrier) keptSince() []byte {
+func (c *consumer) keptSince() []byte {
 	c.Helper()
 	have := c.content(c.b, c.id)
 	if string(have[128<<10:][:5]) != "since" || len(c.b.network.Exported()) != 2 {
@@ -584,7 +584,7 @@ func (c *carrier) keptSince() []byte {
 
 // TestMoveInUseOlderAdopted: so do they, and adopt what the old node has before the agent of the new one is back. That keeps what was written since, and says so.
 func TestMoveInUseOlderAdopted(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	s := c.usedSince()
 	check.OK(t, c.Delete(c.ctx, c.object("v")))
 	c.isStray(c.a)
@@ -617,7 +617,7 @@ func TestMoveInUseOlderAdopted(t *testing.T) {
 // TestMoveInUseObjectDeleted: somebody deletes the object of a volume that has moved while it was used, before the new node has taken it over. That has what was written since: it keeps
 // all of it, and its user goes on. Adopted there, it is the volume.
 func TestMoveInUseObjectDeleted(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	s := c.usedSince()
 	check.OK(t, c.Delete(c.ctx, c.object("v")))
 	c.start(c.b)
@@ -642,7 +642,7 @@ func TestMoveInUseObjectDeleted(t *testing.T) {
 // TestMoveInUseRestored: the API server goes back to when all was said to be on the new node, which was taken back since, and the volume used at its old node. That is asked before the new one
 // takes over, and has the newer bytes.
 func TestMoveInUseRestored(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	_, sealed := c.pinned()
 	c.unpin()
 	check.OK(t, second(c.home.Open(c.ctx, c.id, 1))) // its user stages it anew

@@ -39,8 +39,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// carriedVolume is a volume of the node "old" that the node "user" uses, with what the kernel there and both homes have of it: none of them is there.
-type carriedVolume struct {
+// consumerVolume is a volume of the node "old" that the node "user" uses, with what the kernel there and both homes have of it: none of them is there.
+type consumerVolume struct {
 	*environment
 	name  string
 	id    volume.ID
@@ -56,25 +56,25 @@ type carriedVolume struct {
 	fails map[string]int // how often a step fails yet
 }
 
-// carriedVolumes are all of them. They stand for agent.MoveMirrors, agent.MoveConnections, move.Old, move.New and export.Home.
-type carriedVolumes struct {
+// consumerVolumes are all of them. They stand for agent.MoveMirrors, agent.MoveConnections, move.Old, move.New and export.Home.
+type consumerVolumes struct {
 	mu      sync.Mutex
-	all     map[string]*carriedVolume
+	all     map[string]*consumerVolume
 	percent int      // of Throttle
 	user    *machine // that uses them
 }
 
-func (c *carriedVolumes) of(key string) *carriedVolume {
+func (c *consumerVolumes) of(key string) *consumerVolume {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if v := c.all[key]; v != nil {
 		return v
 	}
-	return &carriedVolume{}
+	return &consumerVolume{}
 }
 
 // do notes a step, and fails it if it is to.
-func (v *carriedVolume) do(step string, work func()) error {
+func (v *consumerVolume) do(step string, work func()) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.said = append(v.said, step)
@@ -87,13 +87,13 @@ func (v *carriedVolume) do(step string, work func()) error {
 }
 
 const (
-	carriedSize   = 64 * mib
-	firstLeg      = 1
-	secondLeg     = 2
-	carriedSecond = "nqn.2026-11.dev.ashlar:second"
+	movingSize = 64 * mib
+	firstLeg   = 1
+	secondLeg  = 2
+	newHomeNQN = "nqn.2026-11.dev.ashlar:second"
 )
 
-func (c *carriedVolumes) Attached(_ context.Context, id volume.ID) ([]blockdev.Device, error) {
+func (c *consumerVolumes) Attached(_ context.Context, id volume.ID) ([]blockdev.Device, error) {
 	v := c.of(id.Key)
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -101,21 +101,21 @@ func (c *carriedVolumes) Attached(_ context.Context, id volume.ID) ([]blockdev.D
 		return nil, nil
 	}
 	v.seat = v.name == "is staged meanwhile"
-	return []blockdev.Device{{Number: firstLeg, Size: carriedSize}}, nil
+	return []blockdev.Device{{Number: firstLeg, Size: movingSize}}, nil
 }
 
-func (c *carriedVolumes) Seats(_ context.Context, id volume.ID) (home, away bool, err error) {
+func (c *consumerVolumes) Seats(_ context.Context, id volume.ID) (home, away bool, err error) {
 	v := c.of(id.Key)
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return false, v.seat, nil
 }
 
-func (c *carriedVolumes) Grow(_ context.Context, id volume.ID, _ volume.Key) (volume.Volume, error) {
+func (c *consumerVolumes) Grow(_ context.Context, id volume.ID, _ volume.Key) (volume.Volume, error) {
 	return volume.Volume{}, c.of(id.Key).do("grow", func() {})
 }
 
-func (c *carriedVolumes) Mirrors(context.Context) (ids []volume.ID, err error) {
+func (c *consumerVolumes) Mirrors(context.Context) (ids []volume.ID, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, v := range c.all {
@@ -128,7 +128,7 @@ func (c *carriedVolumes) Mirrors(context.Context) (ids []volume.ID, err error) {
 	return ids, nil
 }
 
-func (c *carriedVolumes) Mirrored(_ context.Context, id volume.ID) (volume.Mirrored, bool, error) {
+func (c *consumerVolumes) Mirrored(_ context.Context, id volume.ID) (volume.Mirrored, bool, error) {
 	v := c.of(id.Key)
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -138,38 +138,38 @@ func (c *carriedVolumes) Mirrored(_ context.Context, id volume.ID) (volume.Mirro
 	return *v.m, true, nil
 }
 
-func (c *carriedVolumes) Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error {
+func (c *consumerVolumes) Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error {
 	if _, err := data(ctx); err != nil {
 		return err
 	}
 	v := c.of(id.Key)
 	return v.do("mirror", func() {
-		v.m = &volume.Mirrored{Old: firstLeg, New: to.Number, Synced: mib, Total: carriedSize}
+		v.m = &volume.Mirrored{Old: firstLeg, New: to.Number, Synced: mib, Total: movingSize}
 		for i := range v.legs {
 			v.legs[i].Used = true
 		}
 	})
 }
 
-func (c *carriedVolumes) HoldMirror(_ context.Context, id volume.ID) error {
+func (c *consumerVolumes) HoldMirror(_ context.Context, id volume.ID) error {
 	v := c.of(id.Key)
 	return v.do("hold", func() { v.m.Held = true })
 }
 
-func (c *carriedVolumes) ReleaseMirror(_ context.Context, id volume.ID) error {
+func (c *consumerVolumes) ReleaseMirror(_ context.Context, id volume.ID) error {
 	v := c.of(id.Key)
 	return v.do("release", func() { v.m.Held = false })
 }
 
 // over has one leg be all that is below the devices.
-func (v *carriedVolume) over(number uint64) {
+func (v *consumerVolume) over(number uint64) {
 	v.m = nil
 	for i := range v.legs {
 		v.legs[i].Used = v.legs[i].Number == number
 	}
 }
 
-func (c *carriedVolumes) Unmirror(_ context.Context, id volume.ID) error {
+func (c *consumerVolumes) Unmirror(_ context.Context, id volume.ID) error {
 	v := c.of(id.Key)
 	back := false
 	err := v.do("unmirror", func() {
@@ -188,33 +188,33 @@ func (c *carriedVolumes) Unmirror(_ context.Context, id volume.ID) error {
 	return err
 }
 
-func (c *carriedVolumes) Switch(_ context.Context, id volume.ID, _ bool) error {
+func (c *consumerVolumes) Switch(_ context.Context, id volume.ID, _ bool) error {
 	v := c.of(id.Key)
 	return v.do("switch", func() { v.over(secondLeg) })
 }
 
-func (c *carriedVolumes) AttachLeg(context.Context, volume.ID) (blockdev.Device, error) {
+func (c *consumerVolumes) AttachLeg(context.Context, volume.ID) (blockdev.Device, error) {
 	return blockdev.Device{}, errdefs.ErrUnsupported
 }
-func (c *carriedVolumes) DetachLeg(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
+func (c *consumerVolumes) DetachLeg(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
 
-func (c *carriedVolumes) Throttle(percent int) error {
+func (c *consumerVolumes) Throttle(percent int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.percent = percent
 	return nil
 }
 
-func (c *carriedVolumes) Legs(ref blockdev.Ref) ([]remotepool.Leg, error) {
+func (c *consumerVolumes) Legs(ref blockdev.Ref) ([]remotepool.Leg, error) {
 	v := c.of(ref.Key)
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return slices.Clone(v.legs), nil
 }
 
-func (c *carriedVolumes) Connected() (refs []blockdev.Ref, err error) { return nil, nil }
+func (c *consumerVolumes) Connected() (refs []blockdev.Ref, err error) { return nil, nil }
 
-func (c *carriedVolumes) Second(_ context.Context, ref blockdev.Ref, e remotepool.Export) (blockdev.Device, error) {
+func (c *consumerVolumes) Second(_ context.Context, ref blockdev.Ref, e remotepool.Export) (blockdev.Device, error) {
 	v := c.of(ref.Key)
 	leg := remotepool.Leg{Device: blockdev.Device{Number: secondLeg, Size: e.Size}, NQN: e.NQN, Generation: 2, Live: true}
 	err := v.do("second", func() {
@@ -223,7 +223,7 @@ func (c *carriedVolumes) Second(_ context.Context, ref blockdev.Ref, e remotepoo
 	return leg.Device, err
 }
 
-func (c *carriedVolumes) Take(nqn, home string) {
+func (c *consumerVolumes) Take(nqn, home string) {
 	v := c.of(keyOfNQN(nqn))
 	_ = v.do("take "+home, func() {})
 }
@@ -231,90 +231,90 @@ func (c *carriedVolumes) Take(nqn, home string) {
 // keyOfNQN is the volume that a leg is of.
 func keyOfNQN(nqn string) string { return nqn[strings.LastIndexByte(nqn, ':')+1:] }
 
-func (c *carriedVolumes) Drop(_ context.Context, nqn string) error {
+func (c *consumerVolumes) Drop(_ context.Context, nqn string) error {
 	v := c.of(keyOfNQN(nqn))
 	return v.do("drop "+nqn[:strings.LastIndexByte(nqn, ':')], func() { v.legs = slices.DeleteFunc(v.legs, func(l remotepool.Leg) bool { return l.NQN == nqn }) })
 }
 
-func (c *carriedVolumes) End(_ context.Context, nqn string) error {
+func (c *consumerVolumes) End(_ context.Context, nqn string) error {
 	v := c.of(keyOfNQN(nqn))
 	return v.do("end "+nqn[:strings.LastIndexByte(nqn, ':')], func() { v.legs = slices.DeleteFunc(v.legs, func(l remotepool.Leg) bool { return l.NQN == nqn }) })
 }
 
-// carriedHomes are both homes, as the agent of the user calls them.
-type carriedHomes struct{ *carriedVolumes }
+// fakeHomes are both homes, as the agent of the user calls them.
+type fakeHomes struct{ *consumerVolumes }
 
-func (h carriedHomes) Describe(_ context.Context, of move.Of) (volume.Origin, error) {
-	o := volume.Origin{ID: of.ID, Created: time.Now(), Size: carriedSize, Sector: 512, Labels: map[string]string{}}
+func (h fakeHomes) Describe(_ context.Context, of move.Of) (volume.Origin, error) {
+	o := volume.Origin{ID: of.ID, Created: time.Now(), Size: movingSize, Sector: 512, Labels: map[string]string{}}
 	v := h.of(of.ID.Key)
 	now := v.object(v.name).Status.Move
 	return o, v.do("describe", func() { v.told = now })
 }
 
-func (h carriedHomes) Ranges(_ context.Context, of move.Of) ([]blockdev.Extent, error) {
+func (h fakeHomes) Ranges(_ context.Context, of move.Of) ([]blockdev.Extent, error) {
 	return nil, h.of(of.ID.Key).do("ranges", func() {})
 }
 
-func (h carriedHomes) Seal(_ context.Context, of move.Of) (volume.Origin, error) {
-	o := volume.Origin{ID: of.ID, Created: time.Unix(1, 0), Size: carriedSize, Sector: 512, Labels: map[string]string{}}
+func (h fakeHomes) Seal(_ context.Context, of move.Of) (volume.Origin, error) {
+	o := volume.Origin{ID: of.ID, Created: time.Unix(1, 0), Size: movingSize, Sector: 512, Labels: map[string]string{}}
 	return o, h.of(of.ID.Key).do("seal", func() {})
 }
 
-func (h carriedHomes) Sealed(context.Context, volume.ID) (time.Time, error) {
+func (h fakeHomes) Sealed(context.Context, volume.ID) (time.Time, error) {
 	return time.Time{}, errdefs.ErrUnsupported
 }
 
-func (h carriedHomes) Arrived(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
+func (h fakeHomes) Arrived(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
 
-func (h carriedHomes) Prepare(_ context.Context, of move.Of, _ volume.Origin) (export.Opened, error) {
-	return export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: carriedSecond + ":" + of.ID.Key, Host: "host", Size: carriedSize},
+func (h fakeHomes) Prepare(_ context.Context, of move.Of, _ volume.Origin) (export.Opened, error) {
+	return export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: newHomeNQN + ":" + of.ID.Key, Host: "host", Size: movingSize},
 		h.of(of.ID.Key).do("prepare", func() {})
 }
 
-func (h carriedHomes) Complete(_ context.Context, of move.Of, nqn string, _ volume.Origin) error {
-	if nqn != carriedSecond+":"+of.ID.Key {
+func (h fakeHomes) Complete(_ context.Context, of move.Of, nqn string, _ volume.Origin) error {
+	if nqn != newHomeNQN+":"+of.ID.Key {
 		return fmt.Errorf("%w: %q was not prepared", errdefs.ErrNotFound, nqn)
 	}
 	v := h.of(of.ID.Key)
 	return v.do("complete", func() { v.m.Forgot = v.name == "forgets as it is pinned" && !slices.Contains(v.said, "unmirror") })
 }
 
-// carriedHome drops what was prepared: the other Drop is that of a leg.
-type carriedHome struct{ carriedHomes }
+// fakeHome drops what was prepared: the other Drop is that of a leg.
+type fakeHome struct{ fakeHomes }
 
-func (h carriedHome) Drop(_ context.Context, of move.Of, _ string) error {
+func (h fakeHome) Drop(_ context.Context, of move.Of, _ string) error {
 	return h.of(of.ID.Key).do("drop", func() {})
 }
 
 // Agent: see agent.Agents.
-func (h carriedHome) Agent(string, v1alpha1.AgentEndpoint) (grpc.ClientConnInterface, error) {
-	return carriedConnection, nil
+func (h fakeHome) Agent(string, v1alpha1.AgentEndpoint) (grpc.ClientConnInterface, error) {
+	return fakeConnection, nil
 }
 
-var carriedConnection grpc.ClientConnInterface
+var fakeConnection grpc.ClientConnInterface
 
 // serve has the homes answer.
-func (h carriedHome) serve(t *testing.T) {
+func (h fakeHome) serve(t *testing.T) {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	check.OK(t, err)
 	server := grpc.NewServer()
 	move.Register(server, h, h, nil)
-	export.Register(server, carriedExports{h.carriedVolumes}, nil)
+	export.Register(server, fakeExports{h.consumerVolumes}, nil)
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
 	connection, err := grpc.NewClient("passthrough:///"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
 	check.OK(t, err)
 	t.Cleanup(func() { check.OK(t, connection.Close()) })
-	carriedConnection = connection
+	fakeConnection = connection
 }
 
-// carriedExports are the homes as those of volumes that are used.
-type carriedExports struct{ *carriedVolumes }
+// fakeExports are the homes as those of volumes that are used.
+type fakeExports struct{ *consumerVolumes }
 
-func (c carriedExports) Open(_ context.Context, id volume.ID, _ int64) (export.Opened, error) {
-	o := export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: carriedSecond + ":" + id.Key, Host: "host", Size: carriedSize}
-	o.Record = blockdev.Record{Ref: blockdev.Ref{Kind: id.Kind, Key: id.Key}, Size: carriedSize}
+func (c fakeExports) Open(_ context.Context, id volume.ID, _ int64) (export.Opened, error) {
+	o := export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: newHomeNQN + ":" + id.Key, Host: "host", Size: movingSize}
+	o.Record = blockdev.Record{Ref: blockdev.Ref{Kind: id.Kind, Key: id.Key}, Size: movingSize}
 	v := c.of(id.Key)
 	if v.object(v.name).Spec.NodeName == "old" {
 		o.NQN = "nqn.2026-11.dev.ashlar:old:" + id.Key
@@ -322,32 +322,32 @@ func (c carriedExports) Open(_ context.Context, id volume.ID, _ int64) (export.O
 	return o, v.do("open", func() {})
 }
 
-func (carriedExports) Record(context.Context, volume.ID, int64) (blockdev.Record, error) {
+func (fakeExports) Record(context.Context, volume.ID, int64) (blockdev.Record, error) {
 	return blockdev.Record{}, errdefs.ErrUnsupported
 }
 
-func (carriedExports) SetLabels(context.Context, volume.ID, int64, map[string]string, map[string]string) (blockdev.Record, error) {
+func (fakeExports) SetLabels(context.Context, volume.ID, int64, map[string]string, map[string]string) (blockdev.Record, error) {
 	return blockdev.Record{}, errdefs.ErrUnsupported
 }
 
-func (carriedExports) Marks(context.Context, volume.ID, int64, uint32) ([]blockdev.Extent, error) {
+func (fakeExports) Marks(context.Context, volume.ID, int64, uint32) ([]blockdev.Extent, error) {
 	return nil, errdefs.ErrUnsupported
 }
 
-func (carriedExports) BeginEra(context.Context, volume.ID, int64) (uint32, error) {
+func (fakeExports) BeginEra(context.Context, volume.ID, int64) (uint32, error) {
 	return 0, errdefs.ErrUnsupported
 }
 
-func (c carriedExports) Close(_ context.Context, id volume.ID, generation int64) error {
+func (c fakeExports) Close(_ context.Context, id volume.ID, generation int64) error {
 	return c.of(id.Key).do(fmt.Sprint("close ", generation), func() {})
 }
 
 // carrying is a cluster in which the node "user" carries volumes; again starts its agent anew, after what is done meanwhile.
-func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *carriedVolumes, again func(meanwhile func())) {
+func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *consumerVolumes, again func(meanwhile func())) {
 	t.Helper()
 	drivertest.NeedRoot(t)
-	w, all = newEnvironment(t), &carriedVolumes{all: map[string]*carriedVolume{}}
-	homes := carriedHome{carriedHomes{all}}
+	w, all = newEnvironment(t), &consumerVolumes{all: map[string]*consumerVolume{}}
+	homes := fakeHome{fakeHomes{all}}
 	homes.serve(t)
 	for _, node := range []string{"old", "new"} {
 		w.node(node, true)
@@ -384,17 +384,17 @@ func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *
 	}
 }
 
-// carried makes a volume that is used, and is to move.
-func (w *environment) carried(all *carriedVolumes, name string) *carriedVolume {
+// movingInUse makes a volume that is used, and is to move.
+func (w *environment) movingInUse(all *consumerVolumes, name string) *consumerVolume {
 	w.Helper()
 	o := cluster.VolumeNamed(volume.KeyOf(name))
-	o.Spec = v1alpha1.VolumeSpec{NodeName: "old", Pool: "default", Name: name, Size: carriedSize, Access: "any", Claims: 1,
+	o.Spec = v1alpha1.VolumeSpec{NodeName: "old", Pool: "default", Name: name, Size: movingSize, Access: "any", Claims: 1,
 		Claim: &v1alpha1.Claim{Node: "user", Mode: "m", Generation: 1}}
 	check.OK(w, w.Create(w.ctx, o))
-	o.Status.Created, o.Status.Size, o.Status.Export = new(metav1.NowMicro()), carriedSize, &v1alpha1.Export{Generation: 1, Node: "user"}
+	o.Status.Created, o.Status.Size, o.Status.Export = new(metav1.NowMicro()), movingSize, &v1alpha1.Export{Generation: 1, Node: "user"}
 	check.OK(w, w.Status().Update(w.ctx, o))
-	v := &carriedVolume{environment: w, name: name, id: cluster.VolumeID(o), moves: w.moves(o), seat: true, fails: map[string]int{},
-		legs: []remotepool.Leg{{Device: blockdev.Device{Number: firstLeg, Size: carriedSize}, NQN: "first:" + o.Name, Generation: 1, Live: true, Used: true}}}
+	v := &consumerVolume{environment: w, name: name, id: cluster.VolumeID(o), moves: w.moves(o), seat: true, fails: map[string]int{},
+		legs: []remotepool.Leg{{Device: blockdev.Device{Number: firstLeg, Size: movingSize}, NQN: "first:" + o.Name, Generation: 1, Live: true, Used: true}}}
 	all.mu.Lock()
 	all.all[o.Name] = v
 	all.mu.Unlock()
@@ -412,7 +412,7 @@ func (w *environment) carried(all *carriedVolumes, name string) *carriedVolume {
 }
 
 // says waits until something is so of what was done, or of the object.
-func (v *carriedVolume) says(what string, is func() bool) {
+func (v *consumerVolume) says(what string, is func() bool) {
 	v.Helper()
 	defer func() {
 		if v.Failed() {
@@ -452,22 +452,22 @@ func (w *environment) moves(o *v1alpha1.Volume) (said func(part string) bool) {
 }
 
 // movesays waits until the object said something of the move.
-func (v *carriedVolume) movesays(part string) {
+func (v *consumerVolume) movesays(part string) {
 	v.Helper()
 	v.says("it moves: "+part, func() bool { return v.moves(part) })
 }
 
-func (v *carriedVolume) steps() []string {
+func (v *consumerVolume) steps() []string {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return slices.Clone(v.said)
 }
 
 // has reports whether something was done.
-func (v *carriedVolume) has(step string) bool { return slices.Contains(v.steps(), step) }
+func (v *consumerVolume) has(step string) bool { return slices.Contains(v.steps(), step) }
 
 // kernel changes what the kernel says of the mirror, once there is one.
-func (v *carriedVolume) kernel(change func(*volume.Mirrored)) {
+func (v *consumerVolume) kernel(change func(*volume.Mirrored)) {
 	v.Helper()
 	v.says("it is mirrored", func() bool {
 		v.mu.Lock()
@@ -485,10 +485,10 @@ func newFailed(m *volume.Mirrored) { m.NewFailed = true }
 func oldFailed(m *volume.Mirrored) { m.OldFailed = true }
 func forgot(m *volume.Mirrored)    { m.Synced, m.Forgot = m.Total, true }
 
-func pinnedNow(v *carriedVolume) bool { return v.object(v.name).Status.Move.Copied != nil }
+func pinnedNow(v *consumerVolume) bool { return v.object(v.name).Status.Move.Copied != nil }
 
 // pins waits until the object says that both homes have all.
-func (v *carriedVolume) pins() {
+func (v *consumerVolume) pins() {
 	v.Helper()
 	v.says("all is copied", func() bool {
 		s := v.object(v.name).Status.Move
@@ -497,7 +497,7 @@ func (v *carriedVolume) pins() {
 }
 
 // flips is the controller.
-func (v *carriedVolume) flips() {
+func (v *consumerVolume) flips() {
 	v.Helper()
 	o := v.object(v.name)
 	if !cluster.MayMove(o) {
@@ -509,7 +509,7 @@ func (v *carriedVolume) flips() {
 }
 
 // switches waits until the volume is over its new home alone.
-func (v *carriedVolume) switches() {
+func (v *consumerVolume) switches() {
 	v.Helper()
 	v.says("it is at its new home", func() bool {
 		v.mu.Lock()
@@ -522,9 +522,9 @@ func (v *carriedVolume) switches() {
 }
 
 // stays waits until the volume was over its old home alone, and makes sure that nothing says anything else. Its copy may have begun anew.
-func (v *carriedVolume) stays() {
+func (v *consumerVolume) stays() {
 	v.Helper()
-	v.says("it is at its old home", func() bool { return v.has("unmirror") && v.has("drop "+carriedSecond) })
+	v.says("it is at its old home", func() bool { return v.has("unmirror") && v.has("drop "+newHomeNQN) })
 	if s := v.object(v.name).Status.Move; s != nil && s.Copied != nil || v.has("switch") {
 		v.Errorf("%s: %v, %+v", v.name, v.steps(), s)
 	}
@@ -533,7 +533,7 @@ func (v *carriedVolume) stays() {
 // TestCarryShown: how far a volume is that moves while it is used, the overview says, which the page and describe show, and so do the metrics of the node that uses it.
 func TestCarryShown(t *testing.T) {
 	w, all, _ := carrying(t)
-	v := w.carried(all, "v")
+	v := w.movingInUse(all, "v")
 	metric := func(name string) float64 {
 		return metricstest.Of(t, all.user.agent.Samples).Values[name+`{node="user"}`]
 	}
@@ -551,9 +551,9 @@ func TestCarryShown(t *testing.T) {
 		}
 	}
 	v.kernel(func(*volume.Mirrored) {})
-	shown("to node new: 1Mi of 64Mi are copied while node user uses the volume", &overview.Progress{Done: mib, Total: carriedSize})
+	shown("to node new: 1Mi of 64Mi are copied while node user uses the volume", &overview.Progress{Done: mib, Total: movingSize})
 	v.kernel(func(m *volume.Mirrored) { m.Synced = 17 * mib })
-	shown("to node new: 17Mi of 64Mi are copied while node user uses the volume", &overview.Progress{Done: 17 * mib, Total: carriedSize})
+	shown("to node new: 17Mi of 64Mi are copied while node user uses the volume", &overview.Progress{Done: 17 * mib, Total: movingSize})
 	if mirrors, bytes := metric("ashlar_mirrors_in_progress"), metric("ashlar_mirrored_bytes_total"); mirrors != 1 || bytes != 16*mib {
 		t.Errorf("%v volumes are being mirrored, %v bytes were", mirrors, bytes)
 	}
@@ -575,8 +575,8 @@ func TestCarryShown(t *testing.T) {
 // TestCarry: a volume that is used moves through the node that uses it, whichever step fails once, and whichever leg.
 func TestCarry(t *testing.T) {
 	w, all, _ := carrying(t)
-	each := map[string]func(*carriedVolume){
-		"whole": func(v *carriedVolume) {
+	each := map[string]func(*consumerVolume){
+		"whole": func(v *consumerVolume) {
 			v.kernel(func(*volume.Mirrored) {})
 			v.movesays("1Mi of 64Mi are copied while node user uses the volume")
 			v.kernel(synced)
@@ -586,7 +586,7 @@ func TestCarry(t *testing.T) {
 			want := []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "hold", "switch", "take new", "drop first", "close 1"}
 			v.says(fmt.Sprintf("%v is done", want), func() bool { return slices.Equal(v.steps(), want) })
 		},
-		"the homes do not seal": func(v *carriedVolume) {
+		"the homes do not seal": func(v *consumerVolume) {
 			for step, says := range map[string]string{"seal": "seal the volume on node old: ", "complete": "have node new complete what it has of the volume: "} {
 				v.mu.Lock()
 				v.fails[step] = 1 << 20
@@ -606,30 +606,30 @@ func TestCarry(t *testing.T) {
 				v.Errorf("%v, %+v", v.steps(), s)
 			}
 		},
-		"new leg fails": func(v *carriedVolume) {
+		"new leg fails": func(v *consumerVolume) {
 			v.kernel(newFailed)
 			v.stays()
 			v.movesays("what was written to node new failed")
 			v.kernel(synced) // the next one
 			v.pins()
 		},
-		"new home is away": func(v *carriedVolume) { // nothing fails: who writes waits
+		"new home is away": func(v *consumerVolume) { // nothing fails: who writes waits
 			v.kernel(func(*volume.Mirrored) {
 				for i := range v.legs {
 					v.legs[i].Live = v.legs[i].Number != secondLeg
 				}
 			})
 			v.says("it goes on at its old home", func() bool { return v.has("unmirror") })
-			if steps := v.steps(); slices.Index(steps, "end "+carriedSecond) < 0 || slices.Index(steps, "end "+carriedSecond) > slices.Index(steps, "unmirror") {
+			if steps := v.steps(); slices.Index(steps, "end "+newHomeNQN) < 0 || slices.Index(steps, "end "+newHomeNQN) > slices.Index(steps, "unmirror") {
 				v.Errorf("%v", steps)
 			}
 			v.movesays("is away")
 		},
-		"old leg fails": func(v *carriedVolume) {
+		"old leg fails": func(v *consumerVolume) {
 			v.kernel(oldFailed)
 			v.stays()
 		},
-		"new leg fails when pinned": func(v *carriedVolume) {
+		"new leg fails when pinned": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			v.kernel(newFailed)
@@ -638,7 +638,7 @@ func TestCarry(t *testing.T) {
 				v.Errorf("%+v", s)
 			}
 		},
-		"old leg fails when it has moved": func(v *carriedVolume) {
+		"old leg fails when it has moved": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			v.flips()
@@ -649,7 +649,7 @@ func TestCarry(t *testing.T) {
 			v.mu.Unlock()
 			v.switches()
 		},
-		"forgot": func(v *carriedVolume) {
+		"forgot": func(v *consumerVolume) {
 			v.kernel(forgot)
 			v.stays()
 			v.movesays("could not flush")
@@ -659,7 +659,7 @@ func TestCarry(t *testing.T) {
 			v.kernel(synced) // the next one
 			v.pins()
 		},
-		"forgets as it is pinned": func(v *carriedVolume) {
+		"forgets as it is pinned": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.stays()
 			v.kernel(synced)
@@ -670,7 +670,7 @@ func TestCarry(t *testing.T) {
 			v.flips()
 			v.says("it is at its new home", func() bool { return v.has("switch") })
 		},
-		"forgot, old home lacks it": func(v *carriedVolume) {
+		"forgot, old home lacks it": func(v *consumerVolume) {
 			v.kernel(forgot)
 			v.movesays("is copied back to node old")
 			v.kernel(func(m *volume.Mirrored) {
@@ -678,13 +678,13 @@ func TestCarry(t *testing.T) {
 					v.Errorf("it is %+v", m)
 				}
 			})
-			if v.has("drop " + carriedSecond) {
+			if v.has("drop " + newHomeNQN) {
 				v.Errorf("%v", v.steps())
 			}
 			v.kernel(synced)
 			v.stays()
 		},
-		"nobody says that it has moved": func(v *carriedVolume) {
+		"nobody says that it has moved": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			v.says("it is not waited for longer", func() bool { return v.has("release") && !pinnedNow(v) })
@@ -692,23 +692,23 @@ func TestCarry(t *testing.T) {
 			v.flips()
 			v.switches()
 		},
-		"taken back": func(v *carriedVolume) {
+		"taken back": func(v *consumerVolume) {
 			v.kernel(func(*volume.Mirrored) {})
 			v.movesTo(v.name, "")
 			v.stays()
 		},
-		"taken back when pinned": func(v *carriedVolume) {
+		"taken back when pinned": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			v.movesTo(v.name, "")
 			v.says("it is at its old home", func() bool { return v.has("unmirror") }) // that nobody moves it, its home says
 		},
-		"claim ends": func(v *carriedVolume) {
+		"claim ends": func(v *consumerVolume) {
 			v.kernel(func(*volume.Mirrored) {})
 			v.claimFor(v.id, "")
 			v.stays()
 		},
-		"claim ends when pinned": func(v *carriedVolume) {
+		"claim ends when pinned": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			ended := time.Now()
@@ -718,7 +718,7 @@ func TestCarry(t *testing.T) {
 				v.Errorf("it was looked at again after %s, when the API server had told how far the watch of the node's own volumes is", waited)
 			}
 		},
-		"taken down when pinned": func(v *carriedVolume) {
+		"taken down when pinned": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			v.mu.Lock()
@@ -726,7 +726,7 @@ func TestCarry(t *testing.T) {
 			v.mu.Unlock()
 			v.says("it is not pinned", func() bool { s := v.object(v.name).Status.Move; return s.Copied == nil && s.Undone == 1 })
 		},
-		"pinned, and changed": func(v *carriedVolume) {
+		"pinned, and changed": func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			o := v.object(v.name)
@@ -737,7 +737,7 @@ func TestCarry(t *testing.T) {
 			v.flips()
 			v.switches()
 		},
-		"grows": func(v *carriedVolume) {
+		"grows": func(v *consumerVolume) {
 			v.kernel(func(*volume.Mirrored) {})
 			o := v.object(v.name)
 			before := o.DeepCopy()
@@ -749,7 +749,7 @@ func TestCarry(t *testing.T) {
 			v.stays()
 			v.movesays("has grown")
 		},
-		"growth is refused": func(v *carriedVolume) { // by its home, which has no room: what is copied stays so
+		"growth is refused": func(v *consumerVolume) { // by its home, which has no room: what is copied stays so
 			v.kernel(func(*volume.Mirrored) {})
 			resized := func(size int64) {
 				o := v.object(v.name)
@@ -757,21 +757,21 @@ func TestCarry(t *testing.T) {
 				o.Spec.Size = size
 				check.OK(v, v.Patch(v.ctx, o, client.MergeFrom(before)))
 			}
-			resized(2 * carriedSize)
+			resized(2 * movingSize)
 			v.kernel(synced)
 			v.movesays("is to grow first, or node old to refuse that")
-			resized(carriedSize)
+			resized(movingSize)
 			v.pins()
 			v.flips()
 			v.switches() // by the one mirror that there was
 		},
-		"has no seat": func(v *carriedVolume) {
+		"has no seat": func(v *consumerVolume) {
 			v.movesays("not staged there yet")
 		},
-		"was staged by an older driver": func(v *carriedVolume) {
+		"was staged by an older driver": func(v *consumerVolume) {
 			v.movesays("older driver")
 		},
-		"is staged meanwhile": func(v *carriedVolume) {
+		"is staged meanwhile": func(v *consumerVolume) {
 			v.kernel(func(*volume.Mirrored) {})
 			v.mu.Lock()
 			defer v.mu.Unlock()
@@ -781,7 +781,7 @@ func TestCarry(t *testing.T) {
 		},
 	}
 	for _, step := range []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "hold", "switch", "drop first"} {
-		each[step+" fails"] = func(v *carriedVolume) {
+		each[step+" fails"] = func(v *consumerVolume) {
 			v.kernel(synced)
 			v.pins()
 			v.flips()
@@ -799,7 +799,7 @@ func TestCarry(t *testing.T) {
 				t.Parallel()
 				in := *w
 				in.TB = t
-				v := in.carried(all, name)
+				v := in.movingInUse(all, name)
 				run(v)
 			})
 		}
@@ -814,17 +814,17 @@ func TestCarryOneByOne(t *testing.T) {
 		defer all.mu.Unlock()
 		return all.percent
 	}
-	first := w.carried(all, "first")
+	first := w.movingInUse(all, "first")
 	first.kernel(func(m *volume.Mirrored) { m.Synced = 2 * mib })
 	first.says("its copy is held back", func() bool { return percent() > 0 && percent() < 100 })
-	second := w.carried(all, "second")
+	second := w.movingInUse(all, "second")
 	second.movesays("node user copies another volume now: " + first.id.Key)
 	if second.has("prepare") {
 		t.Errorf("%v", second.steps())
 	}
 	first.kernel(synced) // nothing is copied any more, also if it is not known for a while where it is
 	second.kernel(synced)
-	for _, v := range []*carriedVolume{first, second} {
+	for _, v := range []*consumerVolume{first, second} {
 		v.pins()
 		v.flips()
 		v.switches()
@@ -835,7 +835,7 @@ func TestCarryOneByOne(t *testing.T) {
 func TestCarrySoon(t *testing.T) {
 	const every = 48 * time.Second
 	w, all, _ := carrying(t, func(o *agent.Options) { o.LookEvery = every })
-	v := w.carried(all, "small")
+	v := w.movingInUse(all, "small")
 	began := time.Now()
 	v.kernel(synced)
 	v.pins()
@@ -847,18 +847,18 @@ func TestCarrySoon(t *testing.T) {
 // TestCarryAgain: a driver that starts goes on from what the kernel and the object say, whatever became of the move meanwhile.
 func TestCarryAgain(t *testing.T) {
 	w, all, again := carrying(t)
-	begun := func(name string, prepare func(*carriedVolume)) *carriedVolume {
-		v := w.carried(all, name)
+	begun := func(name string, prepare func(*consumerVolume)) *consumerVolume {
+		v := w.movingInUse(all, name)
 		prepare(v)
 		return v
 	}
-	mirrored := func(v *carriedVolume) { v.kernel(func(*volume.Mirrored) {}) }
+	mirrored := func(v *consumerVolume) { v.kernel(func(*volume.Mirrored) {}) }
 	goesOn, failed, back := begun("goes on", mirrored), begun("failed", mirrored), begun("taken back", mirrored)
 	forgets, held, claimed := begun("forgets", mirrored), begun("held", mirrored), begun("claimed anew", mirrored)
 	stays, flipped, lost := begun("stays pinned", mirrored), begun("flipped", mirrored), begun("pinned and failed", mirrored)
 	released, other := begun("released", mirrored), begun("flipped to another pool", mirrored)
 	// All are pinned at once, and last, as nobody waits long for the controller.
-	pinned := []*carriedVolume{stays, flipped, lost, released, other}
+	pinned := []*consumerVolume{stays, flipped, lost, released, other}
 	for _, v := range pinned {
 		v.kernel(synced)
 	}
@@ -879,7 +879,7 @@ func TestCarryAgain(t *testing.T) {
 		w.claimFor(claimed.id, "user") // at the old home, by the generation that the new one was to have
 	})
 	goesOn.kernel(synced)
-	for _, v := range []*carriedVolume{goesOn, stays} {
+	for _, v := range []*consumerVolume{goesOn, stays} {
 		v.pins()
 		v.flips()
 		v.switches()
@@ -890,7 +890,7 @@ func TestCarryAgain(t *testing.T) {
 	if s := held.object(held.name).Status.Move; s.Undone == 0 || !held.has("release") {
 		t.Errorf("a word of before that all is copied could still be heard: %+v, %v", s, held.steps())
 	}
-	for _, v := range []*carriedVolume{failed, forgets, lost} {
+	for _, v := range []*consumerVolume{failed, forgets, lost} {
 		v.stays()
 		if s := v.object(v.name).Status.Move; s.Undone == 0 {
 			t.Errorf("%s: a word of before that all is copied could still be heard: %+v", v.name, s)
@@ -898,7 +898,7 @@ func TestCarryAgain(t *testing.T) {
 	}
 	back.says("it is at its old home", func() bool { return back.has("unmirror") })
 	claimed.says("its home was asked", func() bool { return claimed.has("open") })
-	for _, v := range []*carriedVolume{released, claimed} {
+	for _, v := range []*consumerVolume{released, claimed} {
 		if v.has("unmirror") || v.has("switch") { // at either home it may be lost what is acknowledged now
 			t.Errorf("%v", v.steps())
 		}
@@ -922,7 +922,7 @@ func TestCarryWithoutAPIServer(t *testing.T) {
 		})
 	})
 	w, all, _ := carrying(t)
-	sure, unsure := w.carried(all, "sure"), w.carried(all, "unsure")
+	sure, unsure := w.movingInUse(all, "sure"), w.movingInUse(all, "unsure")
 	sure.kernel(func(*volume.Mirrored) {})
 	unsure.kernel(synced)
 	unsure.pins()

@@ -125,7 +125,7 @@ func TestMoveObjectRestored(t *testing.T) {
 func TestMoveInUseObjectRestored(t *testing.T) {
 	for _, lost := range []bool{false, true} {
 		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
-			c, _ := carried(t)
+			c, _ := newConsumer(t)
 			want := c.content(c.a, c.id)
 			c.pinned()
 			c.b.stop()
@@ -202,7 +202,7 @@ func TestMoveOldDiskFails(t *testing.T) {
 
 // TestMoveInUseOldDiskFails: so it does of one that moved while it was used.
 func TestMoveInUseOldDiskFails(t *testing.T) {
-	c, _ := carried(t)
+	c, _ := newConsumer(t)
 	c.pinned()
 	c.a.stop()
 	c.b.stop()

@@ -160,7 +160,7 @@ func TestMoveRolledBack(t *testing.T) {
 func TestMoveInUseRolledBack(t *testing.T) {
 	for _, changed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("changed=%v", changed), func(t *testing.T) {
-			c, _ := carried(t)
+			c, _ := newConsumer(t)
 			c.movesTo("v", "")
 			rollback := c.backup(volume.Volume{ID: c.id})
 			c.movesTo("v", c.b.name)
@@ -197,7 +197,7 @@ func TestMoveInUseRolledBack(t *testing.T) {
 func TestMoveInUseStrayEnds(t *testing.T) {
 	for _, claims := range []int{1, 2} {
 		t.Run(fmt.Sprintf("claims=%d", claims), func(t *testing.T) {
-			c, _ := carried(t)
+			c, _ := newConsumer(t)
 			c.usedSince()
 			check.OK(t, c.Delete(c.ctx, c.object("v")))
 			c.isStray(c.a)

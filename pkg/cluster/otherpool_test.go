@@ -245,7 +245,7 @@ func TestMoveToOtherPoolUndone(t *testing.T) {
 
 // TestMoveToOtherPoolInUse: so does a volume that is used. By a driver of before such moves nothing of one is done.
 func TestMoveToOtherPoolInUse(t *testing.T) {
-	c, _ := carriedTo(t, "b")
+	c, _ := newConsumerTo(t, "b")
 	want := c.content(c.a, c.id)
 	from, err := c.old.Describe(c.ctx, c.of())
 	check.OK(t, err)

@@ -108,4 +108,4 @@ func schemeOf(r blockdev.Record) Scheme { return Scheme(r.Labels[labelEncryption
 func sizeOf(r blockdev.Record) int64 { return r.Size - schemeOf(r).Overhead() }
 
 // contentsOf is what an object carries, or is to carry.
-func contentsOf(r blockdev.Record) Contents { return Contents{carried(r), schemeOf(r)} }
+func contentsOf(r blockdev.Record) Contents { return Contents{filesystemOf(r), schemeOf(r)} }

@@ -58,8 +58,8 @@ func (l *Local) SetFormat(ctx context.Context, id ID, format Format) error {
 	})
 }
 
-// carried is the filesystem that an object carries, or is to carry; empty: it is raw.
-func carried(r blockdev.Record) filesystem.Type {
+// filesystemOf returns the filesystem that a volume or snapshot has, or is to have; empty: it is raw.
+func filesystemOf(r blockdev.Record) filesystem.Type {
 	return cmp.Or(parseFormat(r.Labels[labelFormat]).Type, filesystem.Type(r.Labels[labelFilesystem]))
 }
 

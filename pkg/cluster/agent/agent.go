@@ -54,11 +54,11 @@ type Options struct {
 	Heartbeat time.Duration
 	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.
 	ProgressEvery time.Duration
-	// LookEvery is how often a volume is looked at that moves while it is used; 0 is the usual time.
+	// LookEvery is how often a volume that moves while it is used is looked at, and a mirror of replicas; 0 is the usual time.
 	LookEvery time.Duration
-	// MoveCopies is how many of those are copied at once; 0 is the usual number.
+	// MoveCopies is how many volumes that move while they are used are copied at once; 0 is the usual number.
 	MoveCopies int
-	// CopyBandwidth is how many bytes per second the node copies of volumes that move while it uses them, and to legs that join; 0: as many as there are.
+	// CopyBandwidth is how many bytes per second the kernel copies of volumes that move while this node uses them, and to legs that join; 0: no limit.
 	CopyBandwidth int64
 	// ScrubEvery is how often the legs of the volumes that the node uses are compared; 0: only when somebody asks for it.
 	ScrubEvery time.Duration

@@ -21,11 +21,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A volume that is used moves through the node of its claim (docs/decisions/moving-in-use.md): this carries it. The kernel there writes to the old home and to the
-// new one; when both have all of it, the object says so (it is pinned), and then either that it has moved, or that it has not. How far a volume is, each look
-// finds anew, in the kernel and in the object.
+// The consumer's part in the move of a volume in use (docs/decisions/moving-in-use.md). The kernel of the node that has the claim writes to the old home and to the
+// new one. When both have everything, the object says so: the volume is pinned. After that it either has moved, or the pin is taken away again.
+// Each step finds out anew, from the kernel and the object, how far the move is.
 
-// MoveMirrors are the devices of the volumes that this node uses: volume.Everywhere.
+// MoveMirrors makes the mirrors of volumes that this node uses, and switches their devices from one home to the other: volume.Everywhere.
 type MoveMirrors interface {
 	Attached(ctx context.Context, id volume.ID) ([]blockdev.Device, error)
 	Seats(ctx context.Context, id volume.ID) (home, away bool, err error)
@@ -55,68 +55,68 @@ type MoveConnections interface {
 }
 
 const (
-	// moveWorkers is how many volumes are carried on at once. Each step is short, but for the first.
+	// moveWorkers is how many volumes take a step at once. Each step is short, but for the first.
 	moveWorkers = 4
-	// moveCopies is how many of them are copied at once: each takes the others' time, and none is useful before it is whole.
+	// moveCopies is how many of them are copied at once (Options.MoveCopies): each copy slows the others down, and none is useful before it is complete.
 	moveCopies = 1
-	// lookEvery is between two looks at a volume that has a mirror, at the most. One that is copied is looked at again when it should be whole, at
-	// the soonest after a shortestLook-th part of that.
+	// lookEvery is the longest time between two looks at a volume that has a mirror (Options.LookEvery). The shortest is lookEvery/shortestLook, for a copy that is
+	// nearly complete.
 	lookEvery    = time.Second
 	shortestLook = 16
-	// searchEvery is between two looks for mirrors that no object tells of.
+	// searchEvery is how often the kernel is searched for mirrors that no object mentions.
 	searchEvery = 30 * time.Second
-	// How soon a copy begins anew that was ended: after so many looks, and longer each time.
+	// A move that failed is tried again after firstBackoff looks, then later each time, and after longestBackoff at the latest.
 	firstBackoff   = 2
 	longestBackoff = 2 * time.Minute
-	// longestSwitch is how long writes may be held back: until a mirror is in effect, and until it is said whether a volume that is pinned has moved.
+	// longestSwitch is how long writes may be held back: until a mirror is in effect, and until the controller has moved a pinned volume.
 	longestSwitch = 10 * time.Second
-	// awayLooks is for how many looks (Options.LookEvery) a new home may be away before the copy to it ends: who uses the volume waits meanwhile, whatever its
-	// class says, and its old home is there.
+	// awayLooks is for how many looks (Options.LookEvery) a new home may be unreachable before the copy to it ends. Pods wait meanwhile, although the old home
+	// answers, whatever homeTimeout their class has.
 	awayLooks = 15
-	// stuckTime is after how long what holds the lock of a volume is taken to wait itself for a leg that has failed.
-	stuckTime = 5 * time.Second
+	// longestBusy is how long a volume's lock is waited for while a leg has failed: see withVolumeLock.
+	longestBusy = 5 * time.Second
 )
 
-// inUseMover carries the volumes that this node uses.
+// inUseMover moves the volumes that this node uses.
 type inUseMover struct {
 	*Agent
 	volumes MoveMirrors
 	legs    MoveConnections
 
-	beginning sync.Mutex // held while a copy is begun
+	starting sync.Mutex // held while a copy is begun
 
 	mu    sync.Mutex
-	known map[string]inUseMove
+	moves map[string]inUseMove
 }
 
-// inUseMove is what is known of a volume that is carried, beside what the kernel and the object say. It is forgotten with the process.
+// inUseMove is what this process remembers of a move, beside what the kernel and the object say.
 type inUseMove struct {
-	to     string    // the new home, which this process has had prepare its leg; empty: that was one of before, or there is none
-	pool   string    // of spec.move then
-	sure   bool      // the object does not say that both homes have all, and nobody is about to write that
-	tries  int       // copies that were ended
-	rest   time.Time // when the next one may begin
-	locked time.Time // since when the lock cannot be had
-	away   time.Time // since when the new home is
-	held   time.Time // since when it is known to be held, until it has moved or not
-	looked time.Time // when the last look was that found it being copied; zero: not yet
-	told   time.Time // when how far it is was written down last
+	to         string    // the new home, if this process made the mirror; empty: an earlier process did, or there is none
+	pool       string    // of spec.move then
+	unpinned   bool      // the object is known not to be pinned, and no write that pins it is under way; false: not known
+	tries      int       // that failed
+	retryAt    time.Time // when the next one may start
+	busySince  time.Time // since when the lock of the volume is held by somebody else
+	awaySince  time.Time // since when the new home does not answer
+	heldSince  time.Time // since when the pinned volume is held
+	lookedAt   time.Time // the last look at the copy; zero: none yet
+	reportedAt time.Time // when the progress was last written to the object
 }
 
-// MoveInUse carries volumes until ctx ends.
+// MoveInUse moves the volumes that this node uses until ctx ends.
 func (a *Agent) MoveInUse(ctx context.Context, volumes MoveMirrors, legs MoveConnections) {
-	c := &inUseMover{Agent: a, volumes: volumes, legs: legs, known: map[string]inUseMove{}}
+	c := &inUseMover{Agent: a, volumes: volumes, legs: legs, moves: map[string]inUseMove{}}
 	c.pace.by(volumes.Throttle)
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer a.movesInUse.ShutDown()
 	for range moveWorkers {
 		done.Go(func() {
-			for c.next(ctx) {
+			for c.processNext(ctx) {
 			}
 		})
 	}
-	for c.find(ctx); ; c.find(ctx) {
+	for c.enqueueFound(ctx); ; c.enqueueFound(ctx) {
 		select {
 		case <-ctx.Done():
 			return
@@ -125,20 +125,20 @@ func (a *Agent) MoveInUse(ctx context.Context, volumes MoveMirrors, legs MoveCon
 	}
 }
 
-// newMovesInUse is the queue of what is to be carried, by the names of objects.
+// newMovesInUse returns the queue of the volumes to take a step with, by the names of their objects.
 func newMovesInUse(every time.Duration) workqueue.TypedRateLimitingInterface[string] {
 	return workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, every))
 }
 
-// moveInUseChanged looks at a volume that moves, or has moved, and that this node uses.
+// moveInUseChanged queues a volume that moves, or has moved.
 func (a *Agent) moveInUseChanged(o client.Object, _ bool) {
 	if v, is := o.(*v1alpha1.Volume); is && v.Spec.Move != nil && a.options.Network != nil {
 		a.movesInUse.Add(v.Name)
 	}
 }
 
-// find has what the kernel has of moves be looked at, whatever the objects say.
-func (c *inUseMover) find(ctx context.Context) {
+// enqueueFound queues the volumes of which the kernel has a mirror or a connection, whatever the objects say.
+func (c *inUseMover) enqueueFound(ctx context.Context) {
 	mirrors, err := c.volumes.Mirrors(ctx)
 	connected, failure := c.legs.Connected()
 	for _, id := range mirrors {
@@ -147,7 +147,7 @@ func (c *inUseMover) find(ctx context.Context) {
 	for _, ref := range connected {
 		c.movesInUse.Add(ref.Key)
 	}
-	if copied, err := c.copied(ctx, mirrors, ""); err == nil && len(copied) == 0 {
+	if copied, err := c.beingCopied(ctx, mirrors, ""); err == nil && len(copied) == 0 {
 		c.pace.rests(ctx, pacedMove, "")
 	}
 	if err = errors.Join(err, failure); err != nil && ctx.Err() == nil {
@@ -155,10 +155,10 @@ func (c *inUseMover) find(ctx context.Context) {
 	}
 }
 
-// copied are those of the volumes that have a mirror which are being copied, beside one.
-func (c *inUseMover) copied(ctx context.Context, mirrors []volume.ID, beside string) (ids []volume.ID, err error) {
+// beingCopied returns which of the mirrored volumes are being copied, without the one whose key is except.
+func (c *inUseMover) beingCopied(ctx context.Context, mirrors []volume.ID, except string) (ids []volume.ID, err error) {
 	for _, id := range mirrors {
-		if id.Key == beside {
+		if id.Key == except {
 			continue
 		}
 		m, is, err := c.volumes.Mirrored(ctx, id)
@@ -172,15 +172,15 @@ func (c *inUseMover) copied(ctx context.Context, mirrors []volume.ID, beside str
 	return ids, nil
 }
 
-// next looks at one volume; false once there is no more to do.
-func (c *inUseMover) next(ctx context.Context) bool {
+// processNext takes a step with the next volume of the queue; false once the queue is shut down.
+func (c *inUseMover) processNext(ctx context.Context) bool {
 	key, shutdown := c.movesInUse.Get()
 	if shutdown {
 		return false
 	}
 	defer c.movesInUse.Done(key)
 	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("volume", key))
-	switch again, err := c.look(ctx, key); {
+	switch again, err := c.step(ctx, key); {
 	case ctx.Err() != nil:
 		return false
 	case err != nil:
@@ -197,21 +197,21 @@ func (c *inUseMover) next(ctx context.Context) bool {
 	return true
 }
 
-// observed is one look at a volume.
+// observed is what a step finds of a volume, in the kernel and in the object.
 type observed struct {
 	id         volume.ID
 	v          *v1alpha1.Volume // nil: there is none
 	m          volume.Mirrored
-	copied     int64           // how much of it was copied since the last look, in bytes
-	old, new   *remotepool.Leg // nil: none, or that leg is this node's own
+	copied     int64           // bytes copied since the last look
+	old, new   *remotepool.Leg // nil: there is none, or the leg is this node's own
 	home       bool            // this node is, or was, the old home
 	here       bool            // this node is the new home
-	away       bool            // the new home is, for too long
+	away       bool            // the new home has not answered for too long (awayLooks)
 	generation int64           // of the claim for which the volume was mirrored; 0: not known
 }
 
-// look takes the next step with a volume, and says when to look again; 0: when its object changes.
-func (c *inUseMover) look(ctx context.Context, key string) (again time.Duration, err error) {
+// step takes the next step of a move. again is when to take the one after it; 0: when the object changes.
+func (c *inUseMover) step(ctx context.Context, key string) (again time.Duration, err error) {
 	v, err := c.object(ctx, key)
 	if err != nil {
 		return 0, err
@@ -228,16 +228,16 @@ func (c *inUseMover) look(ctx context.Context, key string) (again time.Duration,
 	}
 	if err != nil || !is {
 		c.gauges.mirror(key, 0, 0)
-		return c.idle(ctx, now)
+		return c.stepUnmirrored(ctx, now)
 	}
 	now.m, now.copied = mirrored, c.gauges.mirror(key, mirrored.Synced, mirrored.Total)
 	if err := c.findLegs(ctx, now); err != nil {
 		return 0, err
 	}
-	return c.follow(ctx, now)
+	return c.stepMirrored(ctx, now)
 }
 
-// object returns the object of a volume as the watches have it, or else as the API server does; nil if there is none.
+// object returns the object of a volume from a cache, or else from the API server; nil if there is none.
 func (c *inUseMover) object(ctx context.Context, key string) (*v1alpha1.Volume, error) {
 	if v, is := c.usedHere(key); is {
 		return v.DeepCopy(), nil
@@ -248,7 +248,7 @@ func (c *inUseMover) object(ctx context.Context, key string) (*v1alpha1.Volume, 
 	return c.live(ctx, key)
 }
 
-// live returns the object of a volume as the API server has it; nil if there is none.
+// live returns the object of a volume from the API server; nil if there is none.
 func (c *inUseMover) live(ctx context.Context, key string) (*v1alpha1.Volume, error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -260,7 +260,7 @@ func (c *inUseMover) live(ctx context.Context, key string) (*v1alpha1.Volume, er
 	return v, kube.APIError("read volume "+key, err)
 }
 
-// idOf is the ID of a volume without an object, as the kernel has it.
+// idOf returns the ID of a volume without an object, as the names of its devices tell.
 func (c *inUseMover) idOf(ctx context.Context, key string) (volume.ID, error) {
 	mirrors, err := c.volumes.Mirrors(ctx)
 	for _, id := range mirrors {
@@ -271,7 +271,7 @@ func (c *inUseMover) idOf(ctx context.Context, key string) (volume.ID, error) {
 	return volume.ID{Kind: blockdev.Volume, Key: key}, err
 }
 
-// findLegs finds what the legs of a mirror are.
+// findLegs finds out which legs a mirror has, and whether one of them is this node's own.
 func (c *inUseMover) findLegs(ctx context.Context, now *observed) error {
 	home, away, err := c.volumes.Seats(ctx, now.id)
 	if err != nil {
@@ -290,14 +290,14 @@ func (c *inUseMover) findLegs(ctx context.Context, now *observed) error {
 		}
 	}
 	now.home = home && !away
-	c.note(now.id.Key, func(k *inUseMove) {
+	c.update(now.id.Key, func(k *inUseMove) {
 		switch {
 		case now.new == nil || now.new.Live:
-			k.away = time.Time{}
-		case k.away.IsZero():
-			k.away = time.Now()
+			k.awaySince = time.Time{}
+		case k.awaySince.IsZero():
+			k.awaySince = time.Now()
 		}
-		now.away = !k.away.IsZero() && time.Since(k.away) > awayLooks*c.options.LookEvery
+		now.away = !k.awaySince.IsZero() && time.Since(k.awaySince) > awayLooks*c.options.LookEvery
 	})
 	if now.generation == 0 && now.new != nil {
 		now.generation = now.new.Generation - 1
@@ -305,7 +305,7 @@ func (c *inUseMover) findLegs(ctx context.Context, now *observed) error {
 	if now.new != nil || now.home {
 		return nil
 	}
-	if to := c.knownOf(now.id.Key).to; to != "" {
+	if to := c.stateOf(now.id.Key).to; to != "" {
 		now.here = to == c.local.Node()
 	} else if v := now.v; v != nil && v.Spec.Move != nil {
 		now.here = v.Spec.Move.Node == c.local.Node() || v.Spec.NodeName == c.local.Node()
@@ -315,48 +315,48 @@ func (c *inUseMover) findLegs(ctx context.Context, now *observed) error {
 
 func (m *observed) ref() blockdev.Ref { return blockdev.Ref{Kind: m.id.Kind, Key: m.id.Key} }
 
-// knownOf is what is known of a volume.
-func (c *inUseMover) knownOf(key string) inUseMove {
+// stateOf returns what this process remembers of a move.
+func (c *inUseMover) stateOf(key string) inUseMove {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.known[key]
+	return c.moves[key]
 }
 
-func (c *inUseMover) note(key string, change func(*inUseMove)) {
+func (c *inUseMover) update(key string, change func(*inUseMove)) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	k := c.known[key]
+	k := c.moves[key]
 	change(&k)
-	c.known[key] = k
+	c.moves[key] = k
 }
 
 func (c *inUseMover) forget(key string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.known, key)
+	delete(c.moves, key)
 }
 
-// withVolume works with the lock of a volume. Who has it may be waiting for a leg that has failed, which nobody else can end: after a while that is done
-// without. What is done then are tables, of which each is whole, and names that everybody else looks up anew.
-func (c *inUseMover) withVolume(key string, failed bool, work func() error) error {
+// withVolumeLock does work under the lock of a volume; ErrBusy if somebody else has it. If a leg has failed, the holder of the lock may itself wait for that leg, and
+// only work can end that: so after longestBusy work is done without the lock. It may then only load whole tables, and rename devices, which others look up anew.
+func (c *inUseMover) withVolumeLock(key string, failed bool, work func() error) error {
 	err := c.withLocks([]string{keylock.Volume(key)}, func() error {
-		c.note(key, func(k *inUseMove) { k.locked = time.Time{} })
+		c.update(key, func(k *inUseMove) { k.busySince = time.Time{} })
 		return work()
 	})
 	if !errors.Is(err, errdefs.ErrBusy) || !failed {
 		return err
 	}
-	since := c.knownOf(key).locked
+	since := c.stateOf(key).busySince
 	if since.IsZero() {
-		c.note(key, func(k *inUseMove) { k.locked = time.Now() })
-	} else if time.Since(since) >= stuckTime {
+		c.update(key, func(k *inUseMove) { k.busySince = time.Now() })
+	} else if time.Since(since) >= longestBusy {
 		return work()
 	}
 	return err
 }
 
-// saysWaits says why a volume is not carried on now.
-func (c *inUseMover) saysWaits(ctx context.Context, v *v1alpha1.Volume, why error) error {
+// reportInUseWaits writes down why a move does not go on.
+func (c *inUseMover) reportInUseWaits(ctx context.Context, v *v1alpha1.Volume, why error) error {
 	return kube.IgnoreConflict(c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(why)), nil
 	}))

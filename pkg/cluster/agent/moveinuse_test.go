@@ -20,7 +20,7 @@ func TestSoon(t *testing.T) {
 		{time.Second, -5, 500, time.Second},        // it was begun anew
 		{time.Since(time.Time{}), 100, 500, every}, // by a driver of before
 	} {
-		if again := soon(every, c.took, c.copied, c.left); again != c.again {
+		if again := untilNextLook(every, c.took, c.copied, c.left); again != c.again {
 			t.Errorf("%+v: again after %v", c, again)
 		}
 	}

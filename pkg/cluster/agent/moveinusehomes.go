@@ -14,7 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// oldHome is the node that has a volume.
+// oldHome returns how to ask the node that has a volume.
 func (c *inUseMover) oldHome(node string) move.Old {
 	if node == c.local.Node() {
 		return ownHome{c.movingHere()}
@@ -22,7 +22,7 @@ func (c *inUseMover) oldHome(node string) move.Old {
 	return otherHome{c.Agent, node}
 }
 
-// newHome is a node that a volume moves to.
+// newHome returns how to ask a node that a volume moves to.
 func (c *inUseMover) newHome(node string) move.New {
 	if node == c.local.Node() {
 		return ownHome{c.movingHere()}
@@ -30,7 +30,7 @@ func (c *inUseMover) newHome(node string) move.New {
 	return otherHome{c.Agent, node}
 }
 
-// otherHome is another node, as either home of a volume that this node uses.
+// otherHome asks another node, which is the old or the new home, over the port of its agent.
 type otherHome struct {
 	*Agent
 	node string
@@ -98,7 +98,7 @@ func (o otherHome) Arrived(ctx context.Context, id volume.ID) error {
 	return o.new(ctx, func(next move.New) error { return next.Arrived(ctx, id) })
 }
 
-// ownHome is this node, as either home of a volume that it uses itself. Ranges, Seal and Complete are for who has the lock of the volume; all others take it.
+// ownHome is this node as the old or the new home. The caller of Ranges, Seal and Complete has the lock of the volume; the other methods take it.
 type ownHome struct{ *Moving }
 
 func (o ownHome) locked(of move.Of, work func() error) error {

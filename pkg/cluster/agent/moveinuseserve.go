@@ -24,8 +24,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A volume that moves while it is used is carried by the node that uses it (docs/decisions/moving-in-use.md). What follows is what its two nodes do for that one. Each call is
-// looked at by the object as the API server has it, under the lock of the volume.
+// What the old and the new home do for the consumer of a volume that moves while it is used (docs/decisions/moving-in-use.md). Each call is checked against the object as
+// the API server has it, under the lock of the volume.
 
 // Moving answers the agents of nodes that use volumes which move from here, or to here, or that those here have left: it is a move.Old, a move.New and a move.Home.
 func (a *Agent) Moving() *Moving { return &Moving{Agent: a} }
@@ -176,14 +176,15 @@ func (m *Moving) Drop(ctx context.Context, of move.Of, nqn string) error {
 	})
 }
 
-// pinned reports whether the user of a volume has said that all of it is on the new node: the controller may name that at any moment, so it writes to both.
+// pinned reports whether the consumer has written that the new home has everything (status.move.copied, by the claim of now). The controller may then move the volume at
+// any moment, so the consumer keeps both legs.
 func pinned(v *v1alpha1.Volume) bool {
 	s, c := v.Status.Move, v.Spec.Claim
 	return v.Spec.Move != nil && c != nil && s != nil && s.Copied != nil && s.Copied.Claim != 0 && s.Copied.Claim == c.Generation
 }
 
-// undo has nobody say any more that the user of a volume has copied all of it: whoever is about to is refused, as the object is another one. v is the object as the API
-// server has it now.
+// undo takes the pin of a volume away. The write always changes the object, so a write that pins it, and is still under way, is refused. v has to be the object as the API
+// server has it now; ErrBusy if it was changed meanwhile.
 func (a *Agent) undo(ctx context.Context, v *v1alpha1.Volume) error {
 	err := a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Undone, s.Copied = s.Undone+1, nil })
 	if apierrors.IsConflict(err) {
@@ -241,15 +242,15 @@ func (m *Moving) Has(ctx context.Context, id volume.ID, sealed time.Time) (bool,
 	return m.local.CameBy(ctx, id, sealed)
 }
 
-// settledOn reports whether an object says for good that it is on a node, and whole.
+// settledOn reports whether an object is on a node, whole, and neither moving nor being deleted.
 func settledOn(o cluster.Object, node string) bool {
 	moves, _ := o.Moves()
 	return o.Node() == node && moves == nil && o.Common().Created != nil && !v1alpha1.Going(o) && !v1alpha1.IsLost(o)
 }
 
-// broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written
-// since. ErrNotFound if it is not here. ErrUnavailable if the old node has sealed it anew, or not at all: the API server went back to a move that was given up, and
-// the volume was used there since. A node that is away is not waited for, nor one that cannot read what it has.
+// broughtInUse checks the copy of a volume that has moved here while it was used, and returns its seal. The volume is never copied again, as the old node lacks what was
+// written since. ErrNotFound if the copy is gone. ErrUnavailable if the old node has another seal by now, or none: then the API server was restored to a move that was undone
+// later, and the volume was used there since. An old node that does not answer, or cannot read what it has, is not waited for.
 func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime, one *arrival) (metav1.MicroTime, error) {
 	id := cluster.VolumeID(v)
 	here, err := a.local.Brought(ctx, id, sealed.Time)
@@ -281,8 +282,7 @@ func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed met
 	return sealed, nil
 }
 
-// reportMoveInUse writes down how far the move of a volume is that this node uses, if edit changes that. It fails with a conflict if anybody changed the object since it was
-// read.
+// reportMoveInUse writes the status of the move of a volume that this node uses, if edit changes it. It fails with a conflict if the object was changed since it was read.
 func (a *Agent) reportMoveInUse(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
 	return a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Claim = v.Spec.Claim.Generation
@@ -290,7 +290,7 @@ func (a *Agent) reportMoveInUse(ctx context.Context, v *v1alpha1.Volume, edit fu
 	})
 }
 
-// consumerMoves reports whether the node that uses a volume says that it moves it, and how far that is.
+// consumerMoves reports whether status.move was written by the consumer of the volume.
 func consumerMoves(v *v1alpha1.Volume) bool {
 	s, c := v.Status.Move, v.Spec.Claim
 	return c != nil && s != nil && s.Node == v.Spec.Move.Node && s.Claim == c.Generation

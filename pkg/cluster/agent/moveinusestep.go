@@ -20,85 +20,85 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// asks reports whether an object says that a volume which this node uses is to move. Legs do not while they are used: their volume gets others (package replicator).
-func (c *inUseMover) asks(v *v1alpha1.Volume) bool {
-	return c.uses(v) && v.Spec.ReplicaOf == "" && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
+// isToMove reports whether a volume is claimed for this node, and is to move. A leg does not move while it is used: its volume gets another one (package replicator).
+func (c *inUseMover) isToMove(v *v1alpha1.Volume) bool {
+	return c.isClaimedHere(v) && v.Spec.ReplicaOf == "" && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
 }
 
-// uses reports whether a volume is claimed for this node.
-func (c *inUseMover) uses(v *v1alpha1.Volume) bool {
+// isClaimedHere reports whether a volume, which may be nil, is claimed for this node.
+func (c *inUseMover) isClaimedHere(v *v1alpha1.Volume) bool {
 	return v != nil && v.Spec.Claim != nil && v.Spec.Claim.Node == c.local.Node()
 }
 
-// idle is the step with a volume that has no mirror.
-func (c *inUseMover) idle(ctx context.Context, now *observed) (again time.Duration, err error) {
-	if !c.uses(now.v) {
+// stepUnmirrored is the step of a volume without a mirror: it starts one if the volume is to move.
+func (c *inUseMover) stepUnmirrored(ctx context.Context, now *observed) (again time.Duration, err error) {
+	if !c.isClaimedHere(now.v) {
 		c.forget(now.id.Key)
 		return 0, nil
 	}
-	if err := c.settle(ctx, now); err != nil {
+	if err := c.cleanUp(ctx, now); err != nil {
 		return 0, err
 	}
 	if pinned(now.v) {
-		// What was written to both went with its devices. Who uses the volume next waits for the object to say nothing of it, or to say that it has moved.
+		// Its devices are gone. Whoever uses the volume next waits until the pin is taken away, or the volume has moved.
 		v, err := c.live(ctx, now.id.Key)
-		if err != nil || v == nil || !c.uses(v) || !pinned(v) {
+		if err != nil || v == nil || !c.isClaimedHere(v) || !pinned(v) {
 			return 0, err
 		}
 		now.v, now.generation = v, v.Spec.Claim.Generation
 		return c.options.LookEvery, c.unpin(ctx, now, fmt.Errorf("%w: node %s has taken the volume down", errdefs.ErrUnavailable, c.local.Node()))
 	}
-	if !c.asks(now.v) {
+	if !c.isToMove(now.v) {
 		c.forget(now.id.Key)
 		return 0, nil
 	}
-	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {
+	if wait := time.Until(c.stateOf(now.id.Key).retryAt); wait > 0 {
 		return wait, nil
 	}
-	if !c.beginning.TryLock() {
+	if !c.starting.TryLock() {
 		return c.options.LookEvery, nil
 	}
-	defer c.beginning.Unlock()
+	defer c.starting.Unlock()
 	mirrors, err := c.volumes.Mirrors(ctx)
 	if err != nil {
 		return 0, err
 	}
-	switch others, err := c.copied(ctx, mirrors, now.id.Key); {
+	switch others, err := c.beingCopied(ctx, mirrors, now.id.Key); {
 	case err != nil:
 		return 0, err
 	case len(others) >= cmp.Or(c.options.MoveCopies, moveCopies):
-		return firstBackoff * c.options.LookEvery, c.saysWaits(ctx, now.v, fmt.Errorf("node %s copies another volume now: %s", c.local.Node(), others[0].Key))
+		return firstBackoff * c.options.LookEvery, c.reportInUseWaits(ctx, now.v, fmt.Errorf("node %s copies another volume now: %s", c.local.Node(), others[0].Key))
 	}
-	err = c.begin(ctx, now)
+	err = c.startMirror(ctx, now)
 	switch {
 	case err == nil:
 		return c.options.LookEvery / shortestLook, nil
 	case errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil:
 		return 0, err
 	}
-	return c.rests(now.id.Key), c.saysWaits(ctx, now.v, err)
+	return c.endTry(now.id.Key), c.reportInUseWaits(ctx, now.v, err)
 }
 
-// rests says when a copy that was ended, or could not begin, begins anew.
-func (c *inUseMover) rests(key string) (pause time.Duration) {
-	c.note(key, func(k *inUseMove) {
-		k.to, k.sure = "", false
-		pause = c.pauses(k)
+// endTry forgets a move that ended, or could not start, and returns when to try it again.
+func (c *inUseMover) endTry(key string) (pause time.Duration) {
+	c.update(key, func(k *inUseMove) {
+		k.to, k.unpinned = "", false
+		pause = c.backOff(k)
 	})
 	return pause
 }
 
-// pauses has a volume be tried again later, and later each time.
-func (c *inUseMover) pauses(k *inUseMove) (pause time.Duration) {
+// backOff sets when to try again, later each time, and returns how long that is.
+func (c *inUseMover) backOff(k *inUseMove) (pause time.Duration) {
 	pause = min(firstBackoff*c.options.LookEvery<<min(k.tries, 16), longestBackoff)
-	k.rest, k.held = time.Now().Add(pause), time.Time{}
+	k.retryAt, k.heldSince = time.Now().Add(pause), time.Time{}
 	k.tries++
 	return pause
 }
 
-// settle ends what a crash, or an earlier step, left of a volume that is not mirrored: names of its devices as they were before it moved, and connections that
-// nothing is over and that are of no claim of now.
-func (c *inUseMover) settle(ctx context.Context, now *observed) error {
+// cleanUp removes what a crash or an earlier step left of a volume without a mirror: unused connections of other claims, and device names from before the volume
+// moved.
+func (c *inUseMover) cleanUp(ctx context.Context, now *observed) error {
 	home, away, err := c.volumes.Seats(ctx, now.id)
 	if err != nil {
 		return err
@@ -108,7 +108,7 @@ func (c *inUseMover) settle(ctx context.Context, now *observed) error {
 		return err
 	}
 	claim := now.v.Spec.Claim.Generation
-	return c.withVolume(now.id.Key, false, func() error {
+	return c.withVolumeLock(now.id.Key, false, func() error {
 		for _, leg := range legs {
 			if !leg.Used && leg.Generation != claim {
 				if err := c.legs.Drop(ctx, leg.NQN); err != nil {
@@ -120,7 +120,7 @@ func (c *inUseMover) settle(ctx context.Context, now *observed) error {
 		if !(home && !here) && !(away && here) {
 			return nil
 		}
-		if v, err := c.live(ctx, now.id.Key); err != nil || !c.uses(v) || (v.Spec.NodeName == c.local.Node()) != here {
+		if v, err := c.live(ctx, now.id.Key); err != nil || !c.isClaimedHere(v) || (v.Spec.NodeName == c.local.Node()) != here {
 			return err
 		}
 		err = c.volumes.Switch(ctx, now.id, here)
@@ -131,21 +131,21 @@ func (c *inUseMover) settle(ctx context.Context, now *observed) error {
 	})
 }
 
-// begin has the new home make room, and mirrors the volume there.
-func (c *inUseMover) begin(ctx context.Context, now *observed) error {
+// startMirror has the new home prepare an import, and mirrors the volume to it (steps 2 and 3).
+func (c *inUseMover) startMirror(ctx context.Context, now *observed) error {
 	if home, away, err := c.volumes.Seats(ctx, now.id); err != nil {
 		return err
 	} else if !home && !away {
-		return c.notMovable(ctx, now)
+		return c.whyNoSeat(ctx, now)
 	}
 	v, err := c.live(ctx, now.id.Key)
 	if err != nil {
 		return err
 	}
-	if !c.asks(v) || v.Generation != now.v.Generation || v.Spec.Size > v.Status.Size || v.Status.Created == nil {
+	if !c.isToMove(v) || v.Generation != now.v.Generation || v.Spec.Size > v.Status.Size || v.Status.Created == nil {
 		return fmt.Errorf("%w: the object of volume %s says something else by now", errdefs.ErrBusy, now.id)
 	}
-	if err := c.withVolume(now.id.Key, false, func() error { return c.whole(ctx, now) }); err != nil {
+	if err := c.withVolumeLock(now.id.Key, false, func() error { return c.growToSize(ctx, now) }); err != nil {
 		return err
 	}
 	of := move.Of{ID: now.id, Claim: v.Spec.Claim.Generation, Object: v.Generation}
@@ -158,8 +158,8 @@ func (c *inUseMover) begin(ctx context.Context, now *observed) error {
 	if err != nil {
 		return fmt.Errorf("have node %s make room for the volume: %w", v.Spec.Move.Node, err)
 	}
-	err = c.withVolume(now.id.Key, false, func() error {
-		to, err := c.leg(ctx, now, v, room)
+	err = c.withVolumeLock(now.id.Key, false, func() error {
+		to, err := c.attachNewLeg(ctx, now, v, room)
 		if err != nil {
 			return err
 		}
@@ -169,11 +169,11 @@ func (c *inUseMover) begin(ctx context.Context, now *observed) error {
 		return errors.Join(err, to.Close())
 	})
 	if err != nil {
-		c.leave(ctx, now, v.Spec.Move.Node, of, room.NQN)
+		c.dropNewLeg(ctx, now, v.Spec.Move.Node, of, room.NQN)
 		return err
 	}
-	c.note(now.id.Key, func(k *inUseMove) {
-		k.to, k.pool, k.sure, k.looked = v.Spec.Move.Node, v.Spec.Move.Pool, true, time.Now()
+	c.update(now.id.Key, func(k *inUseMove) {
+		k.to, k.pool, k.unpinned, k.lookedAt = v.Spec.Move.Node, v.Spec.Move.Pool, true, time.Now()
 	})
 	if m, is, err := c.volumes.Mirrored(ctx, now.id); err == nil && is { // what holds no data needs no copy
 		c.gauges.mirror(now.id.Key, m.Synced, m.Total)
@@ -182,9 +182,9 @@ func (c *inUseMover) begin(ctx context.Context, now *observed) error {
 	return nil
 }
 
-// whole brings the seat of a volume to the volume's size: that is larger if it has moved, while it was used, to a pool that has coarser sizes. What is above the header of an
-// encrypted one stays smaller until it is staged again, with its key.
-func (c *inUseMover) whole(ctx context.Context, now *observed) error {
+// growToSize grows the seat of a volume to the volume's size, which is larger if the volume has moved in use to a pool of coarser granularity. The part of an encrypted
+// volume that needs its key to grow stays as it is until the volume is staged again.
+func (c *inUseMover) growToSize(ctx context.Context, now *observed) error {
 	_, err := c.volumes.Grow(ctx, now.id, nil)
 	if err != nil && !errors.Is(err, volume.ErrNoKey) {
 		return fmt.Errorf("bring the devices of volume %s on node %s to its size: %w", now.id, c.local.Node(), err)
@@ -192,9 +192,9 @@ func (c *inUseMover) whole(ctx context.Context, now *observed) error {
 	return nil
 }
 
-// notMovable says why a volume has no seat. Whoever stages it, or takes it down, has devices of it for a moment that have none.
-func (c *inUseMover) notMovable(ctx context.Context, now *observed) error {
-	return c.withVolume(now.id.Key, false, func() error {
+// whyNoSeat returns why a volume cannot be mirrored; ErrBusy if it was being staged or unstaged, and has a seat by now.
+func (c *inUseMover) whyNoSeat(ctx context.Context, now *observed) error {
+	return c.withVolumeLock(now.id.Key, false, func() error {
 		devices, err := c.volumes.Attached(ctx, now.id)
 		if err != nil {
 			return err
@@ -212,16 +212,16 @@ func (c *inUseMover) notMovable(ctx context.Context, now *observed) error {
 	})
 }
 
-// leg attaches what the new home has prepared.
-func (c *inUseMover) leg(ctx context.Context, now *observed, v *v1alpha1.Volume, room export.Opened) (blockdev.Device, error) {
+// attachNewLeg attaches what the new home has prepared. The caller closes the device.
+func (c *inUseMover) attachNewLeg(ctx context.Context, now *observed, v *v1alpha1.Volume, room export.Opened) (blockdev.Device, error) {
 	if v.Spec.Move.Node == c.local.Node() {
 		return c.volumes.AttachLeg(ctx, now.id)
 	}
 	return c.legs.Second(ctx, now.ref(), connectionTo(v, room))
 }
 
-// leave gives up a leg to a new home that nothing is over, and tells that home. Should it not hear of it, it drops what nobody wants by itself.
-func (c *inUseMover) leave(ctx context.Context, now *observed, node string, of move.Of, nqn string) {
+// dropNewLeg disconnects from a new home, and has it drop its import. A failure is only logged: a new home drops by itself what nobody asks for.
+func (c *inUseMover) dropNewLeg(ctx context.Context, now *observed, node string, of move.Of, nqn string) {
 	var err error
 	if nqn != "" {
 		err = c.legs.Drop(ctx, nqn)
@@ -234,10 +234,10 @@ func (c *inUseMover) leave(ctx context.Context, now *observed, node string, of m
 	}
 }
 
-// follow is the step with a volume that has a mirror.
-func (c *inUseMover) follow(ctx context.Context, now *observed) (again time.Duration, err error) {
-	if done := now.m.Synced >= now.m.Total && !now.m.OldFailed && !now.m.NewFailed; done || !c.knownOf(now.id.Key).sure {
-		if now.v, err = c.live(ctx, now.id.Key); err != nil { // it goes on as it is: who writes waits for the API server only if a leg has failed
+// stepMirrored is the step of a volume with a mirror: it follows the copy, pins the volume, and switches over or undoes the move.
+func (c *inUseMover) stepMirrored(ctx context.Context, now *observed) (again time.Duration, err error) {
+	if done := now.m.Synced >= now.m.Total && !now.m.OldFailed && !now.m.NewFailed; done || !c.stateOf(now.id.Key).unpinned {
+		if now.v, err = c.live(ctx, now.id.Key); err != nil { // nothing changes: writes wait for the API server only if a leg has failed
 			klog.FromContext(ctx).Info("Whether a volume has moved is not known now", "err", err.Error())
 			return c.options.LookEvery, nil
 		}
@@ -246,20 +246,20 @@ func (c *inUseMover) follow(ctx context.Context, now *observed) (again time.Dura
 	switch {
 	case err != nil:
 		return 0, err
-	case !known: // whoever has the volume takes both legs away, and nothing is acknowledged then
+	case !known: // both legs end with their exports, and then nothing is acknowledged any more
 		if now.m.Held {
 			err = c.volumes.ReleaseMirror(ctx, now.id)
 		}
 		return searchEvery, err
 	case moved:
-		if v, err := c.live(ctx, now.id.Key); err != nil || v == nil || v.Spec.NodeName != now.v.Spec.NodeName { // what was read may be of before
+		if v, err := c.live(ctx, now.id.Key); err != nil || v == nil || v.Spec.NodeName != now.v.Spec.NodeName { // what was read may be out of date
 			return c.options.LookEvery, err
 		}
 		return 0, c.switchOver(ctx, now)
 	}
-	why := c.broken(now)
+	why := c.checkMirror(now)
 	if now.v != nil && pinned(now.v) {
-		anew := c.unsaid(now)
+		anew := c.checkPin(now)
 		if why == nil && anew == nil {
 			return c.options.LookEvery, nil
 		}
@@ -269,65 +269,65 @@ func (c *inUseMover) follow(ctx context.Context, now *observed) (again time.Dura
 	}
 	switch {
 	case why != nil:
-		return c.giveUp(ctx, now, why)
+		return c.undoMove(ctx, now, why)
 	case now.m.Held:
-		return c.release(ctx, now)
+		return c.releasePinned(ctx, now)
 	case now.m.Synced < now.m.Total:
 		at := time.Now()
 		c.pace.copied(ctx, paced{pacedMove, now.id.Key}, now.m.Synced, at)
-		return c.copying(ctx, now, at)
+		return c.stepCopying(ctx, now, at)
 	}
-	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {
+	if wait := time.Until(c.stateOf(now.id.Key).retryAt); wait > 0 {
 		return min(wait, c.options.LookEvery), nil
 	}
 	if now.v.Spec.Size > now.v.Status.Size {
-		return c.options.LookEvery, c.saysWaits(ctx, now.v, fmt.Errorf("%w: all is copied, and volume %s is to grow first, or node %s to refuse that", errdefs.ErrUnavailable, now.id, now.v.Spec.NodeName))
+		return c.options.LookEvery, c.reportInUseWaits(ctx, now.v, fmt.Errorf("%w: all is copied, and volume %s is to grow first, or node %s to refuse that", errdefs.ErrUnavailable, now.id, now.v.Spec.NodeName))
 	}
 	err = c.pin(ctx, now)
 	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
-		err = errors.Join(err, c.saysWaits(ctx, now.v, err))
+		err = errors.Join(err, c.reportInUseWaits(ctx, now.v, err))
 	}
 	return c.options.LookEvery, err
 }
 
-// unsaid is why a volume that is pinned is pinned anew, if it is.
-func (c *inUseMover) unsaid(now *observed) (why error) {
+// checkPin returns why the pin of a volume is to be taken away; nil: it stays.
+func (c *inUseMover) checkPin(now *observed) (why error) {
 	if now.v.Status.Move.Copied.Generation != now.v.Generation || !now.m.Held { // an older driver did not hold it
 		return errChanged
 	}
-	c.note(now.id.Key, func(k *inUseMove) {
-		if k.held.IsZero() {
-			k.held = time.Now()
+	c.update(now.id.Key, func(k *inUseMove) {
+		if k.heldSince.IsZero() {
+			k.heldSince = time.Now()
 		}
-		if time.Since(k.held) > longestSwitch {
+		if time.Since(k.heldSince) > longestSwitch {
 			why = fmt.Errorf("%w: all is copied, and the controller has not said for %s that volume %s has moved; who uses it does not wait longer, and it is tried again", errdefs.ErrUnavailable, longestSwitch, now.id)
 		}
 	})
 	return why
 }
 
-// release goes on with both homes after a volume that was held until it has moved has not. It is not held again at once.
-func (c *inUseMover) release(ctx context.Context, now *observed) (again time.Duration, err error) {
-	if !c.knownOf(now.id.Key).sure { // that all is copied may be heard yet
+// releasePinned lets I/O to both homes go on, of a volume that was held and has not moved. The next try to pin it is later.
+func (c *inUseMover) releasePinned(ctx context.Context, now *observed) (again time.Duration, err error) {
+	if !c.stateOf(now.id.Key).unpinned { // a write that pins it may still be under way
 		if err := c.unpin(ctx, now, errChanged); err != nil {
 			return 0, err
 		}
 	}
-	if err := c.withVolume(now.id.Key, true, func() error { return c.volumes.ReleaseMirror(ctx, now.id) }); err != nil {
+	if err := c.withVolumeLock(now.id.Key, true, func() error { return c.volumes.ReleaseMirror(ctx, now.id) }); err != nil {
 		return 0, err
 	}
-	c.note(now.id.Key, func(k *inUseMove) { again = c.pauses(k) })
+	c.update(now.id.Key, func(k *inUseMove) { again = c.backOff(k) })
 	return again, nil
 }
 
-// errChanged is why what was said before is said anew.
+// errChanged is why a pin is taken away of an object that is another one than when it was pinned.
 var errChanged = fmt.Errorf("%w: the volume's object was changed", errdefs.ErrUnavailable)
 
-// hasMoved reports whether the object says that a mirrored volume has moved to the new home. It is not known where a driver of before has mirrored it, and the
-// claim is gone: then it may be at either.
+// hasMoved reports whether a mirrored volume has moved to the new home, by its object. That is not known if an earlier process made the mirror, and the claim that
+// it was made for has ended: then either home may have the volume.
 func (c *inUseMover) hasMoved(ctx context.Context, now *observed) (moved, known bool, err error) {
 	v := now.v
-	switch to := c.knownOf(now.id.Key).to; {
+	switch to := c.stateOf(now.id.Key).to; {
 	case v == nil:
 		return false, true, nil
 	case now.home:
@@ -336,23 +336,23 @@ func (c *inUseMover) hasMoved(ctx context.Context, now *observed) (moved, known 
 		return v.Spec.NodeName == c.local.Node(), true, nil
 	case to != "":
 		return v.Spec.NodeName == to, true, nil
-	case c.uses(v) && v.Spec.Claim.Generation == now.generation:
+	case c.isClaimedHere(v) && v.Spec.Claim.Generation == now.generation:
 		return false, true, nil
-	case now.new == nil || !c.uses(v) || v.Spec.Claim.Generation != now.new.Generation:
+	case now.new == nil || !c.isClaimedHere(v) || v.Spec.Claim.Generation != now.new.Generation:
 		return false, false, nil
 	}
-	// It may have moved, or be claimed anew at the old home: the node that has it knows what it gives.
+	// It may have moved, or be claimed anew at the old home: the node that has it knows what it exports.
 	opened, err := homes{c.Agent}.Open(ctx, v.Named(), now.ref())
-	same := err == nil && opened.NQN == now.new.NQN // another one is of a home that has started anew, or of a new claim: neither leg is given any more
+	same := err == nil && opened.NQN == now.new.NQN // another NQN is of a home that was restarted, or of a new claim: neither leg is exported any more
 	return same, same, err
 }
 
-// broken is why a mirror cannot go on, if it cannot.
-func (c *inUseMover) broken(now *observed) error {
-	known := c.knownOf(now.id.Key)
+// checkMirror returns why the move is to be undone; nil: it goes on.
+func (c *inUseMover) checkMirror(now *observed) error {
+	known := c.stateOf(now.id.Key)
 	v := now.v
 	switch {
-	case !c.asks(v) || v.Spec.Claim.Generation != now.generation || known.to != "" && (v.Spec.Move.Node != known.to || v.Spec.Move.Pool != known.pool):
+	case !c.isToMove(v) || v.Spec.Claim.Generation != now.generation || known.to != "" && (v.Spec.Move.Node != known.to || v.Spec.Move.Pool != known.pool):
 		return fmt.Errorf("%w: volume %s does not move there any more", errdefs.ErrBusy, now.id)
 	case now.away:
 		return fmt.Errorf("%w: node %s, to which it is copied, is away; the copy begins anew when it is back", errdefs.ErrUnavailable, v.Spec.Move.Node)
@@ -370,10 +370,10 @@ func (c *inUseMover) broken(now *observed) error {
 	return nil
 }
 
-// giveUp goes on over the old home alone. Nobody says meanwhile, or later, that the new one has all.
-func (c *inUseMover) giveUp(ctx context.Context, now *observed, why error) (again time.Duration, err error) {
-	known := c.knownOf(now.id.Key)
-	if !known.sure && now.v != nil {
+// undoMove goes on over the old home alone, and has the new one drop its import. It makes sure first that the volume is not pinned, now or later.
+func (c *inUseMover) undoMove(ctx context.Context, now *observed, why error) (again time.Duration, err error) {
+	known := c.stateOf(now.id.Key)
+	if !known.unpinned && now.v != nil {
 		if err := c.unpin(ctx, now, why); err != nil {
 			return 0, err
 		}
@@ -383,14 +383,14 @@ func (c *inUseMover) giveUp(ctx context.Context, now *observed, why error) (agai
 			return 0, err
 		}
 	}
-	if err := c.withVolume(now.id.Key, now.away || now.m.NewFailed || now.m.OldFailed || now.m.Held, func() error { return c.volumes.Unmirror(ctx, now.id) }); err != nil {
-		if now.m.Back && errors.Is(err, errdefs.ErrBusy) && c.asks(now.v) {
-			return c.options.LookEvery, c.saysWaits(ctx, now.v, why)
+	if err := c.withVolumeLock(now.id.Key, now.away || now.m.NewFailed || now.m.OldFailed || now.m.Held, func() error { return c.volumes.Unmirror(ctx, now.id) }); err != nil {
+		if now.m.Back && errors.Is(err, errdefs.ErrBusy) && c.isToMove(now.v) {
+			return c.options.LookEvery, c.reportInUseWaits(ctx, now.v, why)
 		}
 		return 0, err
 	}
 	klog.FromContext(ctx).Info("A volume that was moving while it is used goes on at its old home", "id", now.id.String(), "why", why.Error())
-	pause := c.rests(now.id.Key)
+	pause := c.endTry(now.id.Key)
 	nqn, node := "", known.to
 	if now.new != nil {
 		nqn = now.new.NQN
@@ -402,19 +402,19 @@ func (c *inUseMover) giveUp(ctx context.Context, now *observed, why error) (agai
 	if now.v != nil {
 		of.Object = now.v.Generation
 	}
-	c.leave(ctx, now, node, of, nqn)
-	if !c.asks(now.v) {
+	c.dropNewLeg(ctx, now, node, of, nqn)
+	if !c.isToMove(now.v) {
 		return 0, nil
 	}
-	return pause, c.saysWaits(ctx, now.v, why)
+	return pause, c.reportInUseWaits(ctx, now.v, why)
 }
 
-// unpin has the object, which was just read, say that the volume is at its old home alone. It changes the object, so that a word to the contrary which is on its way is
-// refused; where the move or the claim is another, it has changed since, and what it says is not of this one.
+// unpin writes that the new home does not have everything (it takes status.move.copied away). The caller has just read the object. The write always changes it, so a
+// write that pins it, and is still under way, is refused. If the object has another move or claim by now, it has changed already, and nothing is written.
 func (c *inUseMover) unpin(ctx context.Context, now *observed, why error) error {
 	v := now.v
-	if !c.asks(v) || v.Spec.Claim.Generation != now.generation {
-		c.note(now.id.Key, func(k *inUseMove) { k.sure = true })
+	if !c.isToMove(v) || v.Spec.Claim.Generation != now.generation {
+		c.update(now.id.Key, func(k *inUseMove) { k.unpinned = true })
 		return nil
 	}
 	err := c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
@@ -422,33 +422,33 @@ func (c *inUseMover) unpin(ctx context.Context, now *observed, why error) error 
 		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(why)), nil
 	})
 	if err == nil {
-		c.note(v.Name, func(k *inUseMove) { k.sure = true })
+		c.update(v.Name, func(k *inUseMove) { k.unpinned = true })
 	}
 	return err
 }
 
-// copying is the step with a mirror that the kernel is copying, as it was found at a time.
-func (c *inUseMover) copying(ctx context.Context, now *observed, at time.Time) (again time.Duration, err error) {
+// stepCopying is the step of a mirror that the kernel is copying, which was observed at a time: it writes the progress down.
+func (c *inUseMover) stepCopying(ctx context.Context, now *observed, at time.Time) (again time.Duration, err error) {
 	tell := false
-	c.note(now.id.Key, func(k *inUseMove) {
-		again = soon(c.options.LookEvery, at.Sub(k.looked), now.copied, now.m.Total-now.m.Synced)
-		k.looked = at
-		if k.told.IsZero() { // what is copied by then is not worth a write
-			k.told = at
+	c.update(now.id.Key, func(k *inUseMove) {
+		again = untilNextLook(c.options.LookEvery, at.Sub(k.lookedAt), now.copied, now.m.Total-now.m.Synced)
+		k.lookedAt = at
+		if k.reportedAt.IsZero() { // the first look is not worth a write
+			k.reportedAt = at
 		}
-		if tell = at.Sub(k.told) >= c.options.LookEvery; tell {
-			k.told = at
+		if tell = at.Sub(k.reportedAt) >= c.options.LookEvery; tell {
+			k.reportedAt = at
 		}
 	})
 	if !tell {
 		return again, nil
 	}
-	return again, c.reportFar(ctx, now)
+	return again, c.reportCopied(ctx, now)
 }
 
-// soon is when to look again at what is being copied, of which so many bytes were copied in so long, and so many are left: when it should be whole, but no later
-// than after every, and no sooner than after the shortestLook-th part of that.
-func soon(every, took time.Duration, copied, left int64) time.Duration {
+// untilNextLook returns when to look at a copy again: when it should be complete, if took was needed for copied bytes and left bytes are left; but after every at the
+// latest, and after every/shortestLook at the soonest.
+func untilNextLook(every, took time.Duration, copied, left int64) time.Duration {
 	if copied <= 0 {
 		return every / shortestLook
 	}
@@ -456,8 +456,8 @@ func soon(every, took time.Duration, copied, left int64) time.Duration {
 	return time.Duration(min(max(rest, float64(every/shortestLook)), float64(every)))
 }
 
-// reportFar writes down how far the copy is, if that is news.
-func (c *inUseMover) reportFar(ctx context.Context, now *observed) error {
+// reportCopied writes down how far the copy is, if that differs enough from what the object says.
+func (c *inUseMover) reportCopied(ctx context.Context, now *observed) error {
 	done, total := now.m.Synced, now.m.Total
 	return kube.IgnoreConflict(c.reportMoveInUse(ctx, now.v, func(s *v1alpha1.MoveStatus) {
 		if was := s.Progress; !s.Waits && was != nil && was.Total == total && abs(done-was.Done) < max(1, total/progressOf) {
@@ -468,14 +468,15 @@ func (c *inUseMover) reportFar(ctx context.Context, now *observed) error {
 	}))
 }
 
-// pin has both homes seal what they have, and the object say so: from then on neither of them is left before it says which one has the volume.
+// pin has the old home seal the volume and the new one complete its copy, holds the volume, and writes that both have everything (steps 5 and 6). From then on no leg is
+// dropped before the object says which home has the volume.
 func (c *inUseMover) pin(ctx context.Context, now *observed) error {
-	return c.withVolume(now.id.Key, false, func() error {
+	return c.withVolumeLock(now.id.Key, false, func() error {
 		v, err := c.live(ctx, now.id.Key)
 		if err != nil {
 			return err
 		}
-		if !c.asks(v) || v.Generation != now.v.Generation {
+		if !c.isToMove(v) || v.Generation != now.v.Generation {
 			return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, now.id)
 		}
 		of := move.Of{ID: now.id, Claim: v.Spec.Claim.Generation, Object: v.Generation}
@@ -493,10 +494,10 @@ func (c *inUseMover) pin(ctx context.Context, now *observed) error {
 		if err := c.newHome(v.Spec.Move.Node).Complete(ctx, of, nqn, sealed); err != nil {
 			return fmt.Errorf("have node %s complete what it has of the volume: %w", v.Spec.Move.Node, err)
 		}
-		if err := c.hold(ctx, now); err != nil {
+		if err := c.holdMirror(ctx, now); err != nil {
 			return err
 		}
-		c.note(now.id.Key, func(k *inUseMove) { k.sure, k.held = false, time.Now() })
+		c.update(now.id.Key, func(k *inUseMove) { k.unpinned, k.heldSince = false, time.Now() })
 		return c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
 			s.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Claim: of.Claim, Sealed: metav1.NewMicroTime(sealed.Created), Size: v.Status.Size}
 			s.Waits, s.Progress, s.Message = false, nil, "nodes "+v.Spec.NodeName+" and "+v.Spec.Move.Node+" have all bytes"
@@ -504,10 +505,10 @@ func (c *inUseMover) pin(ctx context.Context, now *observed) error {
 	})
 }
 
-// hold has a volume be neither read nor written until the object says whether it has moved: a leg that fails from now on loses nothing, whoever is there to see it. It
-// looks once more whether both homes have all.
-func (c *inUseMover) hold(ctx context.Context, now *observed) error {
-	if now.new != nil { // what is under way is waited for, and the new home may be away by now
+// holdMirror holds all I/O of a volume until it has moved, or the pin is taken away: so a leg that fails from now on loses nothing. It then looks once more whether both
+// legs have everything; ErrBusy, and the I/O goes on, if not.
+func (c *inUseMover) holdMirror(ctx context.Context, now *observed) error {
+	if now.new != nil { // the hold waits for I/O that is under way, and the new home may not answer by now
 		end := time.AfterFunc(longestSwitch, func() { _ = c.legs.End(ctx, now.new.NQN) })
 		defer end.Stop()
 	}
@@ -523,10 +524,10 @@ func (c *inUseMover) hold(ctx context.Context, now *observed) error {
 	return errors.Join(err, c.volumes.ReleaseMirror(ctx, now.id), fmt.Errorf("%w: the mirror of volume %s is not whole any more", errdefs.ErrBusy, now.id))
 }
 
-// switchOver goes on over the new home alone.
+// switchOver goes on over the new home alone, and gives the old one back (step 8).
 func (c *inUseMover) switchOver(ctx context.Context, now *observed) error {
 	here := now.v.Spec.NodeName == c.local.Node()
-	err := c.withVolume(now.id.Key, now.m.OldFailed || now.m.NewFailed || now.m.Held, func() error {
+	err := c.withVolumeLock(now.id.Key, now.m.OldFailed || now.m.NewFailed || now.m.Held, func() error {
 		if err := c.volumes.Switch(ctx, now.id, here); err != nil {
 			return err
 		}

@@ -9,13 +9,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume moves while this node uses it (docs/decisions/moving-in-use.md): what is written goes to its old home and to the new one, each of which may be this
-// node. What is mounted or handed out stays, and so does the number of its device.
+// The mirror of a volume that moves while this node uses it (docs/decisions/moving-in-use.md): writes go to its old home and to the new one, either of which may be this
+// node. What is mounted or handed out keeps its device, and the number of that.
 
 // Mirrored is how far a volume is written to both of its homes.
 type Mirrored = device.Mirrored
 
-// seated reports whether the devices of a volume are called as those of the pools of l, and have a seat.
+// seated reports whether a volume has a seat among the devices of the pools of l.
 func (l *Local) seated(ctx context.Context, id ID) (bool, error) {
 	stack, err := l.stack(id)
 	if errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, errdefs.ErrNotFound) {
@@ -31,7 +31,7 @@ func (l *Local) seated(ctx context.Context, id ID) (bool, error) {
 	return err == nil, err
 }
 
-// mayBeSeated reports whether a volume may have a seat that is called as those of a pool of l, which is not open, so that nobody knows what that is.
+// mayBeSeated reports whether a volume may have a seat among the devices of a pool of l that is not open.
 func (l *Local) mayBeSeated(id ID) bool {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil || blockdev.Unwrap(pool) != nil {
@@ -41,8 +41,8 @@ func (l *Local) mayBeSeated(id ID) bool {
 	return seated || err != nil
 }
 
-// Seats says where the seat of a volume is that this node uses: among its own devices (home), or those of volumes of other nodes (away). A volume that is not
-// attached, or was by a driver of before seats, has none. It has both only where a switch from one to the other was cut short.
+// Seats reports where the seat of a volume is that this node uses: among the devices of its own pools (home), or those of volumes of other nodes (away). It is in both
+// only if a Switch was cut short. A volume that is not attached has none, nor has one that an older driver attached.
 func (e *Everywhere) Seats(ctx context.Context, id ID) (home, away bool, err error) {
 	if home, err = e.Local.seated(ctx, id); err == nil {
 		away, err = e.others.seated(ctx, id)
@@ -50,8 +50,8 @@ func (e *Everywhere) Seats(ctx context.Context, id ID) (home, away bool, err err
 	return home, away, err
 }
 
-// carried is the stack of a volume that has a seat.
-func (e *Everywhere) carried(ctx context.Context, id ID) (device.Stack, error) {
+// seatedStack returns the stack of devices that has the seat of a volume.
+func (e *Everywhere) seatedStack(ctx context.Context, id ID) (device.Stack, error) {
 	home, err := e.Local.seated(ctx, id)
 	if err != nil {
 		return device.Stack{}, err
@@ -62,27 +62,27 @@ func (e *Everywhere) carried(ctx context.Context, id ID) (device.Stack, error) {
 	return e.others.stack(id)
 }
 
-// Mirrored is how far the mirror of a volume is, if there is one.
+// Mirrored returns how far the mirror of a volume is, if there is one.
 func (e *Everywhere) Mirrored(ctx context.Context, id ID) (Mirrored, bool, error) {
-	stack, err := e.carried(ctx, id)
+	stack, err := e.seatedStack(ctx, id)
 	if err != nil {
 		return Mirrored{}, false, err
 	}
 	return stack.Mirrored(ctx)
 }
 
-// Mirror has all that is written to a volume be written to another device too, and copies the ranges that data tells: see device.Stack.Mirror.
+// Mirror makes a mirror of a volume to another device, and has the kernel copy the ranges that data returns: see device.Stack.Mirror.
 func (e *Everywhere) Mirror(ctx context.Context, id ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error {
-	stack, err := e.carried(ctx, id)
+	stack, err := e.seatedStack(ctx, id)
 	if err != nil {
 		return err
 	}
 	return stack.Mirror(ctx, to, data)
 }
 
-// HoldMirror has a mirrored volume be neither read nor written until Unmirror, Switch or ReleaseMirror: see device.Stack.HoldMirror.
+// HoldMirror holds all I/O of a mirrored volume until Unmirror, Switch or ReleaseMirror: see device.Stack.HoldMirror.
 func (e *Everywhere) HoldMirror(ctx context.Context, id ID) error {
-	stack, err := e.carried(ctx, id)
+	stack, err := e.seatedStack(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -91,7 +91,7 @@ func (e *Everywhere) HoldMirror(ctx context.Context, id ID) error {
 
 // ReleaseMirror ends HoldMirror.
 func (e *Everywhere) ReleaseMirror(ctx context.Context, id ID) error {
-	stack, err := e.carried(ctx, id)
+	stack, err := e.seatedStack(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -100,7 +100,7 @@ func (e *Everywhere) ReleaseMirror(ctx context.Context, id ID) error {
 
 // Unmirror goes on over the old home alone: see device.Stack.Unmirror.
 func (e *Everywhere) Unmirror(ctx context.Context, id ID) error {
-	stack, err := e.carried(ctx, id)
+	stack, err := e.seatedStack(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -109,7 +109,7 @@ func (e *Everywhere) Unmirror(ctx context.Context, id ID) error {
 
 // Switch goes on over the new home alone, which is this node (home) or not. It may be called again, also after a crash at any point of it.
 func (e *Everywhere) Switch(ctx context.Context, id ID, home bool) error {
-	from, err := e.carried(ctx, id)
+	from, err := e.seatedStack(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -124,7 +124,7 @@ func (e *Everywhere) Switch(ctx context.Context, id ID, home bool) error {
 	return from.Switch(ctx, to)
 }
 
-// Mirrors are the volumes that have a mirror. The pool of one of another node has no name.
+// Mirrors returns the volumes that have a mirror. The ID of one of another node has no pool.
 func (e *Everywhere) Mirrors(ctx context.Context) (ids []ID, err error) {
 	for _, l := range []*Local{e.Local, e.others} {
 		for _, pool := range l.openPools() {
@@ -138,10 +138,10 @@ func (e *Everywhere) Mirrors(ctx context.Context) (ids []ID, err error) {
 	return ids, err
 }
 
-// Throttle says in which part of the time the kernel may copy: see device.Throttle.
+// Throttle sets for how much of the time, in per cent, the kernel may copy: see device.Throttle.
 func (e *Everywhere) Throttle(percent int) error { return device.Throttle(percent) }
 
-// AttachLeg attaches what this node's own pool has of a volume that moves here. The caller closes it once there is something over it, with which it goes.
+// AttachLeg attaches what this node's own pool has of a volume that moves here. The caller closes the device once the mirror is over it; it then goes with the mirror.
 func (e *Everywhere) AttachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	pool, ref, err := e.Local.object(id, blockdev.Volume)
 	if err != nil {
@@ -150,7 +150,7 @@ func (e *Everywhere) AttachLeg(ctx context.Context, id ID) (blockdev.Device, err
 	return pool.Attach(ctx, ref, blockdev.Attachment{})
 }
 
-// DetachLeg takes the device of this node's own pool away that nothing is over any more, as the volume has moved from here.
+// DetachLeg detaches the device of this node's own pool after the volume has moved from here, and nothing is over the device any more.
 func (e *Everywhere) DetachLeg(ctx context.Context, id ID) error {
 	pool, ref, err := e.Local.object(id, blockdev.Volume)
 	if err != nil {
