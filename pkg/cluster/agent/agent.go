@@ -95,7 +95,7 @@ type Agent struct {
 	replicas      replicas
 	movesInUse    workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (MoveInUse)
 
-	pace pace // of what the kernel copies of the volumes that this node uses
+	throttle copyThrottle // of the copies that the kernel makes for volumes that this node uses
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -118,7 +118,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 		return nil, err
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
-		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, movesInUse: newMovesInUse(o.LookEvery), pace: pace{limit: o.CopyBandwidth}}
+		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, movesInUse: newMovesInUse(o.LookEvery), throttle: copyThrottle{limit: o.CopyBandwidth}}
 	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config), a.connectReplicas(config)); err != nil {
 		return nil, err
 	}

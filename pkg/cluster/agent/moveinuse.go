@@ -106,7 +106,7 @@ type inUseMove struct {
 // MoveInUse moves the volumes that this node uses until ctx ends.
 func (a *Agent) MoveInUse(ctx context.Context, volumes MoveMirrors, legs MoveConnections) {
 	c := &inUseMover{Agent: a, volumes: volumes, legs: legs, moves: map[string]inUseMove{}}
-	c.pace.by(volumes.Throttle)
+	c.throttle.use(volumes.Throttle)
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer a.movesInUse.ShutDown()
@@ -148,7 +148,7 @@ func (c *inUseMover) enqueueFound(ctx context.Context) {
 		c.movesInUse.Add(ref.Key)
 	}
 	if copied, err := c.beingCopied(ctx, mirrors, ""); err == nil && len(copied) == 0 {
-		c.pace.rests(ctx, pacedMove, "")
+		c.throttle.stop(ctx, copyOfMove, "")
 	}
 	if err = errors.Join(err, failure); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Could not look for volumes that move while they are used; trying again")

@@ -274,7 +274,7 @@ func (c *inUseMover) stepMirrored(ctx context.Context, now *observed) (again tim
 		return c.releasePinned(ctx, now)
 	case now.m.Synced < now.m.Total:
 		at := time.Now()
-		c.pace.copied(ctx, paced{pacedMove, now.id.Key}, now.m.Synced, at)
+		c.throttle.report(ctx, throttledCopy{copyOfMove, now.id.Key}, now.m.Synced, at)
 		return c.stepCopying(ctx, now, at)
 	}
 	if wait := time.Until(c.stateOf(now.id.Key).retryAt); wait > 0 {

@@ -92,7 +92,7 @@ func (t *tender) run(ctx context.Context) {
 		klog.FromContext(ctx).Error(err, "Could not put right what a driver before this one may have left of a mirror")
 	}
 	defer t.along(ctx, t.scrubs)()
-	defer t.turnEnds(ctx)
+	defer t.releaseSlot(ctx)
 	t.isSeen()
 	for ctx.Err() == nil {
 		s, err := mirror.Look(t.name)
@@ -227,7 +227,7 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 	if s.Held {
 		return nil
 	}
-	t.paces(ctx, s)
+	t.throttleJoin(ctx, s)
 	t.follow(ctx, now.v)
 	if err := t.list(ctx, now); err != nil {
 		return err

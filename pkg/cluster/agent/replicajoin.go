@@ -173,7 +173,7 @@ func (t *tender) join(ctx context.Context, now *view) error {
 		if slices.Contains(now.in(), name) || time.Now().Before(t.of(name).next) {
 			continue
 		}
-		if !t.hasTurn(ctx, now) {
+		if !t.acquireSlot(ctx, now) {
 			return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) {
 				setWaiting(leg, "legs of other volumes that this node uses are made equal first")
 			})

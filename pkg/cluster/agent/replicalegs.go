@@ -57,7 +57,7 @@ type ReplicaLegs struct {
 	volumes     LegVolumes
 	connections LegConnections
 	scrubbing   chan struct{} // has room for one who compares legs
-	turns       turns         // of legs that are made equal
+	joinSlots   joinSlots     // for legs that join
 }
 
 var _ replicapool.Legs = (*ReplicaLegs)(nil)

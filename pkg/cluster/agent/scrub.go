@@ -125,7 +125,7 @@ func (s *scrub) run(ctx context.Context) error {
 				return err
 			}
 		}
-		return s.pace(ctx)
+		return s.limitRate(ctx)
 	})
 	found := with(before, differ, "")
 	if err != nil {
@@ -134,8 +134,8 @@ func (s *scrub) run(ctx context.Context) error {
 	return s.ended(ctx, found)
 }
 
-// pace waits as long as the limit of the node asks for after each chunk.
-func (s *scrub) pace(ctx context.Context) error {
+// limitRate waits as long as the limit of the node asks for after each chunk.
+func (s *scrub) limitRate(ctx context.Context) error {
 	if s.options.ScrubBandwidth == 0 {
 		return nil
 	}

@@ -11,9 +11,9 @@ func TestPace(t *testing.T) {
 	const mib = 1 << 20
 	for _, most := range []float64{60 * mib, 900 * mib, 5000 * mib} { // bytes per second without a limit
 		percent := 0
-		p := &pace{limit: 50 * mib, throttle: func(n int) error { percent = n; return nil }}
+		p := &copyThrottle{limit: 50 * mib, tellKernel: func(n int) error { percent = n; return nil }}
 		now, done := time.Now(), 0.0
-		p.copied(t.Context(), paced{pacedMove, "a"}, 0, now)
+		p.report(t.Context(), throttledCopy{copyOfMove, "a"}, 0, now)
 		if percent != firstPercent {
 			t.Errorf("it begins with %d %%", percent)
 		}
@@ -22,22 +22,22 @@ func TestPace(t *testing.T) {
 			now = now.Add(time.Second)
 			last = most * float64(percent) / 100
 			done += last
-			p.copied(t.Context(), paced{pacedMove, "a"}, int64(done), now)
+			p.report(t.Context(), throttledCopy{copyOfMove, "a"}, int64(done), now)
 		}
 		if step := most / 100; last > 50*mib+step || last < 50*mib-step {
 			t.Errorf("of %.0f MiB a second, %.0f are copied", most/mib, last/mib)
 		}
-		p.copied(t.Context(), paced{pacedMove, "b"}, 0, now.Add(time.Second)) // another one: nothing is known of its rate
+		p.report(t.Context(), throttledCopy{copyOfMove, "b"}, 0, now.Add(time.Second)) // another one: nothing is known of its rate
 		was := percent
-		p.copied(t.Context(), paced{pacedMove, "b"}, 0, now.Add(time.Second+leastLook/2))
+		p.report(t.Context(), throttledCopy{copyOfMove, "b"}, 0, now.Add(time.Second+adjustEvery/2))
 		if percent != was {
 			t.Errorf("after half a look it went from %d %% to %d %%", was, percent)
 		}
-		p.rests(t.Context(), pacedMove, "")
+		p.stop(t.Context(), copyOfMove, "")
 		if percent != allPercent {
 			t.Errorf("at rest it is %d %%", percent)
 		}
-		p.copied(t.Context(), paced{pacedMove, "c"}, 0, now.Add(time.Minute))
+		p.report(t.Context(), throttledCopy{copyOfMove, "c"}, 0, now.Add(time.Minute))
 		if percent != firstPercent {
 			t.Errorf("after a rest it begins with %d %%", percent)
 		}
@@ -47,13 +47,13 @@ func TestPace(t *testing.T) {
 // TestPaceWithout: without a limit nothing is touched until a copy is under way, which is not held back by the number of a driver of before.
 func TestPaceWithout(t *testing.T) {
 	var told []int
-	p := &pace{throttle: func(n int) error { told = append(told, n); return errors.New("no such file") }}
-	p.rests(t.Context(), pacedMove, "")
+	p := &copyThrottle{tellKernel: func(n int) error { told = append(told, n); return errors.New("no such file") }}
+	p.stop(t.Context(), copyOfMove, "")
 	if len(told) > 0 {
 		t.Errorf("at rest it was told %v", told)
 	}
-	p.copied(t.Context(), paced{pacedMove, "a"}, 0, time.Now())
-	p.copied(t.Context(), paced{pacedMove, "a"}, 1<<30, time.Now().Add(time.Second))
+	p.report(t.Context(), throttledCopy{copyOfMove, "a"}, 0, time.Now())
+	p.report(t.Context(), throttledCopy{copyOfMove, "a"}, 1<<30, time.Now().Add(time.Second))
 	if len(told) != 1 || told[0] != allPercent {
 		t.Errorf("it was told %v", told)
 	}
@@ -63,8 +63,8 @@ func TestPaceWithout(t *testing.T) {
 func TestPaceShared(t *testing.T) {
 	const mib = 1 << 20
 	percent := 0
-	p := &pace{limit: 50 * mib}
-	p.by(func(n int) error { percent = n; return nil })
+	p := &copyThrottle{limit: 50 * mib}
+	p.use(func(n int) error { percent = n; return nil })
 	now := time.Now()
 	done := map[string]float64{}
 	second := func(keys ...string) (all float64) {
@@ -73,13 +73,13 @@ func TestPaceShared(t *testing.T) {
 			one := 1000 * mib * float64(percent) / 100 / float64(len(keys))
 			done[key] += one
 			all += one
-			p.copied(t.Context(), paced{pacedJoin, key}, int64(done[key]), now)
+			p.report(t.Context(), throttledCopy{copyOfJoin, key}, int64(done[key]), now)
 		}
 		return all
 	}
-	p.copied(t.Context(), paced{pacedJoin, "a"}, 0, now)
-	p.copied(t.Context(), paced{pacedJoin, "b"}, 0, now)
-	p.copied(t.Context(), paced{pacedMove, "c"}, 0, now)
+	p.report(t.Context(), throttledCopy{copyOfJoin, "a"}, 0, now)
+	p.report(t.Context(), throttledCopy{copyOfJoin, "b"}, 0, now)
+	p.report(t.Context(), throttledCopy{copyOfMove, "c"}, 0, now)
 	all := 0.0
 	for range 20 {
 		all = second("a", "b")
@@ -87,8 +87,8 @@ func TestPaceShared(t *testing.T) {
 	if all > 70*mib || all < 35*mib {
 		t.Errorf("two copy %.0f MiB a second", all/mib)
 	}
-	p.rests(t.Context(), pacedMove, "")
-	p.rests(t.Context(), pacedJoin, "a")
+	p.stop(t.Context(), copyOfMove, "")
+	p.stop(t.Context(), copyOfJoin, "a")
 	if percent == allPercent {
 		t.Error("one goes on, and the limit is off")
 	}
@@ -98,7 +98,7 @@ func TestPaceShared(t *testing.T) {
 	if all > 60*mib || all < 40*mib {
 		t.Errorf("one copies %.0f MiB a second", all/mib)
 	}
-	p.rests(t.Context(), pacedJoin, "b")
+	p.stop(t.Context(), copyOfJoin, "b")
 	if percent != allPercent {
 		t.Errorf("at rest it is %d %%", percent)
 	}
@@ -108,22 +108,22 @@ func TestPaceShared(t *testing.T) {
 func TestPaceBegins(t *testing.T) {
 	const mib = 1 << 20
 	percent := 0
-	p := &pace{limit: 50 * mib, throttle: func(n int) error { percent = n; return nil }}
-	now, one := time.Now(), paced{pacedJoin, "a"}
-	p.begins(t.Context(), one, now)
-	p.rests(t.Context(), pacedJoin, "b")
+	p := &copyThrottle{limit: 50 * mib, tellKernel: func(n int) error { percent = n; return nil }}
+	now, one := time.Now(), throttledCopy{copyOfJoin, "a"}
+	p.start(t.Context(), one, now)
+	p.stop(t.Context(), copyOfJoin, "b")
 	if percent != firstPercent {
 		t.Errorf("it begins with %d %%", percent)
 	}
-	p.copied(t.Context(), one, 900*mib, now.Add(time.Second))
+	p.report(t.Context(), one, 900*mib, now.Add(time.Second))
 	if percent != firstPercent {
 		t.Errorf("after the first look it is %d %%", percent)
 	}
-	p.copied(t.Context(), one, 925*mib, now.Add(2*time.Second))
+	p.report(t.Context(), one, 925*mib, now.Add(2*time.Second))
 	if percent != 2*firstPercent {
 		t.Errorf("at half the limit it went to %d %%", percent)
 	}
-	p.copied(t.Context(), one, 1025*mib, now.Add(3*time.Second))
+	p.report(t.Context(), one, 1025*mib, now.Add(3*time.Second))
 	if percent != firstPercent {
 		t.Errorf("at twice the limit it went to %d %%", percent)
 	}
@@ -136,13 +136,13 @@ func TestPaceOnAverage(t *testing.T) {
 	for _, most := range [][]float64{{100, 100}, {5, 5, 5, 200}, {0, 0, 0, 0, 0, 400}, {10, 100}} { // MiB per second without a limit, one second after the other
 		for _, look := range []time.Duration{100 * time.Millisecond, time.Second, 3 * time.Second} {
 			percent := 0
-			p := &pace{limit: 4 * mib, throttle: func(n int) error { percent = n; return nil }}
+			p := &copyThrottle{limit: 4 * mib, tellKernel: func(n int) error { percent = n; return nil }}
 			begin := time.Now()
 			const step = 50 * time.Millisecond
 			done, seconds := 0.0, 120
 			for at := time.Duration(0); at < time.Duration(seconds)*time.Second; at += step {
 				if at%look == 0 {
-					p.copied(t.Context(), paced{pacedJoin, "a"}, int64(done)*mib, begin.Add(at))
+					p.report(t.Context(), throttledCopy{copyOfJoin, "a"}, int64(done)*mib, begin.Add(at))
 				}
 				done += most[int(at/time.Second)%len(most)] * float64(percent) / 100 * step.Seconds()
 			}
@@ -157,14 +157,14 @@ func TestPaceOnAverage(t *testing.T) {
 func TestPaceSilent(t *testing.T) {
 	const mib = 1 << 20
 	percent := 0
-	p := &pace{limit: 4 * mib, throttle: func(n int) error { percent = n; return nil }}
-	now, a, b := time.Now(), paced{pacedJoin, "a"}, paced{pacedJoin, "b"}
-	p.begins(t.Context(), a, now)
-	p.begins(t.Context(), b, now)
+	p := &copyThrottle{limit: 4 * mib, tellKernel: func(n int) error { percent = n; return nil }}
+	now, a, b := time.Now(), throttledCopy{copyOfJoin, "a"}, throttledCopy{copyOfJoin, "b"}
+	p.start(t.Context(), a, now)
+	p.start(t.Context(), b, now)
 	for i := range int64(10) {
-		p.copied(t.Context(), a, 4*i*mib, now.Add(time.Duration(i)*time.Second))
+		p.report(t.Context(), a, 4*i*mib, now.Add(time.Duration(i)*time.Second))
 	}
-	p.rests(t.Context(), pacedJoin, "a")
+	p.stop(t.Context(), copyOfJoin, "a")
 	if percent == allPercent {
 		t.Error("another one is about to begin, and the limit is off")
 	}

@@ -7,17 +7,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
 
-// TestTurns: a few legs are made equal at once, those of the volumes with the fewest current ones first; who does not ask any more is not waited for.
-func TestTurns(t *testing.T) {
-	var all turns
+// TestJoinSlots: a few legs are made equal at once, those of the volumes with the fewest current ones first; who does not ask any more is not waited for.
+func TestJoinSlots(t *testing.T) {
+	var all joinSlots
 	now := time.Now()
 	takes := func(key string, current int, want bool) {
 		t.Helper()
-		if all.takes(blockdev.Ref{Key: key}, current, now, 3*time.Second) != want {
+		if all.acquire(blockdev.Ref{Key: key}, current, now, 3*time.Second) != want {
 			t.Errorf("%s, with %d current: %v", key, current, !want)
 		}
 	}
-	is := func(key string, joins bool) { all.are(blockdev.Ref{Key: key}, joins) }
+	is := func(key string, joins bool) { all.set(blockdev.Ref{Key: key}, joins) }
 	is("before", true) // of a driver of before
 	takes("two", 2, true)
 	takes("two", 2, true)
