@@ -124,7 +124,7 @@ func (o *options) replicate(ctx context.Context, a *agent.Agent, everywhere *vol
 	}
 	everywhere.Replicate(replicated, a.Replicated(pool.Has))
 	a.UseReplicated(everywhere.Replicated())
-	return func(ctx context.Context) { legs.Replicate(ctx, pool) }, nil
+	return func(ctx context.Context) { legs.ReconcileMirrors(ctx, pool) }, nil
 }
 
 // keepingNothing is what a node keeps that is in no network: it waits for the one that it was told of.

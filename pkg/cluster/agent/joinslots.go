@@ -75,27 +75,27 @@ func (t *joinSlots) occupy(ref blockdev.Ref) {
 }
 
 // throttleJoin counts the copy to a leg that joins against the node's limit, and frees the slot of the mirror when no leg joins, or is about to.
-func (t *tender) throttleJoin(ctx context.Context, s mirror.State) {
+func (m *mirrorReconciler) throttleJoin(ctx context.Context, s mirror.State) {
 	switch {
 	case s.Joining != nil:
-		t.joinSlots.set(t.ref, true)
-		t.throttle.report(ctx, throttledCopy{copyOfJoin, t.ref.Key}, s.Synced, time.Now())
-	case t.beside == nil:
-		t.releaseSlot(ctx)
+		m.joinSlots.set(m.ref, true)
+		m.throttle.report(ctx, throttledCopy{copyOfJoin, m.ref.Key}, s.Synced, time.Now())
+	case m.background == nil:
+		m.releaseSlot(ctx)
 	}
 }
 
 // releaseSlot frees the slot of the mirror.
-func (t *tender) releaseSlot(ctx context.Context) {
-	t.joinSlots.set(t.ref, false)
-	t.throttle.stop(ctx, copyOfJoin, t.ref.Key)
+func (m *mirrorReconciler) releaseSlot(ctx context.Context) {
+	m.joinSlots.set(m.ref, false)
+	m.throttle.stop(ctx, copyOfJoin, m.ref.Key)
 }
 
 // acquireSlot reports whether a leg of the mirror may join now.
-func (t *tender) acquireSlot(ctx context.Context, now *view) bool {
-	if !t.joinSlots.acquire(t.ref, len(now.v.Current()), time.Now(), 3*t.options.LookEvery) {
+func (m *mirrorReconciler) acquireSlot(ctx context.Context, now *mirrorView) bool {
+	if !m.joinSlots.acquire(m.ref, len(now.v.Current()), time.Now(), 3*m.options.LookEvery) {
 		return false
 	}
-	t.throttle.start(ctx, throttledCopy{copyOfJoin, t.ref.Key}, time.Now())
+	m.throttle.start(ctx, throttledCopy{copyOfJoin, m.ref.Key}, time.Now())
 	return true
 }

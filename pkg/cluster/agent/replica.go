@@ -24,7 +24,7 @@ import (
 )
 
 // A volume with several legs is used through the node of its claim (docs/replication.md), which has the mirror over them, and alone writes which legs are current. This is what the agent of that
-// node knows of such volumes. How it reaches their legs is in replicalegs.go, how it opens them for a claim in replicaopen.go, which list of current legs it writes in replicalist.go, and what it does while they are used in replicacare.go.
+// node knows of such volumes. How it reaches their legs is in replicalegs.go, how it opens them for a claim in replicaopen.go, which list of current legs it writes in replicalist.go, and what it does while they are used in replicamirror.go.
 
 // replicas are the volumes with several legs that are claimed for this node.
 type replicas struct {

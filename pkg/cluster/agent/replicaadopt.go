@@ -29,8 +29,8 @@ func (l *ReplicaLegs) adopter() *adopter {
 	return &adopter{ReplicaLegs: l, begun: map[string]bool{}, told: map[string]string{}}
 }
 
-// look begins to adopt those that are to be. mirrored are the volumes that have a mirror here.
-func (a *adopter) look(ctx context.Context, mirrored map[blockdev.Ref]int64) {
+// startDue begins to adopt those that are to be. mirrored are the volumes that have a mirror here.
+func (a *adopter) startDue(ctx context.Context, mirrored map[blockdev.Ref]int64) {
 	if !a.replicas.read.Load() {
 		return
 	}
@@ -49,23 +49,23 @@ func (a *adopter) look(ctx context.Context, mirrored map[blockdev.Ref]int64) {
 				continue
 			}
 		}
-		if !a.begins(v.Name) {
+		if !a.begin(v.Name) {
 			continue
 		}
 		a.adopts.Go(func() {
 			done := make(chan error, 1)
 			go func() {
-				defer a.ends(v.Name)
+				defer a.end(v.Name)
 				a.adopt(ctx, v)
 				done <- nil
 			}()
-			_, _ = untilEnd(ctx, done)
+			_, _ = waitForEnd(ctx, done)
 		})
 	}
 }
 
-// begins is false if a volume is being adopted.
-func (a *adopter) begins(name string) bool {
+// begin is false if a volume is being adopted.
+func (a *adopter) begin(name string) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	was := a.begun[name]
@@ -73,7 +73,7 @@ func (a *adopter) begins(name string) bool {
 	return !was
 }
 
-func (a *adopter) ends(name string) {
+func (a *adopter) end(name string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	delete(a.begun, name)
@@ -86,7 +86,7 @@ func (a *adopter) adopt(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
 		why = errdefs.Words(err)
 	}
 	if a.isNews(v.Name, why) {
-		a.waits(ctx, v, err)
+		a.reportAdoptWaits(ctx, v, err)
 	}
 }
 
@@ -101,8 +101,8 @@ func (a *adopter) isNews(name, why string) bool {
 	return why != "" && why != was
 }
 
-// waits says why a volume is used without a mirror: in the log, and in the object, of each leg that waits for that.
-func (a *adopter) waits(ctx context.Context, v *v1alpha1.ReplicatedVolume, err error) {
+// reportAdoptWaits says why a volume is used without a mirror: in the log, and in the object, of each leg that waits for that.
+func (a *adopter) reportAdoptWaits(ctx context.Context, v *v1alpha1.ReplicatedVolume, err error) {
 	why := errdefs.Words(err)
 	klog.FromContext(ctx).Error(err, "Could not lay a volume that got replicas while it is used over a mirror; trying again", "volume", v.Name)
 	if failure := a.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
@@ -121,14 +121,14 @@ func (a *adopter) waits(ctx context.Context, v *v1alpha1.ReplicatedVolume, err e
 	}
 }
 
-// isAstray reports whether what is written to a volume may not come to its mirror, as it is not adopted yet: then no leg joins.
-func (t *tender) isAstray(ctx context.Context, v *v1alpha1.ReplicatedVolume) (bool, error) {
-	_, astray, err := t.volumes.Adopted(ctx, cluster.ReplicatedID(v))
+// bypassesMirror reports whether what is written to a volume may not come to its mirror, as it is not adopted yet: then no leg joins.
+func (m *mirrorReconciler) bypassesMirror(ctx context.Context, v *v1alpha1.ReplicatedVolume) (bool, error) {
+	_, astray, err := m.volumes.Adopted(ctx, cluster.ReplicatedID(v))
 	return astray, err
 }
 
 // comparable reports whether the legs of a volume can be compared: not if it was mounted when it had one, as the filesystem then changes pages while they are written, which each leg takes at another moment.
-func (t *tender) comparable(ctx context.Context, v *v1alpha1.ReplicatedVolume) bool {
-	adopted, _, err := t.volumes.Adopted(ctx, cluster.ReplicatedID(v))
+func (m *mirrorReconciler) comparable(ctx context.Context, v *v1alpha1.ReplicatedVolume) bool {
+	adopted, _, err := m.volumes.Adopted(ctx, cluster.ReplicatedID(v))
 	return err == nil && !adopted
 }

@@ -32,7 +32,7 @@ func TestAdoptWaits(t *testing.T) {
 	looks, ended := make(noMirrors), make(chan struct{})
 	go func() {
 		defer close(ended)
-		f.tender.Replicate(ctx, looks)
+		f.mirrorReconciler.ReconcileMirrors(ctx, looks)
 	}()
 	late := time.After(tendedPatience)
 	for range 5 {

@@ -25,36 +25,36 @@ import (
 const legSilence = 5
 
 // dropSilent takes legs that do not answer for too long off the list, and ends the connections to them, if another one is current. They leave the mirror with the next look.
-func (t *tender) dropSilent(ctx context.Context) {
-	v, is := t.replicated(t.ref.Key)
-	if !is || v.Spec.Claim.Generation != t.generation || v.Status.Opened != t.generation {
+func (m *mirrorReconciler) dropSilent(ctx context.Context) {
+	v, is := m.replicated(m.ref.Key)
+	if !is || v.Spec.Claim.Generation != m.generation || v.Status.Opened != m.generation {
 		return
 	}
-	s, err := mirror.Look(t.name)
+	s, err := mirror.Look(m.name)
 	if err != nil || len(s.Legs) == 0 {
 		return
 	}
-	now, err := t.view(ctx, v.DeepCopy(), s)
+	now, err := m.observe(ctx, v.DeepCopy(), s)
 	if err == nil {
-		t.findFailed(now)
-		if s.Joining != nil && t.unreached(now, now.leg[s.Joining.Device]) != "" {
-			t.endSilent(ctx, now.leg[s.Joining.Device])
+		m.findFailed(now)
+		if s.Joining != nil && m.whyUnreachable(now, now.leg[s.Joining.Device]) != "" {
+			m.disconnectSilent(ctx, now.leg[s.Joining.Device])
 		}
-		before, failure := t.isBefore(ctx, now)
+		before, failure := m.isRestored(ctx, now)
 		switch err = failure; {
 		case before:
-			err = t.putRight(ctx, now)
+			err = m.restoreList(ctx, now)
 		case err == nil && len(now.failing) > 0:
-			_, err = t.drop(ctx, now)
+			_, err = m.delist(ctx, now)
 		}
 	}
 	if err != nil {
-		t.tell(ctx, err)
+		m.logOnce(ctx, err)
 	}
 }
 
 // findFailed finds the legs that the mirror is not to wait for any more, and why: what failed; what does not answer for too long; what is to be a leg no more; and what is listed, and not in the mirror, which nobody may take for current.
-func (t *tender) findFailed(now *view) {
+func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	for _, l := range now.legs() {
 		name := now.leg[l.Device]
 		switch {
@@ -64,99 +64,99 @@ func (t *tender) findFailed(now *view) {
 		case !slices.Contains(now.v.Spec.Legs, name):
 			now.failing[name] = "it is to be a leg no more"
 		default:
-			if why := t.unreached(now, name); why != "" {
+			if why := m.whyUnreachable(now, name); why != "" {
 				now.failing[name] = why
 			}
 		}
 	}
 	for _, name := range now.v.Current() {
-		if !slices.Contains(now.in(), name) {
+		if !slices.Contains(now.names(), name) {
 			now.failing[name] = "it is not written to"
 		}
 	}
-	t.findUntold(now)
+	m.findUntold(now)
 }
 
 // connectionEnded is unreached of a leg that will not be reached any more by this mirror: its machine has started anew, or somebody else has it.
 const connectionEnded = "the connection to its node has ended"
 
-// severed reports whether each leg that is current has failed what was written, or will not be reached any more, and the kernel may hold what is written all the same. One alone has its users get errors.
-func (t *tender) severed(now *view) bool {
+// isSevered reports whether each leg that is current has failed what was written, or will not be reached any more, and the kernel may hold what is written all the same. One alone has its users get errors.
+func (m *mirrorReconciler) isSevered(now *mirrorView) bool {
 	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.legs(), func(l mirror.Leg) bool {
-		return !(l.Failed && !l.OnlyReads) && t.unreached(now, now.leg[l.Device]) != connectionEnded
+		return !(l.Failed && !l.OnlyReads) && m.whyUnreachable(now, now.leg[l.Device]) != connectionEnded
 	})
 }
 
-// unread reports whether all legs that are current have failed, and took all that was written: nothing is held.
-func (n *view) unread() bool {
+// onlyReadsFailed reports whether all legs that are current have failed, and took all that was written: nothing is held.
+func (n *mirrorView) onlyReadsFailed() bool {
 	return !slices.ContainsFunc(n.legs(), func(l mirror.Leg) bool { return !l.OnlyReads })
 }
 
-// sever has all who use a mirror that is severed get errors. The kernel holds what one leg failed for the others, be it the one that joins, or one of which nobody has noticed that it has ended as nothing comes to it; for ever, and so the volume could not be taken down.
+// endSevered has all who use a mirror that is severed get errors. The kernel holds what one leg failed for the others, be it the one that joins, or one of which nobody has noticed that it has ended as nothing comes to it; for ever, and so the volume could not be taken down.
 // What is held is not tried again: a disk that has failed a flush takes the next one, and has lost what was written.
-func (t *tender) sever(ctx context.Context, now *view) error {
-	klog.FromContext(ctx).Info("All legs of a replicated volume that are current have failed, or the connections to them have ended; its users get errors until it is staged again", "current", now.in(), "why", reasons(now.failing))
-	return t.change(ctx, func() error { return mirror.End(ctx, t.name) })
+func (m *mirrorReconciler) endSevered(ctx context.Context, now *mirrorView) error {
+	klog.FromContext(ctx).Info("All legs of a replicated volume that are current have failed, or the connections to them have ended; its users get errors until it is staged again", "current", now.names(), "why", reasons(now.failing))
+	return m.changeMirror(ctx, func() error { return mirror.End(ctx, m.name) })
 }
 
-// unreached says why a leg on another node cannot be reached any more, or not for too long; empty: it can.
-func (t *tender) unreached(now *view, name string) string {
-	k := t.of(name)
+// whyUnreachable says why a leg on another node cannot be reached any more, or not for too long; empty: it can.
+func (m *mirrorReconciler) whyUnreachable(now *mirrorView, name string) string {
+	k := m.stateOf(name)
 	if now.device[name] == now.near {
 		return ""
 	}
-	legs, err := t.connections.Legs(blockdev.Ref{Kind: t.ref.Kind, Key: name})
+	legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
 	used := slices.DeleteFunc(legs, func(c remotepool.Leg) bool { return !c.Used })
 	switch {
 	case err != nil: // nothing is known
 	case len(used) == 0:
 		return connectionEnded
 	case !slices.ContainsFunc(used, func(c remotepool.Leg) bool { return c.Live }):
-		if k.silent.IsZero() {
-			k.silent = time.Now()
+		if k.silentSince.IsZero() {
+			k.silentSince = time.Now()
 		}
-		if time.Since(k.silent) > legSilence*t.options.LookEvery {
+		if time.Since(k.silentSince) > legSilence*m.options.LookEvery {
 			return "its node does not answer on the network"
 		}
 		return ""
 	}
-	k.silent = time.Time{}
+	k.silentSince = time.Time{}
 	return ""
 }
 
-// leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays; if it cannot be read, one that joins leaves.
-func (t *tender) leave(ctx context.Context, now *view) error {
-	if now.s.Joining != nil && now.unread() {
-		return t.notJoined(ctx, now, now.s.Joining.Device, "it got not all, as a part of the others cannot be read")
+// dropFailed takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays; if it cannot be read, one that joins leaves.
+func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) error {
+	if now.s.Joining != nil && now.onlyReadsFailed() {
+		return m.cancelJoin(ctx, now, now.s.Joining.Device, "it got not all, as a part of the others cannot be read")
 	}
-	devices, err := t.drop(ctx, now)
+	devices, err := m.delist(ctx, now)
 	if err != nil {
 		return err
 	}
 	for name := range now.failing {
-		t.again(name)
+		m.backOff(name)
 	}
-	if err := t.untold(t.tellAll(ctx, now.v)); err != nil { // else an object of before is taken for this one, and who leaves for current
+	if err := m.noteUntold(m.tellAll(ctx, now.v)); err != nil { // else an object of before is taken for this one, and who leaves for current
 		return err
 	}
-	if err := t.change(ctx, func() error { return mirror.Leave(ctx, t.name, devices...) }); err != nil {
+	if err := m.changeMirror(ctx, func() error { return mirror.Leave(ctx, m.name, devices...) }); err != nil {
 		return err
 	}
-	t.allTold()
+	m.clearUntold()
 	for name := range now.failing {
-		t.giveBack(ctx, now.v, name)
+		m.releaseLeg(ctx, now.v, name)
 	}
 	return nil
 }
 
-// drop takes legs that have failed off the list, and ends the connections to those that do not answer. It returns the devices that are to leave the mirror.
-func (t *tender) drop(ctx context.Context, now *view) (devices []uint64, err error) {
+// delist takes legs that have failed off the list, and ends the connections to those that do not answer. It returns the devices that are to leave the mirror.
+func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
 	if len(rest) == 0 {
 		return nil, fmt.Errorf("%w: no leg of the replicated volume takes what is written: %s", errdefs.ErrUnavailable, reasons(now.failing))
 	}
 	before := now.v.ResourceVersion
-	if err := t.writeLists(ctx, now.v, nil, func(s *v1alpha1.ReplicatedVolumeStatus) {
+	if err := m.writeLists(ctx, now.v, nil, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for i := range s.Legs {
 			if why := now.failing[s.Legs[i].Name]; why != "" {
 				setWaiting(&s.Legs[i], why)
@@ -164,7 +164,7 @@ func (t *tender) drop(ctx context.Context, now *view) (devices []uint64, err err
 		}
 		s.Legs = slices.DeleteFunc(s.Legs, func(leg v1alpha1.Leg) bool { return !leg.Current && !slices.Contains(now.v.Spec.Legs, leg.Name) })
 	}); err != nil {
-		return nil, t.untold(err)
+		return nil, m.noteUntold(err)
 	}
 	devices = now.unknown()
 	for name, why := range now.failing {
@@ -174,17 +174,17 @@ func (t *tender) drop(ctx context.Context, now *view) (devices []uint64, err err
 		if device, is := now.device[name]; is {
 			devices = append(devices, device)
 		}
-		t.endSilent(ctx, name)
+		m.disconnectSilent(ctx, name)
 	}
 	return devices, nil
 }
 
-// endSilent ends the connection to a leg that does not answer: what is on its way there ends with errors, which the mirror holds; else it would be waited for.
-func (t *tender) endSilent(ctx context.Context, name string) {
-	legs, err := t.connections.Legs(blockdev.Ref{Kind: t.ref.Kind, Key: name})
+// disconnectSilent ends the connection to a leg that does not answer: what is on its way there ends with errors, which the mirror holds; else it would be waited for.
+func (m *mirrorReconciler) disconnectSilent(ctx context.Context, name string) {
+	legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
 	for _, c := range legs {
 		if !c.Live {
-			err = errors.Join(err, t.connections.End(ctx, c.NQN))
+			err = errors.Join(err, m.connections.End(ctx, c.NQN))
 		}
 	}
 	if err != nil {
@@ -192,16 +192,16 @@ func (t *tender) endSilent(ctx context.Context, name string) {
 	}
 }
 
-// giveBack lets go of a leg that is not in the mirror any more.
-func (t *tender) giveBack(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) {
-	if err := t.meanwhile(ctx, t.dropSilent, func() error {
-		ctx, cancel := context.WithTimeout(ctx, legSilence*t.options.LookEvery) // who has the lock may wait for the mirror
+// releaseLeg lets go of a leg that is not in the mirror any more.
+func (m *mirrorReconciler) releaseLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) {
+	if err := m.runWatched(ctx, m.dropSilent, func() error {
+		ctx, cancel := context.WithTimeout(ctx, legSilence*m.options.LookEvery) // who has the lock may wait for the mirror
 		defer cancel()
 		letGo := func() error {
-			return t.withLeg(ctx, v, name, func(id volume.ID) error { return t.letGo(ctx, id) })
+			return m.withLeg(ctx, v, name, func(id volume.ID) error { return m.closeOrDisconnect(ctx, id) })
 		}
-		if name == t.ref.Key { // it has the lock of the volume
-			return t.locked(ctx, name, letGo)
+		if name == m.ref.Key { // it has the lock of the volume
+			return m.locked(ctx, name, letGo)
 		}
 		return letGo()
 	}); err != nil && ctx.Err() == nil {

@@ -347,7 +347,7 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 			if len(devices) == 0 {
 				return nil
 			}
-			return l.letGo(ctx, id)
+			return l.closeOrDisconnect(ctx, id)
 		}))
 	}
 	l.forgetReplica(ref.Key)
@@ -366,8 +366,8 @@ func (l *ReplicaLegs) closeLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return err
 }
 
-// letGo gives a leg back to its node, or if that does not answer ends the connection to it.
-func (l *ReplicaLegs) letGo(ctx context.Context, id volume.ID) error {
+// closeOrDisconnect gives a leg back to its node, or if that does not answer ends the connection to it.
+func (l *ReplicaLegs) closeOrDisconnect(ctx context.Context, id volume.ID) error {
 	err := l.volumes.CloseLeg(ctx, id)
 	if !errors.Is(err, errdefs.ErrUnavailable) {
 		return err

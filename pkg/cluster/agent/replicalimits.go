@@ -15,44 +15,44 @@ import (
 
 // A change of the mutable parameters of a volume with several legs is one of its legs: their homes write it down, and no home has what is over all of them. So the node that uses the volume has that follow the objects of the legs.
 
-// follow has what is over the mirror be as the mutable parameters in force say: once after the start, as a driver of before may have been cut short, and when they change. It does nothing while a call has the volume for itself: that sets them, or the
+// applyMutable has what is over the mirror be as the mutable parameters in force say: once after the start, as a driver of before may have been cut short, and when they change. It does nothing while a call has the volume for itself: that sets them, or the
 // next look does.
-func (t *tender) follow(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
-	t.replicas.mu.Lock()
-	using := t.replicas.using
-	t.replicas.mu.Unlock()
-	want, known := t.mutable(ctx, v)
-	if !known || using == nil || maps.Equal(want, t.follows) && (t.followed || len(want) == 0) {
+func (m *mirrorReconciler) applyMutable(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
+	m.replicas.mu.Lock()
+	using := m.replicas.using
+	m.replicas.mu.Unlock()
+	want, known := m.mutable(ctx, v)
+	if !known || using == nil || maps.Equal(want, m.appliedMutable) && (m.hasApplied || len(want) == 0) {
 		return
 	}
-	err := t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error { return using.Modified(ctx, cluster.ReplicatedID(v), want) })
+	err := m.withLocks([]string{keylock.Volume(m.ref.Key)}, func() error { return using.Modified(ctx, cluster.ReplicatedID(v), want) })
 	if errors.Is(err, errdefs.ErrBusy) {
 		return
 	}
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Could not have a replicated volume that is used here follow its mutable parameters; it stays as it is until the next change")
 	}
-	t.follows, t.followed = want, true
+	m.appliedMutable, m.hasApplied = want, true
 }
 
 // mutable are the mutable parameters of a volume that are in force, as the objects of its current legs say; false while those are not known here, are being changed, or say different things.
-func (t *tender) mutable(ctx context.Context, v *v1alpha1.ReplicatedVolume) (map[string]string, bool) {
+func (m *mirrorReconciler) mutable(ctx context.Context, v *v1alpha1.ReplicatedVolume) (map[string]string, bool) {
 	var legs []*v1alpha1.Volume
 	for _, name := range v.Current() {
-		leg, is := t.usedHere(name)
+		leg, is := m.usedHere(name)
 		if !is {
 			var err error
-			if leg, is, err = get(ctx, t.Agent, name, &v1alpha1.Volume{}); err != nil || !is {
+			if leg, is, err = get(ctx, m.Agent, name, &v1alpha1.Volume{}); err != nil || !is {
 				return nil, false
 			}
 		}
 		legs = append(legs, leg)
 	}
-	return inForce(legs)
+	return agreedMutable(legs)
 }
 
-// inForce are the mutable parameters that all legs have; false if they do not agree.
-func inForce(legs []*v1alpha1.Volume) (map[string]string, bool) {
+// agreedMutable are the mutable parameters that all legs have; false if they do not agree.
+func agreedMutable(legs []*v1alpha1.Volume) (map[string]string, bool) {
 	for _, leg := range legs {
 		if !settled(leg) || !maps.Equal(leg.Status.Mutable, legs[0].Status.Mutable) {
 			return nil, false

@@ -24,7 +24,7 @@ func TestInForce(t *testing.T) {
 		"one is to change": {[]*v1alpha1.Volume{leg(slow, slow), leg(fast, slow)}, nil, false},
 		"one has changed":  {[]*v1alpha1.Volume{leg(slow, slow), leg(fast, fast)}, nil, false},
 	} {
-		if have, known := inForce(c.legs); known != c.known || !maps.Equal(have, c.want) {
+		if have, known := agreedMutable(c.legs); known != c.known || !maps.Equal(have, c.want) {
 			t.Errorf("%s: %v, %v", what, have, known)
 		}
 	}

@@ -43,8 +43,8 @@ type lastList struct {
 	legs   []string
 }
 
-// announce has the records of the legs that are to be on the next list say that it is due, and returns its number: that which is asked for, or a later one, which none of them knows; and that of the list before it, as far as one of them knows.
-func (l *ReplicaLegs) announce(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, last lastList, number int64) (_, after int64, _ error) {
+// announceList has the records of the legs that are to be on the next list say that it is due, and returns its number: that which is asked for, or a later one, which none of them knows; and that of the list before it, as far as one of them knows.
+func (l *ReplicaLegs) announceList(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, last lastList, number int64) (_, after int64, _ error) {
 	after = last.number
 	more := slices.ContainsFunc(names, func(name string) bool { return !slices.Contains(last.legs, name) })
 	for i := 0; i < len(names); i++ {
@@ -87,22 +87,22 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return due, nil
 }
 
-// learns has the record of a leg that is about to be in a mirror, and of those that are, know of the same last list. An object that was put back meanwhile may name it already, so that no list is written of which it would hear; and should the others fail, it alone
+// tellLastList has the record of a leg that is about to be in a mirror, and of those that are, know of the same last list. An object that was put back meanwhile may name it already, so that no list is written of which it would hear; and should the others fail, it alone
 // says which number the next one has.
-func (t *tender) learns(ctx context.Context, v *v1alpha1.ReplicatedVolume, in []string, name string) error {
+func (m *mirrorReconciler) tellLastList(ctx context.Context, v *v1alpha1.ReplicatedVolume, in []string, name string) error {
 	var knows int64
 	for _, other := range in {
-		id, err := t.legID(ctx, v, other)
+		id, err := m.legID(ctx, v, other)
 		if err != nil {
 			return err
 		}
-		leg, err := t.volumes.Leg(ctx, id)
+		leg, err := m.volumes.Leg(ctx, id)
 		if err != nil {
 			return fmt.Errorf("find which list of current legs of the replicated volume %s leg %s knows of: %w", v.Name, other, err)
 		}
 		knows = max(knows, leg.Knows())
 	}
-	return t.noteList(ctx, v, name, func(s *volume.LegState) error {
+	return m.noteList(ctx, v, name, func(s *volume.LegState) error {
 		if s.Knows() < knows {
 			s.Due, s.After, s.More = max(s.Due, knows+1), knows, true
 		}
@@ -111,55 +111,55 @@ func (t *tender) learns(ctx context.Context, v *v1alpha1.ReplicatedVolume, in []
 }
 
 // tellAll is tellList of a list that not all were told of. If one of them knows of another one that is due, the list gets a number after that first: the object may have had that one, and may be put back to it.
-func (t *tender) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
-	if t.last.number == v.Status.Lists {
+func (m *mirrorReconciler) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
+	if m.last.number == v.Status.Lists {
 		return nil
 	}
-	due, err := t.tellList(ctx, v)
+	due, err := m.tellList(ctx, v)
 	if err == nil && due {
-		if err = t.writeLists(ctx, v, &lastList{v.Status.Lists, v.Current()}, func(*v1alpha1.ReplicatedVolumeStatus) {}); err == nil {
-			_, err = t.tellList(ctx, v)
+		if err = m.writeLists(ctx, v, &lastList{v.Status.Lists, v.Current()}, func(*v1alpha1.ReplicatedVolumeStatus) {}); err == nil {
+			_, err = m.tellList(ctx, v)
 		}
 	}
 	if err != nil {
 		return err
 	}
-	t.last = lastList{v.Status.Lists, v.Current()}
+	m.last = lastList{v.Status.Lists, v.Current()}
 	return nil
 }
 
 // writeLists is writeAfter. Until all legs on a list that was written are told of it, the last one is what they know: the object may be put back meanwhile.
-func (t *tender) writeLists(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
+func (m *mirrorReconciler) writeLists(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	number := v.Status.Lists
-	err := t.writeAfter(ctx, v, last, edit)
+	err := m.writeReplicasAfter(ctx, v, last, edit)
 	if err != nil || v.Status.Lists != number {
-		t.last = lastList{}
+		m.last = lastList{}
 	}
 	return err
 }
 
-// untold notes since when the record of a leg that stays cannot be written, which holds what is written to the others too: see findUntold.
-func (t *tender) untold(err error) error {
+// noteUntold notes since when the record of a leg that stays cannot be written, which holds what is written to the others too: see findUntold.
+func (m *mirrorReconciler) noteUntold(err error) error {
 	var of untoldError
 	if errors.As(err, &of) {
-		if k := t.of(of.leg); k.untold.IsZero() {
-			k.untold = time.Now()
+		if k := m.stateOf(of.leg); k.untoldSince.IsZero() {
+			k.untoldSince = time.Now()
 		}
 	}
 	return err
 }
 
 // findUntold finds the legs that are to leave with those that fail, as their own records cannot be written for too long: they would not know that these have left. One that knows stays at the least. Those that are off the list leave in any case.
-func (t *tender) findUntold(now *view) {
+func (m *mirrorReconciler) findUntold(now *mirrorView) {
 	var late []string
 	stays := false
-	for _, name := range now.in() {
-		since := t.of(name).untold
+	for _, name := range now.names() {
+		since := m.stateOf(name).untoldSince
 		leg := now.v.Leg(name)
 		current := leg != nil && leg.Current
 		switch {
 		case name == "" || now.failing[name] != "":
-		case !since.IsZero() && time.Since(since) > legSilence*t.options.LookEvery:
+		case !since.IsZero() && time.Since(since) > legSilence*m.options.LookEvery:
 			if !current {
 				now.failing[name] = recordNotWritten
 				continue
@@ -180,37 +180,37 @@ func (t *tender) findUntold(now *view) {
 // recordNotWritten: see findUntold.
 const recordNotWritten = "its node does not write down which others have failed"
 
-// allTold forgets what was noted of records that could not be written.
-func (t *tender) allTold() {
-	for _, k := range t.joins {
-		k.untold = time.Time{}
+// clearUntold forgets what was noted of records that could not be written.
+func (m *mirrorReconciler) clearUntold() {
+	for _, k := range m.legStates {
+		k.untoldSince = time.Time{}
 	}
 }
 
-// isBefore reports whether the object is of before the last list, or has another one of its number: it was put back while the volume is used, or a person has named legs that are not written to. Where the last list is not known, that is what the
+// isRestored reports whether the object is of before the last list, or has another one of its number: it was put back while the volume is used, or a person has named legs that are not written to. Where the last list is not known, that is what the
 // legs know which are written to; and one of them is on the object's list.
-func (t *tender) isBefore(ctx context.Context, now *view) (bool, error) {
-	last, err := t.recall(ctx, now)
+func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (bool, error) {
+	last, err := m.lastKnownList(ctx, now)
 	if err != nil {
 		return false, err
 	}
-	listed, in := now.v.Current(), now.in()
-	if t.last.number > 0 && now.v.Status.Lists == last.number && !sameNames(listed, last.legs) {
+	listed, in := now.v.Current(), now.names()
+	if m.last.number > 0 && now.v.Status.Lists == last.number && !sameNames(listed, last.legs) {
 		return true, nil
 	}
 	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
 }
 
-// recall is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer: they are asked once for each look.
-func (t *tender) recall(ctx context.Context, now *view) (last lastList, err error) {
-	if t.last.number > 0 {
-		return t.last, nil
+// lastKnownList is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer: they are asked once for each look.
+func (m *mirrorReconciler) lastKnownList(ctx context.Context, now *mirrorView) (last lastList, err error) {
+	if m.last.number > 0 {
+		return m.last, nil
 	}
 	if now.last != nil {
 		return *now.last, nil
 	}
-	names := slices.DeleteFunc(now.in(), func(name string) bool { return name == "" || now.failing[name] != "" })
-	known := t.ask(ctx, now.v, names)
+	names := slices.DeleteFunc(now.names(), func(name string) bool { return name == "" || now.failing[name] != "" })
+	known := m.askKnown(ctx, now.v, names)
 	if len(known) == 0 && len(names) > 0 {
 		return last, fmt.Errorf("%w: find which list of current legs is the last one of the replicated volume %s: no leg that is written to says what it knows: %s", errdefs.ErrUnavailable, now.v.Name, strings.Join(names, ", "))
 	}
@@ -226,25 +226,25 @@ func (t *tender) recall(ctx context.Context, now *view) (last lastList, err erro
 	return last, nil
 }
 
-// putRight writes the last list anew into an object of before it, which was restored while the volume is used: without those legs that have failed meanwhile.
-func (t *tender) putRight(ctx context.Context, now *view) error {
-	v, err := t.replicatedNow(ctx, t.ref.Key)
+// restoreList writes the last list anew into an object of before it, which was restored while the volume is used: without those legs that have failed meanwhile.
+func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) error {
+	v, err := m.replicatedNow(ctx, m.ref.Key)
 	if err != nil {
 		return err
 	}
 	if v.ResourceVersion != now.v.ResourceVersion {
 		return fmt.Errorf("%w: the watch is behind the object of the replicated volume %s", errdefs.ErrBusy, v.Name)
 	}
-	last, err := t.recall(ctx, now)
+	last, err := m.lastKnownList(ctx, now)
 	if err != nil {
 		return err
 	}
-	names := slices.DeleteFunc(slices.Clone(last.legs), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.in(), name) })
+	names := slices.DeleteFunc(slices.Clone(last.legs), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.names(), name) })
 	if len(names) == 0 || last.number == 0 {
 		return fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before, and no leg takes what is written: %s", errdefs.ErrUnavailable, v.Name, reasons(now.failing))
 	}
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
-	return t.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
+	return m.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for i := range s.Legs {
 			s.Legs[i].List = max(s.Legs[i].List, last.number) // what any of them knows of is of before this one
 			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
@@ -255,7 +255,7 @@ func (t *tender) putRight(ctx context.Context, now *view) error {
 			if v.Leg(name) == nil {
 				s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
 			}
-			setCurrent(v.Leg(name), t.generation)
+			setCurrent(v.Leg(name), m.generation)
 		}
 	})
 }
@@ -288,20 +288,20 @@ func sameNames(a, b []string) bool {
 	return slices.Equal(slices.Sorted(slices.Values(a)), slices.Sorted(slices.Values(b)))
 }
 
-// byPerson reports whether a person has put a leg on the list of an object: it is sound by no claim, though there were lists.
-func byPerson(v *v1alpha1.ReplicatedVolume) bool {
+// isEditedByPerson reports whether a person has put a leg on the list of an object: it is sound by no claim, though there were lists.
+func isEditedByPerson(v *v1alpha1.ReplicatedVolume) bool {
 	return v.Status.Lists > 0 && slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.Current && leg.Sound == 0 })
 }
 
 // personGap is how far the number of the next list is from that of one that a person has written: it is after all that a leg may know which did not answer then, and answers later.
 const personGap = 1000
 
-// forked returns a leg of the last list that some legs were told of, if all of that list are among them, and know of none after it with one more, and the object has one with another leg; empty: none. As each list has a leg of the one before it, and
+// findFork returns a leg of the last list that some legs were told of, if all of that list are among them, and know of none after it with one more, and the object has one with another leg; empty: none. As each list has a leg of the one before it, and
 // that knows of it, the object was put back to what it was before this list, though its number is no less.
-func forked(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
+func findFork(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
 	last := slices.MaxFunc(legs, func(a, b openedLeg) int { return cmp.Compare(a.List, b.List) }).List
 	members := slices.DeleteFunc(slices.Clone(legs), func(leg openedLeg) bool { return leg.List != last })
-	if last == 0 || last > v.Status.Lists || byPerson(v) || len(members) != members[0].Listed || slices.ContainsFunc(members, func(leg openedLeg) bool { return leg.More || leg.After > last }) {
+	if last == 0 || last > v.Status.Lists || isEditedByPerson(v) || len(members) != members[0].Listed || slices.ContainsFunc(members, func(leg openedLeg) bool { return leg.More || leg.After > last }) {
 		return ""
 	}
 	for _, name := range v.Current() {
@@ -325,7 +325,7 @@ func isLast(v *v1alpha1.ReplicatedVolume, opened []openedLeg) bool {
 // known, if all of that are here. ErrPrecondition if not: others may have what these lack.
 func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]openedLeg, error) {
 	all := slices.Concat(opened, others)
-	if by := forked(v, all); by != "" {
+	if by := findFork(v, all); by != "" {
 		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: its list %d of the legs that are current has a leg which none has that leg %s knows of; "+
 			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, by)
 	}
@@ -374,7 +374,7 @@ func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 			last = known.List
 		}
 	}
-	if leg.List <= last || byPerson(v) || leg.List+personGap/2 < v.Status.Lists {
+	if leg.List <= last || isEditedByPerson(v) || leg.List+personGap/2 < v.Status.Lists {
 		return nil
 	}
 	return fmt.Errorf("%w: leg %s was on list %d of the legs that are current, of which the object of the replicated volume %s knows nothing: that was put back to what it was before, and %w; nothing is copied to it until a person says which legs are current "+
@@ -417,13 +417,13 @@ func setWaiting(leg *v1alpha1.Leg, why string) {
 	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, List: leg.List, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
 }
 
-// number gives a new list of current legs, which v has, its number, and the legs on it that of their list; before is the object as it was, last the list before. The records of these legs know it then.
-func (l *ReplicaLegs) number(ctx context.Context, before, v *v1alpha1.ReplicatedVolume, last lastList) error {
+// numberList gives a new list of current legs, which v has, its number, and the legs on it that of their list; before is the object as it was, last the list before. The records of these legs know it then.
+func (l *ReplicaLegs) numberList(ctx context.Context, before, v *v1alpha1.ReplicatedVolume, last lastList) error {
 	number := max(before.Status.Lists, last.number) + 1
-	if byPerson(before) {
+	if isEditedByPerson(before) {
 		number += personGap
 	}
-	number, after, err := l.announce(ctx, v, v.Current(), last, number)
+	number, after, err := l.announceList(ctx, v, v.Current(), last, number)
 	if err != nil {
 		return err
 	}
@@ -442,11 +442,11 @@ func (l *ReplicaLegs) number(ctx context.Context, before, v *v1alpha1.Replicated
 // writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody
 // changed the object since it was read.
 func (l *ReplicaLegs) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
-	return l.writeAfter(ctx, v, nil, edit)
+	return l.writeReplicasAfter(ctx, v, nil, edit)
 }
 
-// writeAfter is writeReplicas of a list that is a new one in any case, after the last one that is known; nil: what v has is that.
-func (l *ReplicaLegs) writeAfter(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
+// writeReplicasAfter is writeReplicas of a list that is a new one in any case, after the last one that is known; nil: what v has is that.
+func (l *ReplicaLegs) writeReplicasAfter(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	before := v.DeepCopy()
 	edit(&v.Status)
 	cluster.SummarizeLegs(v)
@@ -454,7 +454,7 @@ func (l *ReplicaLegs) writeAfter(ctx context.Context, v *v1alpha1.ReplicatedVolu
 		last = &lastList{before.Status.Lists, before.Current()}
 	}
 	if last != nil {
-		if err := l.number(ctx, before, v, *last); err != nil {
+		if err := l.numberList(ctx, before, v, *last); err != nil {
 			*v = *before
 			return err
 		}

@@ -20,8 +20,8 @@ import (
 // leaves takes a leg off the list, as if it had failed; the others are told.
 func (f *tended) leaves(name string) {
 	f.t.Helper()
-	now := &view{v: f.v.DeepCopy(), failing: map[string]string{name: "it failed"}}
-	_, err := f.drop(context.Background(), now)
+	now := &mirrorView{v: f.v.DeepCopy(), failing: map[string]string{name: "it failed"}}
+	_, err := f.delist(context.Background(), now)
 	check.OK(f.t, err)
 	check.OK(f.t, second(f.tellList(context.Background(), now.v)))
 }
@@ -100,8 +100,8 @@ func TestListCutShort(t *testing.T) {
 				}
 				return nil
 			}
-			now := &view{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
-			_, err := f.drop(context.Background(), now)
+			now := &mirrorView{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
+			_, err := f.delist(context.Background(), now)
 			if err == nil {
 				_, err = f.tellList(context.Background(), now.v)
 			}
@@ -218,7 +218,7 @@ func TestPowerIsLostAndOtherAway(t *testing.T) {
 func TestClosedIfMirrored(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["a"].number, f.legs["b"].number = 1, 2
-	check.OK(t, f.Close(context.Background(), f.tender.ref, []uint64{1}))
+	check.OK(t, f.Close(context.Background(), f.mirrorReconciler.ref, []uint64{1}))
 	if a, b := f.legs["a"].state.Closed, f.legs["b"].state.Closed; !a || b {
 		t.Errorf("closed: %v, %v", a, b)
 	}
@@ -236,7 +236,7 @@ func TestGivesBackWithLock(t *testing.T) {
 				t.Errorf("%s: nobody has its lock", name)
 			}
 		}
-		f.giveBack(context.Background(), f.v, name)
+		f.releaseLeg(context.Background(), f.v, name)
 	}
 	if closed != 2 {
 		t.Errorf("%d were given back", closed)
@@ -281,7 +281,7 @@ func TestMarksCannotBeRead(t *testing.T) {
 				}
 			}
 			check.OK(t, f.joinLeg(context.Background(), f.now(), "b", marksTries))
-			s, err := mirror.Look(f.tender.name)
+			s, err := mirror.Look(f.mirrorReconciler.name)
 			check.OK(t, err)
 			if s.Joining == nil {
 				t.Errorf("it does not join: %+v", s)
@@ -293,7 +293,7 @@ func TestMarksCannotBeRead(t *testing.T) {
 // TestEndsBeside: a driver that is to end does not wait for what is under way beside the looks, and may wait for a leg that does not answer.
 func TestEndsBeside(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
-	f.tender.beside = make(chan func(*view) error)
+	f.mirrorReconciler.background = make(chan func(*mirrorView) error)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {
@@ -318,7 +318,7 @@ func (f *tended) announced(fails string, names ...string) {
 		}
 		return nil
 	}
-	if _, _, err := f.announce(context.Background(), f.v, names, lastList{f.v.Status.Lists, nil}, f.v.Status.Lists+1); err == nil {
+	if _, _, err := f.announceList(context.Background(), f.v, names, lastList{f.v.Status.Lists, nil}, f.v.Status.Lists+1); err == nil {
 		f.t.Fatal("all were written")
 	}
 	f.changes = func(string, volume.LegState) error { return nil }
@@ -393,9 +393,9 @@ func TestRestoredWhileUsed(t *testing.T) {
 			check.OK(t, f.tellAll(context.Background(), f.v))
 			before.ResourceVersion = f.v.ResourceVersion + "0"
 			f.v = before
-			now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+			now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
 			f.findFailed(now)
-			check.OK(t, f.putRight(context.Background(), now))
+			check.OK(t, f.restoreList(context.Background(), now))
 			check.OK(t, f.tellAll(context.Background(), f.v))
 			if a := f.legs["a"].state; !slices.Equal(f.v.Current(), []string{"a"}) || f.v.Status.Lists != 2 || a.List != 2 || a.Listed != 1 {
 				t.Errorf("%v are current, list %d; it is told %+v", f.v.Current(), f.v.Status.Lists, a)
@@ -408,8 +408,8 @@ func TestRestoredWhileUsed(t *testing.T) {
 func TestRestoredTwice(t *testing.T) {
 	f := newObject(t, 2, "b", "a")
 	before := f.v.DeepCopy()
-	now := &view{v: f.v.DeepCopy(), failing: map[string]string{"b": "it failed"}}
-	_, err := f.drop(t.Context(), now)
+	now := &mirrorView{v: f.v.DeepCopy(), failing: map[string]string{"b": "it failed"}}
+	_, err := f.delist(t.Context(), now)
 	check.OK(t, err)
 	first := f.v.DeepCopy() // a alone, and it is not told
 	f.v = before
@@ -428,8 +428,8 @@ func TestRestoredTwice(t *testing.T) {
 func TestAnnouncedTwice(t *testing.T) {
 	f := newObject(t, 3, "a", "b", "c")
 	before := f.v.DeepCopy()
-	now := &view{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
-	_, err := f.drop(t.Context(), now)
+	now := &mirrorView{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
+	_, err := f.delist(t.Context(), now)
 	check.OK(t, err)
 	first := f.v.DeepCopy() // a and b
 	f.v = before
@@ -477,7 +477,7 @@ func TestNamedWhileUsed(t *testing.T) {
 			f.flaky("b")
 			write := f.write(0)
 			f.leaves("b")
-			check.OK(t, mirror.Leave(t.Context(), f.tender.name, f.legs["b"].number))
+			check.OK(t, mirror.Leave(t.Context(), f.mirrorReconciler.name, f.legs["b"].number))
 			f.ends(write, "the write")
 			if !anew {
 				check.OK(t, f.tellAll(t.Context(), f.v))
@@ -530,7 +530,7 @@ func TestKnowsOfListsBeforeItIsIn(t *testing.T) {
 	knew, in := false, false
 	f.changes = func(name string, s volume.LegState) error {
 		if name == "b" && s.Knows() == 5 && !knew {
-			now, err := mirror.Look(f.tender.name)
+			now, err := mirror.Look(f.mirrorReconciler.name)
 			knew, in = true, err != nil || len(now.Legs) > 1
 		}
 		return nil
@@ -551,7 +551,7 @@ func TestJoinedObjectOfBefore(t *testing.T) {
 	f.leaves("b")
 	last := f.v.Status.Lists
 	f.v = before
-	check.OK(t, f.learns(t.Context(), f.v, []string{"a"}, "b"))
+	check.OK(t, f.tellLastList(t.Context(), f.v, []string{"a"}, "b"))
 	f.leaves("a")
 	if now := f.v.Status.Lists; now <= last {
 		t.Errorf("list %d, of leg b, was that of leg a: %d", now, last)
@@ -563,7 +563,7 @@ func restoredUnseen(t *testing.T, opens int64) *tended {
 	f := newTended(t, 2, "a", "b")
 	f.leaves("b")
 	before := f.v.DeepCopy()
-	check.OK(t, f.learns(t.Context(), f.v, []string{"a"}, "b"))
+	check.OK(t, f.tellLastList(t.Context(), f.v, []string{"a"}, "b"))
 	check.OK(t, f.writeLists(t.Context(), f.v, nil, func(*v1alpha1.ReplicatedVolumeStatus) { setCurrent(f.v.Leg("b"), 1) }))
 	f.leaves("a")
 	before.ResourceVersion = f.v.ResourceVersion + "0"
@@ -575,7 +575,7 @@ func restoredUnseen(t *testing.T, opens int64) *tended {
 		t.Fatalf("%v are current", now)
 	}
 	f.legs["b"].away, f.generation = false, 1+opens
-	check.OK(t, mirror.Leave(t.Context(), f.tender.name, f.legs["b"].number))
+	check.OK(t, mirror.Leave(t.Context(), f.mirrorReconciler.name, f.legs["b"].number))
 	return f
 }
 
@@ -585,9 +585,9 @@ func TestAheadStays(t *testing.T) {
 		t.Run(fmt.Sprint(opens), func(t *testing.T) {
 			f := restoredUnseen(t, opens)
 			f.starts()
-			f.eventually("told", func(now *view) bool { return now.v.Leg("b").State == v1alpha1.LegAhead })
+			f.eventually("told", func(now *mirrorView) bool { return now.v.Leg("b").State == v1alpha1.LegAhead })
 			time.Sleep(10 * f.options.LookEvery)
-			if now := f.now(); len(now.in()) != 1 || now.s.Joining != nil || now.v.Leg("b").State != v1alpha1.LegAhead || !strings.Contains(now.v.Leg("b").Message, "may have what the others lack") {
+			if now := f.now(); len(now.names()) != 1 || now.s.Joining != nil || now.v.Leg("b").State != v1alpha1.LegAhead || !strings.Contains(now.v.Leg("b").Message, "may have what the others lack") {
 				t.Errorf("it is %+v, %+v", now.s, now.v.Leg("b"))
 			}
 			if b := f.state("b"); b.Opened != 1 || b.Sound != 1 {
@@ -613,15 +613,15 @@ func TestBehindJoins(t *testing.T) {
 			if one := f.v.Current()[0]; one != "a" {
 				t.Fatal(one, "is current")
 			}
-			check.OK(t, f.learns(t.Context(), f.v, []string{"a"}, "b"))
+			check.OK(t, f.tellLastList(t.Context(), f.v, []string{"a"}, "b"))
 			check.OK(t, f.writeLists(t.Context(), f.v, nil, func(*v1alpha1.ReplicatedVolumeStatus) { setCurrent(b, 1) }))
 			check.OK(t, second(f.tellList(t.Context(), f.v)))
 			f.leaves("b")
 			before.ResourceVersion = f.v.ResourceVersion + "0"
 			f.v = before
 			if used {
-				now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
-				check.OK(t, f.putRight(t.Context(), now))
+				now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+				check.OK(t, f.restoreList(t.Context(), now))
 			} else {
 				check.OK(t, f.opens(2))
 			}
@@ -640,11 +640,11 @@ func TestAskedOnce(t *testing.T) {
 	f.leaves("b")
 	before.ResourceVersion = f.v.ResourceVersion + "0"
 	f.v, f.last, f.legs["a"].asked = before, lastList{}, 0
-	now := &view{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
-	if is, err := f.isBefore(t.Context(), now); err != nil || !is {
+	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+	if is, err := f.isRestored(t.Context(), now); err != nil || !is {
 		t.Fatal("it is not found that the object is of before:", err)
 	}
-	check.OK(t, f.putRight(t.Context(), now))
+	check.OK(t, f.restoreList(t.Context(), now))
 	if n := f.legs["a"].asked; n != 1 || !slices.Equal(f.v.Current(), []string{"a"}) {
 		t.Errorf("it was asked %d times, and %v are current", n, f.v.Current())
 	}

@@ -31,17 +31,17 @@ const (
 	marksTries = 4
 )
 
-// lacks finds what a leg that joins may not have, and returns what the mirror asks for when nothing is under way (mirror.Join). legs are those in the mirror and the one that joins, by their names; the caller has their locks.
+// missingRanges finds what a leg that joins may not have, and returns what the mirror asks for when nothing is under way (mirror.Join). legs are those in the mirror and the one that joins, by their names; the caller has their locks.
 //
 // Two legs that were equal once differ where one of them was written to since. So it takes the marks of the leg that joins, and of one of the others. Two that were made empty differ where one was ever written to.
-func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins openedLeg, legs map[string]volume.ID, size int64, tries int) (func(context.Context) ([]dm.Range, error), error) {
+func (m *mirrorReconciler) missingRanges(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins openedLeg, legs map[string]volume.ID, size int64, tries int) (func(context.Context) ([]dm.Range, error), error) {
 	all := func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: size}}, nil }
 	listed := v.Leg(joins.name)
 	known := joins.Sound > 0
 	if known && listed == nil || listed != nil && joins.Sound < listed.Sound { // it is an older copy
 		return all, nil
 	}
-	last, err := t.byMarks(ctx, joins, legs, known)
+	last, err := m.missingByMarks(ctx, joins, legs, known)
 	if err != nil && !errors.Is(err, errdefs.ErrUnsupported) && tries < marksTries {
 		return nil, err
 	}
@@ -62,9 +62,9 @@ func (t *tender) lacks(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins 
 	}, nil
 }
 
-// byMarks is lacks of a leg that is no older copy; nil if no leg was equal to it last at one moment.
-func (t *tender) byMarks(ctx context.Context, joins openedLeg, legs map[string]volume.ID, known bool) (func(context.Context) ([]dm.Range, error), error) {
-	differs, err := t.marks(ctx, legs[joins.name], joins.Era)
+// missingByMarks is lacks of a leg that is no older copy; nil if no leg was equal to it last at one moment.
+func (m *mirrorReconciler) missingByMarks(ctx context.Context, joins openedLeg, legs map[string]volume.ID, known bool) (func(context.Context) ([]dm.Range, error), error) {
+	differs, err := m.marks(ctx, legs[joins.name], joins.Era)
 	if err != nil {
 		return nil, err
 	}
@@ -72,7 +72,7 @@ func (t *tender) byMarks(ctx context.Context, joins openedLeg, legs map[string]v
 		if name == joins.name {
 			continue
 		}
-		more, era, same, failure := t.marksOf(ctx, legs[name], joins, known)
+		more, era, same, failure := m.marksOf(ctx, legs[name], joins, known)
 		if failure != nil || !same {
 			err = errors.Join(err, failure)
 			continue
@@ -80,7 +80,7 @@ func (t *tender) byMarks(ctx context.Context, joins openedLeg, legs map[string]v
 		return func(ctx context.Context) ([]dm.Range, error) {
 			ctx, cancel := context.WithTimeout(ctx, marksTime)
 			defer cancel()
-			last, err := t.marks(ctx, legs[name], era)
+			last, err := m.marks(ctx, legs[name], era)
 			return slices.Concat(differs, more, last), err
 		}, nil
 	}
@@ -88,8 +88,8 @@ func (t *tender) byMarks(ctx context.Context, joins openedLeg, legs map[string]v
 }
 
 // marksOf are the marks of a leg that is in the mirror since it was equal to one that joins, or if that is not known since ever, and an era that begins before they are asked for; same: not if the two were not equal last at one moment.
-func (t *tender) marksOf(ctx context.Context, id volume.ID, joins openedLeg, known bool) (ranges []dm.Range, era uint32, same bool, err error) {
-	leg, err := t.volumes.Leg(ctx, id)
+func (m *mirrorReconciler) marksOf(ctx context.Context, id volume.ID, joins openedLeg, known bool) (ranges []dm.Range, era uint32, same bool, err error) {
+	leg, err := m.volumes.Leg(ctx, id)
 	if err != nil || known && leg.Common != joins.Common {
 		return nil, 0, false, err
 	}
@@ -97,67 +97,67 @@ func (t *tender) marksOf(ctx context.Context, id volume.ID, joins openedLeg, kno
 	if known {
 		since = leg.Era
 	}
-	if era, err = t.volumes.BeginEra(ctx, id); err == nil {
-		err = mirror.Still(t.name) // what was under way is there, and so among what holds data
+	if era, err = m.volumes.BeginEra(ctx, id); err == nil {
+		err = mirror.Still(m.name) // what was under way is there, and so among what holds data
 	}
 	if err == nil {
-		ranges, err = t.marks(ctx, id, since)
+		ranges, err = m.marks(ctx, id, since)
 	}
 	return ranges, era, true, err
 }
 
-func (t *tender) marks(ctx context.Context, id volume.ID, since uint32) (ranges []dm.Range, err error) {
-	written, err := t.volumes.Marks(ctx, id, since)
+func (m *mirrorReconciler) marks(ctx context.Context, id volume.ID, since uint32) (ranges []dm.Range, err error) {
+	written, err := m.volumes.Marks(ctx, id, since)
 	for _, e := range written {
 		ranges = append(ranges, dm.Range(e))
 	}
 	return ranges, err
 }
 
-// equal is what is known of the moments in which all legs were equal.
-type equal struct {
+// commonMoment is what is known of the moments in which all legs were equal.
+type commonMoment struct {
 	next    time.Time // when the next one is to be written down
 	written int64     // what had been written to the mirror by the last one, in bytes; -1: that does not matter
 }
 
-// due reports whether it is to be written down that all legs are equal.
-func (t *tender) due(now *view) bool {
+// isCommonDue reports whether it is to be written down that all legs are equal.
+func (m *mirrorReconciler) isCommonDue(now *mirrorView) bool {
 	current := now.v.Current()
-	if len(current) != len(now.v.Spec.Legs) || len(current) != len(now.s.Legs) || time.Now().Before(t.equal.next) {
+	if len(current) != len(now.v.Spec.Legs) || len(current) != len(now.s.Legs) || time.Now().Before(m.common.next) {
 		return false
 	}
-	d, err := dm.Find(t.name)
+	d, err := dm.Find(m.name)
 	if err != nil || d == nil {
 		return false
 	}
 	written, err := d.Written()
-	if err != nil || written == t.equal.written {
+	if err != nil || written == m.common.written {
 		return false
 	}
-	t.equal = equal{time.Now().Add(commonEvery * t.options.LookEvery), written}
+	m.common = commonMoment{time.Now().Add(commonEvery * m.options.LookEvery), written}
 	return true
 }
 
-// common writes down a moment in which all legs were equal, durably. What differs later was written since.
-func (t *tender) common(ctx context.Context, now *view) error {
+// recordCommon writes down a moment in which all legs were equal, durably. What differs later was written since.
+func (m *mirrorReconciler) recordCommon(ctx context.Context, now *mirrorView) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
-	return t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error {
-		return t.withLegs(ctx, now.v, now.in(), func(legs map[string]volume.ID) error { return t.commonOf(ctx, now, legs) })
+	return m.withLocks([]string{keylock.Volume(m.ref.Key)}, func() error {
+		return m.withLegs(ctx, now.v, now.names(), func(legs map[string]volume.ID) error { return m.writeCommon(ctx, now, legs) })
 	})
 }
 
-func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume.ID) (err error) {
+func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, legs map[string]volume.ID) (err error) {
 	eras := map[volume.ID]uint32{}
 	for _, id := range legs {
-		switch eras[id], err = t.volumes.BeginEra(ctx, id); {
+		switch eras[id], err = m.volumes.BeginEra(ctx, id); {
 		case errors.Is(err, errdefs.ErrUnsupported):
 			eras[id] = volume.NoEra
 		case err != nil:
 			return err
 		}
 	}
-	if err := mirror.Still(t.name); err != nil { // what was marked before the eras is on all legs
+	if err := mirror.Still(m.name); err != nil { // what was marked before the eras is on all legs
 		return err
 	}
 	for _, l := range now.s.Legs {
@@ -166,18 +166,18 @@ func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume
 		}
 	}
 	for name, id := range legs {
-		if err := t.kept(ctx, name, id); err != nil {
+		if err := m.checkNotRestarted(ctx, name, id); err != nil {
 			return err
 		}
 	}
-	if err := t.unchanged(now); err != nil {
+	if err := m.checkUnchanged(now); err != nil {
 		return err
 	}
 	name := rand.Text()
 	for _, id := range legs {
-		if err := t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
-			if s.Opened != t.generation || s.Sound != t.generation {
-				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, t.generation)
+		if err := m.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
+			if s.Opened != m.generation || s.Sound != m.generation {
+				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, m.generation)
 			}
 			s.Common, s.Era = name, eras[id]
 			return nil
@@ -188,21 +188,21 @@ func (t *tender) commonOf(ctx context.Context, now *view, legs map[string]volume
 	return nil
 }
 
-// errOtherMirror: what was found out of a mirror is not so any more. It is found out anew.
-var errOtherMirror = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
+// errMirrorChanged: what was found out of a mirror is not so any more. It is found out anew.
+var errMirrorChanged = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
 
-// unchanged is errOtherMirror if anything has happened to the mirror since a look at it: other legs are in it, or one has failed, which the kernel may have forgotten.
-func (t *tender) unchanged(now *view) error {
-	s, err := mirror.Look(t.name)
+// checkUnchanged is errOtherMirror if anything has happened to the mirror since a look at it: other legs are in it, or one has failed, which the kernel may have forgotten.
+func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
+	s, err := mirror.Look(m.name)
 	if err == nil && (s.Event != now.s.Event || s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device })) {
-		err = errOtherMirror
+		err = errMirrorChanged
 	}
 	return err
 }
 
-// kept makes sure that the machine of a leg has not started anew since it was opened: what it said of a flush may not be so (docs/reliability.md).
-func (t *tender) kept(ctx context.Context, name string, id volume.ID) error {
-	leg, err := t.volumes.Leg(ctx, id)
+// checkNotRestarted makes sure that the machine of a leg has not started anew since it was opened: what it said of a flush may not be so (docs/reliability.md).
+func (m *mirrorReconciler) checkNotRestarted(ctx context.Context, name string, id volume.ID) error {
+	leg, err := m.volumes.Leg(ctx, id)
 	if err == nil && leg.LostPower() {
 		err = fmt.Errorf("%w: the machine of leg %s has started anew", errdefs.ErrUnavailable, name)
 	}

@@ -57,11 +57,11 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	}
 	var others []openedLeg
 	if !isLast(v, opened) {
-		others = l.ask(ctx, v, unlisted(v))
+		others = l.askKnown(ctx, v, unlisted(v))
 	}
-	chosen, err := chooseOf(v, opened, others, away, failed)
+	chosen, err := chooseCurrent(v, opened, others, away, failed)
 	if err != nil {
-		l.sayWaits(ctx, v, err)
+		l.reportOpenWaits(ctx, v, err)
 		return replicapool.Opened{}, err
 	}
 	if err := l.writeList(ctx, v, chosen, opened); err != nil {
@@ -136,8 +136,8 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 // askPatience is for how many looks (Options.LookEvery) a leg is asked what it knows.
 const askPatience = 2
 
-// ask returns those of some legs that say what they know of lists, all at once, without their locks. They are not opened.
-func (l *ReplicaLegs) ask(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (known []openedLeg) {
+// askKnown returns those of some legs that say what they know of lists, all at once, without their locks. They are not opened.
+func (l *ReplicaLegs) askKnown(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (known []openedLeg) {
 	ctx, cancel := context.WithTimeout(ctx, askPatience*l.options.LookEvery)
 	defer cancel()
 	answers := make([]volume.Leg, len(names))
@@ -161,21 +161,21 @@ func unlisted(v *v1alpha1.ReplicatedVolume) []string {
 	return slices.DeleteFunc(slices.Clone(v.Spec.Legs), func(name string) bool { return slices.Contains(v.Current(), name) })
 }
 
-// chooseOf says which legs are current from now on, of those that were opened. others are not on the list; away are others that are, of which failed says why they were not. ErrPrecondition, or ErrUnavailable, if none of these is known to have everything.
-func chooseOf(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, away []string, failed error) ([]openedLeg, error) {
+// chooseCurrent says which legs are current from now on, of those that were opened. others are not on the list; away are others that are, of which failed says why they were not. ErrPrecondition, or ErrUnavailable, if none of these is known to have everything.
+func chooseCurrent(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, away []string, failed error) ([]openedLeg, error) {
 	latest, err := upToDate(v, opened, others)
 	if err != nil {
 		return nil, err
 	}
-	chosen := choose(latest)
+	chosen := equalOrBest(latest)
 	if best := chosen[0]; best.LostPower() && len(away) > 0 {
 		return nil, errdefs.Recast(errdefs.ErrUnavailable, failed, "the machine of leg %s of the replicated volume %s has started anew since it was used, so that what was not flushed may be lost there; leg %s has it, and is waited for", best.name, v.Name, strings.Join(away, ", leg "))
 	}
 	return chosen, nil
 }
 
-// sayWaits says in the object why a volume cannot be used, though a leg answers.
-func (l *ReplicaLegs) sayWaits(ctx context.Context, v *v1alpha1.ReplicatedVolume, why error) {
+// reportOpenWaits says in the object why a volume cannot be used, though a leg answers.
+func (l *ReplicaLegs) reportOpenWaits(ctx context.Context, v *v1alpha1.ReplicatedVolume, why error) {
 	if err := l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Waits = cluster.Limited(errdefs.Words(why)) }); err != nil {
 		klog.FromContext(ctx).Error(err, "Could not say in its object why a replicated volume waits", "volume", v.Name)
 	}
@@ -243,9 +243,9 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 	return leg, nil
 }
 
-// choose says which legs are current from now on: all of them, if nothing can differ; else one, which has everything that was acknowledged, as they all have. One that may have lost with its power what was not flushed is the last.
+// equalOrBest says which legs are current from now on: all of them, if nothing can differ; else one, which has everything that was acknowledged, as they all have. One that may have lost with its power what was not flushed is the last.
 // If legs that were closed are of different claims, the list is of before the last one: an object that was restored. Then those of the last one have everything.
-func choose(opened []openedLeg) []openedLeg {
+func equalOrBest(opened []openedLeg) []openedLeg {
 	if !slices.ContainsFunc(opened, func(leg openedLeg) bool { return !leg.Closed || leg.Sound != opened[0].Sound }) {
 		return opened
 	}

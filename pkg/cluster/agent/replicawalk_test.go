@@ -66,8 +66,8 @@ func (w *walk) says(format string, args ...any) {
 }
 
 // view is what who looks after the mirror sees; names fail.
-func (w *walk) view(fail ...string) *view {
-	now := &view{v: w.v.DeepCopy(), leg: map[uint64]string{}, device: map[string]uint64{}, failing: map[string]string{}}
+func (w *walk) view(fail ...string) *mirrorView {
+	now := &mirrorView{v: w.v.DeepCopy(), leg: map[uint64]string{}, device: map[string]uint64{}, failing: map[string]string{}}
 	for i, name := range w.names {
 		now.leg[uint64(i+1)], now.device[name] = name, uint64(i+1)
 		if slices.Contains(w.in, name) {
@@ -85,17 +85,17 @@ func (w *walk) looks(fail ...string) (err error) {
 		return nil
 	}
 	now, lists := w.view(fail...), w.v.Status.Lists
-	if before, err := w.isBefore(w.ctx, now); err != nil {
+	if before, err := w.isRestored(w.ctx, now); err != nil {
 		return err
 	} else if before {
-		if err := w.putRight(w.ctx, now); err != nil {
+		if err := w.restoreList(w.ctx, now); err != nil {
 			return err
 		}
 		w.before = false
 		return nil
 	}
 	if len(now.failing) > 0 {
-		if _, err := w.drop(w.ctx, now); err != nil {
+		if _, err := w.delist(w.ctx, now); err != nil {
 			return err
 		}
 		w.before = w.before && w.v.Status.Lists == lists
@@ -125,7 +125,7 @@ func (w *walk) joins(name string) {
 		w.t.Fatalf("a leg is refused, though the object was never put back: %v, after:\n%s", err, strings.Join(w.told, "\n"))
 	}
 	w.legs[name].state.Opened, w.legs[name].away = w.generation, false
-	err := w.learns(w.ctx, w.v, w.in, name)
+	err := w.tellLastList(w.ctx, w.v, w.in, name)
 	w.says("%s joins: %v", name, err)
 	if err != nil {
 		return
@@ -163,7 +163,7 @@ func (w *walk) restarts() (wrong string, ends bool) {
 	if w.before && here > 0 && !told && untold {
 		return "", true
 	}
-	_, err := w.Open(w.ctx, "", w.tender.ref)
+	_, err := w.Open(w.ctx, "", w.mirrorReconciler.ref)
 	w.says("opens by claim %d, %d answer: list %d, %v, %v", w.generation, here, w.v.Status.Lists, w.v.Current(), err)
 	switch {
 	case err != nil && w.cut < 0 && !w.before && here > 0:

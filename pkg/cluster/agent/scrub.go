@@ -29,29 +29,29 @@ const (
 	scrubWrites = 5
 )
 
-// scrubs compares the legs of a mirror, as often as that is due, until ctx ends.
-func (t *tender) scrubs(ctx context.Context) {
-	s := &scrub{tender: t}
-	for pause(ctx, scrubLooks*t.options.LookEvery) == nil {
-		v, is := t.replicated(t.ref.Key)
-		if !is || !s.mine(v) || !scrubDue(v, t.options.ScrubEvery, time.Now()) || !t.comparable(ctx, v) {
+// runScrubs compares the legs of a mirror, as often as that is due, until ctx ends.
+func (m *mirrorReconciler) runScrubs(ctx context.Context) {
+	s := &scrub{mirrorReconciler: m}
+	for pause(ctx, scrubLooks*m.options.LookEvery) == nil {
+		v, is := m.replicated(m.ref.Key)
+		if !is || !s.isClaimed(v) || !scrubDue(v, m.options.ScrubEvery, time.Now()) || !m.comparable(ctx, v) {
 			continue
 		}
 		select {
-		case t.scrubbing <- struct{}{}:
+		case m.scrubbing <- struct{}{}:
 		case <-ctx.Done():
 			return
 		}
 		err := s.run(ctx)
-		<-t.scrubbing
+		<-m.scrubbing
 		if err != nil && ctx.Err() == nil && !errors.Is(err, errdefs.ErrUnavailable) && !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrNotFound) {
 			klog.FromContext(ctx).Error(err, "Could not compare the legs of a replicated volume; going on with that later")
 		}
 	}
 }
 
-// along runs a part until end is called, or ctx ends.
-func (t *tender) along(ctx context.Context, part func(context.Context)) (end func()) {
+// runAlongside runs a part until end is called, or ctx ends.
+func (m *mirrorReconciler) runAlongside(ctx context.Context, part func(context.Context)) (end func()) {
 	running, stop := context.WithCancel(ctx)
 	done := make(chan struct{})
 	go func() {
@@ -60,7 +60,7 @@ func (t *tender) along(ctx context.Context, part func(context.Context)) (end fun
 	}()
 	return func() {
 		stop()
-		untilEnd(ctx, done)
+		waitForEnd(ctx, done)
 	}
 }
 
@@ -82,13 +82,13 @@ func scrubDue(v *v1alpha1.ReplicatedVolume, every time.Duration, now time.Time) 
 
 // scrub compares the legs of one mirror.
 type scrub struct {
-	*tender
+	*mirrorReconciler
 	failedAt int64 // the part that could not be read last
 	failed   int   // how often
 }
 
-// mine reports whether the claim of a volume is that by which the mirror was made.
-func (s *scrub) mine(v *v1alpha1.ReplicatedVolume) bool {
+// isClaimed reports whether the claim of a volume is that by which the mirror was made.
+func (s *scrub) isClaimed(v *v1alpha1.ReplicatedVolume) bool {
 	return v.Spec.Claim != nil && v.Spec.Claim.Generation == s.generation && v.Status.Opened == s.generation && !v.Going()
 }
 
@@ -103,35 +103,35 @@ func (s *scrub) run(ctx context.Context) error {
 	}
 	var at int64
 	var before *v1alpha1.Differences
-	if err := s.write(ctx, func(c *v1alpha1.Scrub, v *v1alpha1.ReplicatedVolume) {
+	if err := s.update(ctx, func(c *v1alpha1.Scrub, v *v1alpha1.ReplicatedVolume) {
 		if c.Progress == nil || c.Progress.Total != state.Size {
-			begin(c, state.Size, v.Spec.Scrubs)
+			beginScrub(c, state.Size, v.Spec.Scrubs)
 		}
 		at, before = c.Progress.Done, c.Found.DeepCopy()
 	}); err != nil {
 		return err
 	}
 	klog.FromContext(ctx).Info("The legs of a replicated volume are compared", "from", at, "size", state.Size)
-	told, known := at, bytesOf(before)
+	told, known := at, differingBytes(before)
 	differ, err := mirror.Compare(ctx, s.name, at, func(ctx context.Context, now int64, differ []dm.Range) error {
-		found := with(before, differ, "")
-		news := bytesOf(found) > known
-		if known = bytesOf(found); news {
+		found := addDifferences(before, differ, "")
+		news := differingBytes(found) > known
+		if known = differingBytes(found); news {
 			klog.FromContext(ctx).Error(nil, "The legs of a replicated volume differ", "bytes", found.Bytes)
 		}
 		if at = now; news || now-told >= max(mirror.Chunk, state.Size/progressOf) {
 			told = now
-			if err := s.tell(ctx, now, found); err != nil {
+			if err := s.reportProgress(ctx, now, found); err != nil {
 				return err
 			}
 		}
 		return s.limitRate(ctx)
 	})
-	found := with(before, differ, "")
+	found := addDifferences(before, differ, "")
 	if err != nil {
-		return s.interrupted(ctx, at, found, err)
+		return s.reportInterrupted(ctx, at, found, err)
 	}
-	return s.ended(ctx, found)
+	return s.reportEnd(ctx, found)
 }
 
 // limitRate waits as long as the limit of the node asks for after each chunk.
@@ -142,8 +142,8 @@ func (s *scrub) limitRate(ctx context.Context) error {
 	return pause(ctx, time.Duration(float64(mirror.Chunk)/float64(s.options.ScrubBandwidth)*float64(time.Second)))
 }
 
-// interrupted takes the error that ended a compare somewhere. A part that cannot be read again and again, while no leg is taken for failed, counts as found, and is stepped over.
-func (s *scrub) interrupted(ctx context.Context, at int64, found *v1alpha1.Differences, err error) error {
+// reportInterrupted takes the error that ended a compare somewhere. A part that cannot be read again and again, while no leg is taken for failed, counts as found, and is stepped over.
+func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1.Differences, err error) error {
 	if ctx.Err() != nil || errors.Is(err, errdefs.ErrNotFound) {
 		return err
 	}
@@ -154,24 +154,24 @@ func (s *scrub) interrupted(ctx context.Context, at int64, found *v1alpha1.Diffe
 		}
 		if s.failed++; s.failed >= scrubTries {
 			s.failed, next = 0, at+mirror.Chunk
-			found = with(found, []dm.Range{{Offset: at, Length: mirror.Chunk}}, errdefs.Words(err))
+			found = addDifferences(found, []dm.Range{{Offset: at, Length: mirror.Chunk}}, errdefs.Words(err))
 		}
 	}
-	return errors.Join(err, s.tell(ctx, next, found))
+	return errors.Join(err, s.reportProgress(ctx, next, found))
 }
 
-// tell writes down how far a compare is, and what it has found.
-func (s *scrub) tell(ctx context.Context, at int64, found *v1alpha1.Differences) error {
-	return s.write(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
+// reportProgress writes down how far a compare is, and what it has found.
+func (s *scrub) reportProgress(ctx context.Context, at int64, found *v1alpha1.Differences) error {
+	return s.update(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
 		if c.Progress != nil {
 			c.Progress.Done, c.Found = min(at, c.Progress.Total), found
 		}
 	})
 }
 
-// ended writes down that all was compared.
-func (s *scrub) ended(ctx context.Context, found *v1alpha1.Differences) error {
-	err := s.write(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
+// reportEnd writes down that all was compared.
+func (s *scrub) reportEnd(ctx context.Context, found *v1alpha1.Differences) error {
+	err := s.update(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
 		c.Progress, c.Found, c.Last, c.Ended = nil, nil, found, new(metav1.NewTime(time.Now()).Rfc3339Copy())
 	})
 	if err != nil {
@@ -186,21 +186,21 @@ func (s *scrub) ended(ctx context.Context, found *v1alpha1.Differences) error {
 	return nil
 }
 
-// write changes what the object says of the compare, if the volume is used here by the claim that there was.
-func (s *scrub) write(ctx context.Context, edit func(*v1alpha1.Scrub, *v1alpha1.ReplicatedVolume)) error {
+// update changes what the object says of the compare, if the volume is used here by the claim that there was.
+func (s *scrub) update(ctx context.Context, edit func(*v1alpha1.Scrub, *v1alpha1.ReplicatedVolume)) error {
 	for try := 1; ; try++ {
 		v, err := s.replicatedNow(ctx, s.ref.Key)
 		if err != nil {
 			return err
 		}
-		if !s.mine(v) {
+		if !s.isClaimed(v) {
 			return fmt.Errorf("%w: replicated volume %s is not used here by claim %d any more", errdefs.ErrUnavailable, s.ref.Key, s.generation)
 		}
 		err = s.writeReplicas(ctx, v, func(status *v1alpha1.ReplicatedVolumeStatus) {
 			if status.Scrub == nil {
 				status.Scrub = &v1alpha1.Scrub{}
 			}
-			turning(status.Scrub, func() { edit(status.Scrub, v) })
+			editAndNoteTurn(status.Scrub, func() { edit(status.Scrub, v) })
 		})
 		if !errors.Is(err, errdefs.ErrBusy) || try == scrubWrites || pause(ctx, busyRetry) != nil {
 			return err
@@ -208,32 +208,32 @@ func (s *scrub) write(ctx context.Context, edit func(*v1alpha1.Scrub, *v1alpha1.
 	}
 }
 
-// begin has a compare begin anew. What one has found that did not end, as the volume has grown, is true until this one has ended.
-func begin(c *v1alpha1.Scrub, size, asked int64) {
+// beginScrub has a compare begin anew. What one has found that did not end, as the volume has grown, is true until this one has ended.
+func beginScrub(c *v1alpha1.Scrub, size, asked int64) {
 	if c.Found != nil {
 		c.Last = c.Found
 	}
 	c.Progress, c.Found, c.Asked = &v1alpha1.Progress{Total: size}, nil, asked
 }
 
-// turning edits what is known of a compare, and notes when that makes a difference to whether the legs differ.
-func turning(c *v1alpha1.Scrub, edit func()) {
+// editAndNoteTurn edits what is known of a compare, and notes when that makes a difference to whether the legs differ.
+func editAndNoteTurn(c *v1alpha1.Scrub, edit func()) {
 	differed := c.Differs()
 	if edit(); c.Differs() != differed {
 		c.Turned = new(metav1.Now().Rfc3339Copy())
 	}
 }
 
-// bytesOf is how many bytes differ.
-func bytesOf(d *v1alpha1.Differences) int64 {
+// differingBytes is how many bytes differ.
+func differingBytes(d *v1alpha1.Differences) int64 {
 	if d == nil {
 		return 0
 	}
 	return d.Bytes
 }
 
-// with are differences, and some that were found after them; nil: none.
-func with(before *v1alpha1.Differences, differ []dm.Range, message string) *v1alpha1.Differences {
+// addDifferences are differences, and some that were found after them; nil: none.
+func addDifferences(before *v1alpha1.Differences, differ []dm.Range, message string) *v1alpha1.Differences {
 	if len(differ) == 0 {
 		return before
 	}

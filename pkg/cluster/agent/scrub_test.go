@@ -40,15 +40,15 @@ func TestScrubDue(t *testing.T) {
 
 // TestDifferences: those that are found later are added, and the first ones named.
 func TestDifferences(t *testing.T) {
-	if with(nil, nil, "") != nil {
+	if addDifferences(nil, nil, "") != nil {
 		t.Error("nothing was found, and said")
 	}
 	var many []dm.Range
 	for i := range int64(v1alpha1.MostRanges) {
 		many = append(many, dm.Range{Offset: i * 8192, Length: 4096})
 	}
-	first := with(nil, many[:1], "")
-	all := with(first, many, "it cannot be read")
+	first := addDifferences(nil, many[:1], "")
+	all := addDifferences(first, many, "it cannot be read")
 	if first.Bytes != 4096 || len(first.Ranges) != 1 || all.Bytes != (v1alpha1.MostRanges+1)*4096 || len(all.Ranges) != v1alpha1.MostRanges || all.Message != "it cannot be read" {
 		t.Errorf("%+v, then %+v", first, all)
 	}
@@ -62,17 +62,17 @@ func TestScrubTurns(t *testing.T) {
 		edit          func()
 		turns, differ bool
 	}{
-		{"one begins", func() { begin(c, 8192, 0) }, false, false},
+		{"one begins", func() { beginScrub(c, 8192, 0) }, false, false},
 		{"it finds nothing", func() { c.Progress.Done = 4096 }, false, false},
 		{"it finds something", func() { c.Found = found }, true, true},
-		{"the volume has grown", func() { begin(c, 16384, 0) }, false, true},
+		{"the volume has grown", func() { beginScrub(c, 16384, 0) }, false, true},
 		{"it finds that again", func() { c.Found = found }, false, true},
 		{"it ends", func() { c.Progress, c.Last, c.Found = nil, found, nil }, false, true},
-		{"another one begins", func() { begin(c, 16384, 1) }, false, true},
+		{"another one begins", func() { beginScrub(c, 16384, 1) }, false, true},
 		{"it finds nothing and ends", func() { c.Progress, c.Last, c.Found = nil, nil, nil }, true, false},
 	} {
 		c.Turned = nil
-		turning(c, step.edit)
+		editAndNoteTurn(c, step.edit)
 		if turned := c.Turned != nil; turned != step.turns || c.Differs() != step.differ {
 			t.Errorf("%s: turned %v, differ %v", step.what, turned, c.Differs())
 		}

@@ -41,7 +41,7 @@ const tendedSize = 16 << 20
 
 // tended is a volume with several legs that is used here: the mirror is the kernel's, its legs are devices of this machine, of which the first is the near one; the object is in memory.
 type tended struct {
-	*tender
+	*mirrorReconciler
 	t  *testing.T
 	mu sync.Mutex
 	v  *v1alpha1.ReplicatedVolume
@@ -84,13 +84,13 @@ func newTended(t *testing.T, current int, names ...string) *tended {
 			numbers = append(numbers, f.legs[name].number)
 		}
 	}
-	check.OK(t, mirror.Make(context.Background(), f.tender.name, "LVM-NOT-OF-LVM-TEST-TENDED", tendedSize, numbers...))
+	check.OK(t, mirror.Make(context.Background(), f.mirrorReconciler.name, "LVM-NOT-OF-LVM-TEST-TENDED", tendedSize, numbers...))
 	t.Cleanup(func() {
 		for _, l := range f.legs {
 			f.fails(l)
 		}
-		_ = dm.Replace(f.tender.name, []dm.Line{{Length: tendedSize, Kind: "zero"}})
-		_, err := mirror.Remove(context.Background(), f.tender.name)
+		_ = dm.Replace(f.mirrorReconciler.name, []dm.Line{{Length: tendedSize, Kind: "zero"}})
+		_, err := mirror.Remove(context.Background(), f.mirrorReconciler.name)
 		check.OK(t, err)
 	})
 	return f
@@ -121,7 +121,7 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 			r.legs[name] = volume.ID{Kind: blockdev.Volume, Pool: "pool", Key: name}
 		})
 	}
-	f.tender = &tender{ReplicaLegs: a.ReplicaLegs(tendedVolumes{f}, tendedConnections{f}), ref: blockdev.Ref{Kind: blockdev.Volume, Key: f.v.Name}, name: "ashlar-test-tended", generation: 1, joins: map[string]*tries{}}
+	f.mirrorReconciler = &mirrorReconciler{ReplicaLegs: a.ReplicaLegs(tendedVolumes{f}, tendedConnections{f}), ref: blockdev.Ref{Kind: blockdev.Volume, Key: f.v.Name}, name: "ashlar-test-tended", generation: 1, legStates: map[string]*legState{}}
 	return f
 }
 
@@ -170,7 +170,7 @@ func (f *tended) mends(name string) {
 }
 
 func (f *tended) file() *os.File {
-	d, err := dm.Find(f.tender.name)
+	d, err := dm.Find(f.mirrorReconciler.name)
 	check.OK(f.t, err)
 	file, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
 	check.OK(f.t, err)
@@ -219,14 +219,14 @@ func (f *tended) starts() {
 	})
 }
 
-func (f *tended) now() *view {
+func (f *tended) now() *mirrorView {
 	f.t.Helper()
-	s, err := mirror.Look(f.tender.name)
+	s, err := mirror.Look(f.mirrorReconciler.name)
 	check.OK(f.t, err)
 	f.mu.Lock()
 	v := f.v.DeepCopy()
 	f.mu.Unlock()
-	now, err := f.view(context.Background(), v, s)
+	now, err := f.observe(context.Background(), v, s)
 	check.OK(f.t, err)
 	return now
 }
@@ -235,11 +235,11 @@ func (f *tended) current(names ...string) {
 	f.t.Helper()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(20 * time.Millisecond) {
 		now := f.now()
-		if slices.Equal(now.v.Current(), names) && slices.Equal(now.in(), names) {
+		if slices.Equal(now.v.Current(), names) && slices.Equal(now.names(), names) {
 			return
 		}
 		if time.Now().After(end) {
-			f.t.Fatalf("%v are current, and %v in the mirror, not %v", now.v.Current(), now.in(), names)
+			f.t.Fatalf("%v are current, and %v in the mirror, not %v", now.v.Current(), now.names(), names)
 		}
 	}
 }
@@ -248,7 +248,7 @@ func (f *tended) current(names ...string) {
 func (f *tended) noticed(name string) {
 	f.t.Helper()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(5 * time.Millisecond) {
-		s, err := mirror.Look(f.tender.name)
+		s, err := mirror.Look(f.mirrorReconciler.name)
 		check.OK(f.t, err)
 		at := slices.IndexFunc(s.Legs, func(l mirror.Leg) bool { return l.Device == f.legs[name].number })
 		if at < 0 || s.Legs[at].Failed {
@@ -454,7 +454,7 @@ func (f *tended) goesOnWithout(name string) {
 // joins has a leg join the first one, of which it lacks nothing.
 func (f *tended) joins(name string) {
 	f.t.Helper()
-	check.OK(f.t, mirror.Join(context.Background(), f.tender.name, f.legs[name].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
+	check.OK(f.t, mirror.Join(context.Background(), f.mirrorReconciler.name, f.legs[name].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
 }
 
 // TestLegsFallSilent: the nodes of two legs do not answer any more, and one is found later than the other. What leaves the mirror first waits for what is under way to the second.
@@ -505,7 +505,7 @@ func TestSilentOnceEqual(t *testing.T) {
 func TestSilentWhileFlushed(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	f.joins("b")
-	check.OK(t, mirror.Finish(context.Background(), f.tender.name, 0))
+	check.OK(t, mirror.Finish(context.Background(), f.mirrorReconciler.name, 0))
 	f.goesOnWithout("b")
 }
 
@@ -524,7 +524,7 @@ func (f *tended) has(name string) byte {
 }
 
 // eventually waits for something.
-func (f *tended) eventually(what string, is func(*view) bool) {
+func (f *tended) eventually(what string, is func(*mirrorView) bool) {
 	f.t.Helper()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(20 * time.Millisecond) {
 		now := f.now()
@@ -584,7 +584,7 @@ func TestListedAndNotFinished(t *testing.T) {
 			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: "b", Current: true, Sound: 1})
 			f.legs["b"].state = volume.LegState{Sound: 1, Opened: 1, Boot: "1"}
 			f.joins("b")
-			f.eventually("equal", func(now *view) bool { return now.s.Equal() })
+			f.eventually("equal", func(now *mirrorView) bool { return now.s.Equal() })
 			wanted := []string{"a", "b"}
 			switch then {
 			case "cannot be flushed":
@@ -597,7 +597,7 @@ func TestListedAndNotFinished(t *testing.T) {
 			}
 			f.starts()
 			f.current(wanted...)
-			f.eventually("finished", func(now *view) bool { return now.s.Joining == nil })
+			f.eventually("finished", func(now *mirrorView) bool { return now.s.Joining == nil })
 			f.ends(f.write(0), "a write")
 		})
 	}
@@ -625,7 +625,7 @@ func TestCannotBeFlushed(t *testing.T) {
 			f.legs["b"].state.Common, f.legs["a"].state.Common = "X", "X"
 			f.joins("b")
 			f.starts()
-			f.eventually("out of the mirror", func(now *view) bool {
+			f.eventually("out of the mirror", func(now *mirrorView) bool {
 				leg := now.v.Leg("b")
 				return now.s.Joining == nil && len(now.s.Legs) == len(names)-1 && leg != nil && !leg.Current && leg.State == v1alpha1.LegWaiting && (strings.Contains(leg.Message, "could not be made durable") || strings.Contains(leg.Message, "it failed")) // the kernel flushes what it has copied, too
 			})
@@ -641,7 +641,7 @@ func TestCannotBeFlushed(t *testing.T) {
 				t.Errorf("it was tried %d times in %s", n/2, took)
 			}
 			f.mends("b")
-			f.eventually("current", func(now *view) bool {
+			f.eventually("current", func(now *mirrorView) bool {
 				return len(now.v.Current()) == len(names) && now.s.Joining == nil && len(now.s.Legs) == len(names)
 			})
 		})
@@ -688,7 +688,7 @@ func TestMarksOfWhatLeft(t *testing.T) {
 			now := f.now()
 			f.begins = func(string) error {
 				if how == "leaves" {
-					check.OK(t, mirror.Leave(context.Background(), f.tender.name, f.legs["a"].number))
+					check.OK(t, mirror.Leave(context.Background(), f.mirrorReconciler.name, f.legs["a"].number))
 				} else {
 					f.flaky("a")
 					flush := make(chan error, 1)
@@ -702,10 +702,10 @@ func TestMarksOfWhatLeft(t *testing.T) {
 				}
 				return nil
 			}
-			if err := f.joinLeg(context.Background(), now, "c", 0); !errors.Is(err, errOtherMirror) {
+			if err := f.joinLeg(context.Background(), now, "c", 0); !errors.Is(err, errMirrorChanged) {
 				t.Error("it joined by the marks of what is not in the mirror any more:", err)
 			}
-			s, err := mirror.Look(f.tender.name)
+			s, err := mirror.Look(f.mirrorReconciler.name)
 			check.OK(t, err)
 			if s.Joining != nil {
 				t.Errorf("it joins: %+v", s)
@@ -723,7 +723,7 @@ func TestNoEra(t *testing.T) {
 		}
 		return nil
 	}
-	check.OK(t, f.common(context.Background(), f.now()))
+	check.OK(t, f.recordCommon(context.Background(), f.now()))
 	a, b := f.legs["a"].state, f.legs["b"].state
 	if a.Common == "" || a.Common != b.Common || a.Era != 1<<20+7 || b.Era != volume.NoEra {
 		t.Errorf("%+v, %+v", a, b)
@@ -757,7 +757,7 @@ func (f *tended) opens(generation int64) error {
 	f.mu.Lock()
 	f.v.Spec.Claim.Generation = generation
 	f.mu.Unlock()
-	_, err := f.Open(context.Background(), "", f.tender.ref)
+	_, err := f.Open(context.Background(), "", f.mirrorReconciler.ref)
 	return err
 }
 
@@ -801,7 +801,7 @@ func TestSilentLeg(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 3*legPatience*f.options.LookEvery)
 	defer cancel()
 	f.v.Spec.Claim.Generation = 3
-	if _, err := f.Open(ctx, "", f.tender.ref); err == nil || ctx.Err() == nil {
+	if _, err := f.Open(ctx, "", f.mirrorReconciler.ref); err == nil || ctx.Err() == nil {
 		t.Errorf("the only one is not waited for: %v", err)
 	}
 }
@@ -813,7 +813,7 @@ func TestRecordWhereOneIsSilent(t *testing.T) {
 	f.legs["a"].silent, f.legs["b"].news, f.legs["c"].news = true, 1, 1
 	f.legs["b"].labels["format"], f.legs["c"].labels["format"] = "formatted:ext4", "formatted:ext4"
 	began := time.Now()
-	record, err := f.Record(context.Background(), "", f.tender.ref)
+	record, err := f.Record(context.Background(), "", f.mirrorReconciler.ref)
 	check.OK(t, err)
 	if took := time.Since(began); took >= homeTime || record.Labels["format"] != "formatted:ext4" {
 		t.Errorf("after %v it is %+v", took, record)
@@ -840,13 +840,13 @@ func TestOlderList(t *testing.T) {
 // TestLabelsWhileOneJoins: what the volume carries changes after a leg has begun to join, and before it is current.
 func TestLabelsWhileOneJoins(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
-	_, err := f.SetLabels(context.Background(), "", f.tender.ref, func(labels map[string]string) error {
+	_, err := f.SetLabels(context.Background(), "", f.mirrorReconciler.ref, func(labels map[string]string) error {
 		labels["format"] = "formatting"
 		return nil
 	})
 	check.OK(t, err)
 	check.OK(t, f.joinLeg(context.Background(), f.now(), "b", 0))
-	_, err = f.SetLabels(context.Background(), "", f.tender.ref, func(labels map[string]string) error {
+	_, err = f.SetLabels(context.Background(), "", f.mirrorReconciler.ref, func(labels map[string]string) error {
 		labels["format"] = "formatted:ext4"
 		return nil
 	})
@@ -878,7 +878,7 @@ func (f *tended) slowly(name string, length int64) {
 	f.t.Helper()
 	l := f.legs[name]
 	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: dm.Number(l.disk) + " 0 500"}}))
-	check.OK(f.t, mirror.Join(context.Background(), f.tender.name, l.number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: length}}, nil }))
+	check.OK(f.t, mirror.Join(context.Background(), f.mirrorReconciler.name, l.number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: length}}, nil }))
 }
 
 // TestLastFailsWhileOneJoins: the disks of all legs that are current fail what is written while another one is made equal. Who writes gets an error, and the other one is not current.
