@@ -23,25 +23,26 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A volume with several legs is used through the node of its claim (docs/replication.md), which has the mirror over them, and alone writes which legs are current. This is what the agent of that
-// node knows of such volumes. How it reaches their legs is in replicalegs.go, how it opens them for a claim in replicaopen.go, which list of current legs it writes in replicalist.go, and what it does while they are used in replicamirror.go.
+// A volume with several legs is used through the node of its claim (docs/replication.md). That node has the mirror over the legs, and alone writes which legs are current. Here is
+// what its agent knows of such volumes. replicalegs.go: how it reaches the legs. replicaopen.go: how it opens them for a claim. replicalist.go: which list of current legs it
+// writes. replicamirror.go: what it does while the volume is used.
 
-// replicas are the volumes with several legs that are claimed for this node.
+// replicas has the volumes with several legs that are claimed for this node.
 type replicas struct {
 	kube kube.Connection
 	read atomic.Bool // the cache has been filled once
 
 	mu    sync.Mutex
 	known map[string]*replica // by the names of their objects
-	using Using               // those that are used here; nil: none can be
+	using Using               // works on those that are used here; nil: none can be used
 }
 
-// replica is what is known of one beside its object. It is forgotten with the process.
+// replica is what this process remembers of a volume with several legs, beside its object.
 type replica struct {
 	legs   map[string]volume.ID // by their names
 	claim  int64                // the generation of the claim that is being opened; 0: none
-	opens  time.Time            // since when
-	record blockdev.Record      // as it was last; zero: not known
+	opens  time.Time            // since when that is
+	record blockdev.Record      // as a leg had it last; zero: not known
 }
 
 // connectReplicas prepares the watch of volumes with several legs. It asks the API server nothing.
@@ -70,7 +71,7 @@ func (a *Agent) watchReplicas(ctx context.Context) error {
 	return a.replicas.kube.Cache.Start(ctx)
 }
 
-// replicated returns the object of a volume with several legs that is claimed for this node, as the watch last told.
+// replicated returns the object of a volume with several legs from the cache; false if it is not claimed for this node.
 func (a *Agent) replicated(key string) (*v1alpha1.ReplicatedVolume, bool) {
 	if !a.replicas.read.Load() {
 		return nil, false
@@ -80,7 +81,7 @@ func (a *Agent) replicated(key string) (*v1alpha1.ReplicatedVolume, bool) {
 	return v, err == nil && v.Spec.Claim != nil && v.Spec.Claim.Node == a.local.Node()
 }
 
-// replicatedNow is replicated, as the API server says now. ErrPrecondition if it is not claimed for this node.
+// replicatedNow is replicated, from the API server. ErrPrecondition if the volume is not claimed for this node.
 func (a *Agent) replicatedNow(ctx context.Context, key string) (*v1alpha1.ReplicatedVolume, error) {
 	v := &v1alpha1.ReplicatedVolume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, v)
@@ -144,14 +145,15 @@ func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 	return untilHeard(ctx, w, r, id)
 }
 
-// UseReplicated says who holds back the writes to volumes with several legs that are used here, and sets what may be changed of them: volume.Replicated.
+// UseReplicated sets what works on the volumes with several legs that are used here: volume.Replicated.
 func (a *Agent) UseReplicated(using Using) {
 	a.replicas.mu.Lock()
 	defer a.replicas.mu.Unlock()
 	a.replicas.using = using
 }
 
-// holdReplicated holds back the writes to the volume of a leg, if it is used here: also if that is about to be a volume with several legs. The caller may have the lock of one leg, which the first shares with the volume.
+// holdReplicated holds back the writes to the volume of a leg, if the volume is used here, also if it is about to become one with several legs; release is nil if it is not. locked
+// is the leg whose lock the caller has, empty for none: the first leg shares its lock with the volume.
 func (a *Agent) holdReplicated(ctx context.Context, leg *v1alpha1.Volume, locked string) (release func() error, err error) {
 	key, id := cmp.Or(leg.Spec.ReplicaOf, leg.Name), cluster.VolumeID(leg) // the watch of legs may be behind that of volumes
 	v, is := a.replicated(key)
@@ -180,7 +182,7 @@ func (a *Agent) mirrors() bool {
 	return a.replicas.using != nil
 }
 
-// note changes what is known of a volume with several legs.
+// note changes what this process remembers of a volume with several legs.
 func (a *Agent) note(key string, change func(*replica)) {
 	a.replicas.mu.Lock()
 	defer a.replicas.mu.Unlock()

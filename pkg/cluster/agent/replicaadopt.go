@@ -14,14 +14,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume that this node uses can become one with several legs meanwhile (package replicator). Its object is claimed for this node then, and its devices are still those of its one leg: they are to be laid over a mirror.
+// A volume can become one with several legs while this node uses it (docs/replication.md, "Add legs to a volume in use"). Its devices, which are over its one leg, are then laid over
+// a mirror: the volume is adopted.
 
-// adopter has such volumes be used through a mirror. Each waits for itself: one whose home has ceased to answer for that, perhaps for ever, as what is under way to it has to end.
+// adopter adopts such volumes, each in a goroutine of its own: one whose home does not answer may wait for ever, for I/O that is under way.
 type adopter struct {
 	*ReplicaLegs
 	mu     sync.Mutex
-	begun  map[string]bool   // those that are being adopted, by the names of the objects
-	told   map[string]string // why it could not be done, last
+	begun  map[string]bool   // volumes that are being adopted, by the names of their objects
+	told   map[string]string // why a volume could not be adopted, last
 	adopts sync.WaitGroup
 }
 
@@ -29,7 +30,7 @@ func (l *ReplicaLegs) adopter() *adopter {
 	return &adopter{ReplicaLegs: l, begun: map[string]bool{}, told: map[string]string{}}
 }
 
-// startDue begins to adopt those that are to be. mirrored are the volumes that have a mirror here.
+// startDue starts to adopt the volumes that are to be adopted. mirrored are those that have a mirror here.
 func (a *adopter) startDue(ctx context.Context, mirrored map[blockdev.Ref]int64) {
 	if !a.replicas.read.Load() {
 		return
@@ -64,7 +65,7 @@ func (a *adopter) startDue(ctx context.Context, mirrored map[blockdev.Ref]int64)
 	}
 }
 
-// begin is false if a volume is being adopted.
+// begin notes that a volume is being adopted; false if it was already.
 func (a *adopter) begin(name string) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -90,7 +91,7 @@ func (a *adopter) adopt(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
 	}
 }
 
-// isNews keeps why a volume could not be adopted, if it could not, and reports whether it was said already.
+// isNews keeps why a volume could not be adopted (empty: it was), and reports whether there is a reason that was not said before.
 func (a *adopter) isNews(name, why string) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -101,7 +102,7 @@ func (a *adopter) isNews(name, why string) bool {
 	return why != "" && why != was
 }
 
-// reportAdoptWaits says why a volume is used without a mirror: in the log, and in the object, of each leg that waits for that.
+// reportAdoptWaits logs why a volume is used without a mirror, and writes it into the object, of each leg that waits for that.
 func (a *adopter) reportAdoptWaits(ctx context.Context, v *v1alpha1.ReplicatedVolume, err error) {
 	why := errdefs.Words(err)
 	klog.FromContext(ctx).Error(err, "Could not lay a volume that got replicas while it is used over a mirror; trying again", "volume", v.Name)
@@ -121,13 +122,14 @@ func (a *adopter) reportAdoptWaits(ctx context.Context, v *v1alpha1.ReplicatedVo
 	}
 }
 
-// bypassesMirror reports whether what is written to a volume may not come to its mirror, as it is not adopted yet: then no leg joins.
+// bypassesMirror reports whether writes to a volume may bypass its mirror, as it is not adopted yet: then no leg may join.
 func (m *mirrorReconciler) bypassesMirror(ctx context.Context, v *v1alpha1.ReplicatedVolume) (bool, error) {
 	_, astray, err := m.volumes.Adopted(ctx, cluster.ReplicatedID(v))
 	return astray, err
 }
 
-// comparable reports whether the legs of a volume can be compared: not if it was mounted when it had one, as the filesystem then changes pages while they are written, which each leg takes at another moment.
+// comparable reports whether the legs of a volume can be compared. Not if it was mounted before it was adopted: its filesystem may then change a page while it is written, and each leg
+// takes it at another moment.
 func (m *mirrorReconciler) comparable(ctx context.Context, v *v1alpha1.ReplicatedVolume) bool {
 	adopted, _, err := m.volumes.Adopted(ctx, cluster.ReplicatedID(v))
 	return err == nil && !adopted

@@ -19,9 +19,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// How a leg comes into a mirror: the kernel makes it equal to the others, and then it is put on the list of current legs.
+// How a leg joins a mirror: the kernel makes it equal to the others, and then it is put on the list of current legs.
 
-// listUnlisted puts on the list what the mirror waits for, and is not there: somebody has changed the object.
+// listUnlisted puts legs of the mirror on the list that are not there, as somebody has changed the object.
 func (m *mirrorReconciler) listUnlisted(ctx context.Context, now *mirrorView) error {
 	for _, l := range now.s.Legs {
 		name := now.leg[l.Device]
@@ -38,7 +38,7 @@ func (m *mirrorReconciler) listUnlisted(ctx context.Context, now *mirrorView) er
 	return nil
 }
 
-// putOnList puts a leg on the list that the mirror waits for, and that is equal. One that cannot be flushed leaves the mirror instead, and is tried again later.
+// putOnList puts a leg on the list that is in the mirror and equal. If it cannot be flushed it leaves the mirror instead, and is tried again later.
 func (m *mirrorReconciler) putOnList(ctx context.Context, now *mirrorView, name string, device uint64) (listed bool, err error) {
 	err = m.runWatched(ctx, m.dropSilent, func() error {
 		return m.complete(ctx, now.v, name, device, func() error {
@@ -61,18 +61,19 @@ func (m *mirrorReconciler) putOnList(ctx context.Context, now *mirrorView, name 
 	return false, m.cancelJoin(ctx, now, device, why)
 }
 
-// noteCurrent is the end of the way of a leg that has been put on the list.
+// noteCurrent resets what is remembered of a leg that was put on the list, and tells all legs of the new list.
 func (m *mirrorReconciler) noteCurrent(ctx context.Context, now *mirrorView, name string) error {
 	delete(m.legStates, name)
 	m.common = commonMoment{written: -1}
 	klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
-	return m.tellAll(ctx, now.v) // soon: those who are not told, and leave, know only that it was due
+	return m.tellAll(ctx, now.v) // at once: a leg that leaves before it is told knows only that the list was due
 }
 
-// errNotFlushed: the disk of a leg does not make durable what it has taken.
+// errNotFlushed: the disk of a leg could not make durable what was written to it.
 var errNotFlushed = errors.New("it cannot be flushed")
 
-// complete has a leg that is equal be that durably, and its record say so, and what those of the others say of the volume by now. Nobody changes that before it is on the list.
+// complete flushes a leg that is equal, writes into its record that it is sound, with the labels of the current legs, and calls list, all under the lock of the volume: so the
+// labels stay the same until the leg is on the list. errNotFlushed if it cannot be flushed.
 func (m *mirrorReconciler) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64, list func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
@@ -103,7 +104,7 @@ func (m *mirrorReconciler) complete(ctx context.Context, v *v1alpha1.ReplicatedV
 	})
 }
 
-// stepJoining is the step with a leg that the kernel makes equal.
+// stepJoining is the step while the kernel makes a leg equal.
 func (m *mirrorReconciler) stepJoining(ctx context.Context, now *mirrorView) error {
 	name := now.leg[now.s.Joining.Device]
 	switch {
@@ -122,12 +123,13 @@ func (m *mirrorReconciler) stepJoining(ctx context.Context, now *mirrorView) err
 	})
 }
 
-// finishJoin puts a leg on the list that has joined, and is equal; then it is made one like the others. Not before: as long as it joins, the kernel acknowledges nothing that it alone has, whichever fails (mirror.Join). A leg is on the list already where a driver has ended between the two.
+// finishJoin puts a leg on the list that is equal, and then makes it a leg of the mirror like the others. The order matters: as long as it joins, the kernel acknowledges
+// nothing that it alone has, whichever leg fails (mirror.Join). It may be on the list already, if an earlier process ended in between.
 func (m *mirrorReconciler) finishJoin(ctx context.Context, now *mirrorView, name string) error {
 	if err := m.tellLastList(ctx, now.v, now.names(), name); err != nil {
 		return err
 	}
-	if s, err := mirror.Look(m.name); err != nil || s.Event != m.seenEvent { // a leg may have failed, which the kernel has forgotten: Watch tells
+	if s, err := mirror.Look(m.name); err != nil || s.Event != m.seenEvent { // a leg may have failed, and the kernel may have forgotten that: Watch tells
 		return err
 	}
 	if listed, err := m.putOnList(ctx, now, name, now.s.Joining.Device); err != nil || !listed {
@@ -139,7 +141,7 @@ func (m *mirrorReconciler) finishJoin(ctx context.Context, now *mirrorView, name
 	return m.noteCurrent(ctx, now, name)
 }
 
-// cancelJoin takes a leg that is not on the list out of the mirror; it is tried again.
+// cancelJoin takes a leg that is not on the list out of the mirror. It is tried again later.
 func (m *mirrorReconciler) cancelJoin(ctx context.Context, now *mirrorView, device uint64, why string) error {
 	name := now.leg[device]
 	if err := m.changeMirror(ctx, func() error { return mirror.Leave(ctx, m.name, device) }); err != nil {
@@ -150,7 +152,7 @@ func (m *mirrorReconciler) cancelJoin(ctx context.Context, now *mirrorView, devi
 	return m.reportLeg(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, why+", and is tried again") })
 }
 
-// reportLeg changes what the object says of a leg for people.
+// reportLeg edits what the object says of a leg.
 func (m *mirrorReconciler) reportLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, edit func(*v1alpha1.Leg)) error {
 	return m.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		if v.Leg(name) == nil {
@@ -160,14 +162,14 @@ func (m *mirrorReconciler) reportLeg(ctx context.Context, v *v1alpha1.Replicated
 	})
 }
 
-// backOff says when a leg is tried again.
+// backOff sets when a leg is tried again, later each time.
 func (m *mirrorReconciler) backOff(name string) {
 	k := m.stateOf(name)
 	k.retryAt = time.Now().Add(time.Duration(min(firstJoinBackoff<<min(k.tries, 16), longestJoinBackoff)) * m.options.LookEvery)
 	k.tries++
 }
 
-// startJoin has a leg that is not in the mirror be made equal, one at a time.
+// startJoin starts to join the first leg that is not in the mirror and is due, in the background.
 func (m *mirrorReconciler) startJoin(ctx context.Context, now *mirrorView) error {
 	for _, name := range now.v.Spec.Legs {
 		if slices.Contains(now.names(), name) || time.Now().Before(m.stateOf(name).retryAt) {
@@ -188,7 +190,7 @@ func (m *mirrorReconciler) startJoin(ctx context.Context, now *mirrorView) error
 	return nil
 }
 
-// endJoin is the end of a try of a leg to join.
+// endJoin takes the result of joinLeg: after an error the leg is tried again later, and the object says why.
 func (m *mirrorReconciler) endJoin(ctx context.Context, now *mirrorView, name string, err error) error {
 	switch {
 	case errors.Is(err, errdefs.ErrBusy), errors.Is(err, errMirrorChanged):
@@ -205,7 +207,7 @@ func (m *mirrorReconciler) endJoin(ctx context.Context, now *mirrorView, name st
 	})
 }
 
-// joinLeg opens a leg and has the kernel copy to it what it lacks. The caller has the lock of the volume.
+// joinLeg opens a leg, and has the kernel start to copy what it lacks. The caller has the lock of the volume. ErrBusy or errMirrorChanged if it is to be tried again soon.
 func (m *mirrorReconciler) joinLeg(ctx context.Context, now *mirrorView, name string, tries int) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
@@ -231,7 +233,7 @@ func (m *mirrorReconciler) joinLeg(ctx context.Context, now *mirrorView, name st
 		if err = isAhead(v, leg); err == nil {
 			err = m.volumes.ChangeLeg(ctx, legs[name], func(s *volume.LegState, own map[string]string) error {
 				volume.CarryLabels(current.Data.Labels, own)
-				s.Opened, s.Closed, s.Boot = m.generation, false, leg.Now // what it was sound of, it stays
+				s.Opened, s.Closed, s.Boot = m.generation, false, leg.Now // s.Sound stays as it is
 				return nil
 			})
 		}
@@ -241,7 +243,7 @@ func (m *mirrorReconciler) joinLeg(ctx context.Context, now *mirrorView, name st
 		}
 		if err == nil {
 			err = mirror.Join(ctx, m.name, leg.device.Number, func(ctx context.Context) ([]dm.Range, error) {
-				if err := m.checkUnchanged(now); err != nil { // the marks are those of a leg that was in it
+				if err := m.checkUnchanged(now); err != nil { // the marks are of a leg that was in the mirror then
 					return nil, err
 				}
 				return lacks(ctx)

@@ -19,12 +19,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// How a leg goes out of a mirror: it is found to have failed, taken off the list of current legs, and only then left behind by the mirror.
+// How a leg leaves a mirror: it is found to have failed, is taken off the list of current legs, and only then the mirror goes on without it.
 
 // legSilence is for how many looks the node of a leg may not answer before the others go on without it.
 const legSilence = 5
 
-// dropSilent takes legs that do not answer for too long off the list, and ends the connections to them, if another one is current. They leave the mirror with the next look.
+// dropSilent takes legs that have failed, or do not answer, off the list, and ends the connections to them, if another leg is current. They leave the mirror in the next step.
 func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 	v, is := m.replicated(m.ref.Key)
 	if !is || v.Spec.Claim.Generation != m.generation || v.Status.Opened != m.generation {
@@ -53,12 +53,13 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 	}
 }
 
-// findFailed finds the legs that the mirror is not to wait for any more, and why: what failed; what does not answer for too long; what is to be a leg no more; and what is listed, and not in the mirror, which nobody may take for current.
+// findFailed fills now.failing with the legs that have to leave, and why: they failed; they do not answer for too long; they are to be legs no more; or they are listed, and not
+// in the mirror, so that nobody may take them for current.
 func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	for _, l := range now.legs() {
 		name := now.leg[l.Device]
 		switch {
-		case name == "": // what it was is listed, and not among these
+		case name == "": // the leg that it was is found below, as one that is listed
 		case l.Failed:
 			now.failing[name] = "what was written to it, or read from it, failed"
 		case !slices.Contains(now.v.Spec.Legs, name):
@@ -77,29 +78,30 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	m.findUntold(now)
 }
 
-// connectionEnded is unreached of a leg that will not be reached any more by this mirror: its machine has started anew, or somebody else has it.
+// connectionEnded is why a leg is unreachable for good, for this mirror: its machine was restarted, or somebody else has it.
 const connectionEnded = "the connection to its node has ended"
 
-// isSevered reports whether each leg that is current has failed what was written, or will not be reached any more, and the kernel may hold what is written all the same. One alone has its users get errors.
+// isSevered reports whether every current leg has failed a write, or is unreachable for good, while the kernel may hold writes all the same. It does not hold those to a
+// single leg: that one's users get errors.
 func (m *mirrorReconciler) isSevered(now *mirrorView) bool {
 	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.legs(), func(l mirror.Leg) bool {
 		return !(l.Failed && !l.OnlyReads) && m.whyUnreachable(now, now.leg[l.Device]) != connectionEnded
 	})
 }
 
-// onlyReadsFailed reports whether all legs that are current have failed, and took all that was written: nothing is held.
+// onlyReadsFailed reports whether all current legs have failed reads alone: no write is held.
 func (n *mirrorView) onlyReadsFailed() bool {
 	return !slices.ContainsFunc(n.legs(), func(l mirror.Leg) bool { return !l.OnlyReads })
 }
 
-// endSevered has all who use a mirror that is severed get errors. The kernel holds what one leg failed for the others, be it the one that joins, or one of which nobody has noticed that it has ended as nothing comes to it; for ever, and so the volume could not be taken down.
-// What is held is not tried again: a disk that has failed a flush takes the next one, and has lost what was written.
+// endSevered ends a mirror that is severed: its users get errors. Otherwise the kernel would hold writes for ever, for the sake of a leg that joins, or of one whose end it has
+// not noticed, and the volume could not be unstaged. What is held is not tried again: a disk that has failed a flush may take the next one, and lack what was written before.
 func (m *mirrorReconciler) endSevered(ctx context.Context, now *mirrorView) error {
 	klog.FromContext(ctx).Info("All legs of a replicated volume that are current have failed, or the connections to them have ended; its users get errors until it is staged again", "current", now.names(), "why", reasons(now.failing))
 	return m.changeMirror(ctx, func() error { return mirror.End(ctx, m.name) })
 }
 
-// whyUnreachable says why a leg on another node cannot be reached any more, or not for too long; empty: it can.
+// whyUnreachable returns why a leg on another node is taken for unreachable; empty: it is reachable, or has been silent for less than legSilence.
 func (m *mirrorReconciler) whyUnreachable(now *mirrorView, name string) string {
 	k := m.stateOf(name)
 	if now.device[name] == now.near {
@@ -124,7 +126,7 @@ func (m *mirrorReconciler) whyUnreachable(now *mirrorView, name string) string {
 	return ""
 }
 
-// dropFailed takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays; if it cannot be read, one that joins leaves.
+// dropFailed takes the failing legs off the list, and then out of the mirror. The last current one stays. If only reads fail, on all of them, the leg that joins leaves instead.
 func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) error {
 	if now.s.Joining != nil && now.onlyReadsFailed() {
 		return m.cancelJoin(ctx, now, now.s.Joining.Device, "it got not all, as a part of the others cannot be read")
@@ -136,7 +138,7 @@ func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) erro
 	for name := range now.failing {
 		m.backOff(name)
 	}
-	if err := m.noteUntold(m.tellAll(ctx, now.v)); err != nil { // else an object of before is taken for this one, and who leaves for current
+	if err := m.noteUntold(m.tellAll(ctx, now.v)); err != nil { // otherwise an object that is restored to before would pass for this one, and the legs that leave for current
 		return err
 	}
 	if err := m.changeMirror(ctx, func() error { return mirror.Leave(ctx, m.name, devices...) }); err != nil {
@@ -149,7 +151,8 @@ func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) erro
 	return nil
 }
 
-// delist takes legs that have failed off the list, and ends the connections to those that do not answer. It returns the devices that are to leave the mirror.
+// delist takes the failing legs off the list, ends the connections to those that do not answer, and returns the devices that have to leave the mirror. ErrUnavailable if no
+// current leg would be left.
 func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
 	if len(rest) == 0 {
@@ -179,7 +182,7 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 	return devices, nil
 }
 
-// disconnectSilent ends the connection to a leg that does not answer: what is on its way there ends with errors, which the mirror holds; else it would be waited for.
+// disconnectSilent ends the connections to a leg that does not answer: I/O that is under way ends with errors, which the mirror holds. Otherwise it would be waited for.
 func (m *mirrorReconciler) disconnectSilent(ctx context.Context, name string) {
 	legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
 	for _, c := range legs {
@@ -192,7 +195,7 @@ func (m *mirrorReconciler) disconnectSilent(ctx context.Context, name string) {
 	}
 }
 
-// releaseLeg lets go of a leg that is not in the mirror any more.
+// releaseLeg gives a leg that is not in the mirror any more back to its node. A failure is only logged.
 func (m *mirrorReconciler) releaseLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) {
 	if err := m.runWatched(ctx, m.dropSilent, func() error {
 		ctx, cancel := context.WithTimeout(ctx, legSilence*m.options.LookEvery) // who has the lock may wait for the mirror
@@ -200,7 +203,7 @@ func (m *mirrorReconciler) releaseLeg(ctx context.Context, v *v1alpha1.Replicate
 		letGo := func() error {
 			return m.withLeg(ctx, v, name, func(id volume.ID) error { return m.closeOrDisconnect(ctx, id) })
 		}
-		if name == m.ref.Key { // it has the lock of the volume
+		if name == m.ref.Key { // its lock is that of the volume, which withLeg does not take
 			return m.locked(ctx, name, letGo)
 		}
 		return letGo()
@@ -209,7 +212,7 @@ func (m *mirrorReconciler) releaseLeg(ctx context.Context, v *v1alpha1.Replicate
 	}
 }
 
-// reasons says of legs why they are not current, in their order: what is said again is not told again.
+// reasons is why legs are not current, as one text, sorted by their names: so the same reasons are the same text.
 func reasons(failing map[string]string) string {
 	var all []string
 	for _, name := range slices.Sorted(maps.Keys(failing)) {

@@ -25,7 +25,7 @@ import (
 
 // How the node that uses a volume with several legs reaches them, and what it asks of all of them or of one.
 
-// LegVolumes are the legs of volumes, wherever they are: volume.Everywhere.
+// LegVolumes works on the legs of volumes, on this node or another: volume.Everywhere.
 type LegVolumes interface {
 	Leg(ctx context.Context, id volume.ID) (volume.Leg, error)
 	OpenLeg(ctx context.Context, id volume.ID) (blockdev.Device, error)
@@ -42,7 +42,7 @@ type LegVolumes interface {
 // LegConnections are the connections to legs on other nodes: remotepool.Pool.
 type LegConnections interface {
 	Legs(ref blockdev.Ref) ([]remotepool.Leg, error)
-	// End disconnects one, whatever is over it, which gets errors.
+	// End disconnects one. I/O to it that is under way ends with errors.
 	End(ctx context.Context, nqn string) error
 }
 
@@ -71,7 +71,7 @@ func (l *ReplicaLegs) Generation(ref blockdev.Ref) (int64, bool) {
 	return v.Spec.Claim.Generation, true
 }
 
-// legID is the ID of a leg of a volume, by its name. It does not change. ErrPrecondition for what is no leg of that volume.
+// legID returns the ID of a leg, by its name; it never changes. ErrPrecondition if that volume is no leg of v.
 func (l *ReplicaLegs) legID(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) (volume.ID, error) {
 	id := volume.ID{Kind: blockdev.Volume, Pool: v.Spec.Pool, Key: name}
 	if name == v.Name {
@@ -98,7 +98,7 @@ func (l *ReplicaLegs) legID(ctx context.Context, v *v1alpha1.ReplicatedVolume, n
 	return id, nil
 }
 
-// withLeg works on a leg with its lock, for which it waits (locked). That of the first leg is the lock of the volume, which the caller has.
+// withLeg does work under the lock of a leg, for which it waits (locked). The lock of the first leg is that of the volume, which the caller has.
 func (l *ReplicaLegs) withLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, work func(id volume.ID) error) error {
 	id, err := l.legID(ctx, v, name)
 	if err != nil {
@@ -110,7 +110,7 @@ func (l *ReplicaLegs) withLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume,
 	return l.locked(ctx, name, func() error { return work(id) })
 }
 
-// locked works with the lock of a volume or leg, for which it waits until the context ends. What the work itself finds busy is for the caller to try again, who looks anew.
+// locked does work under the lock of a volume or leg, for which it waits; ErrBusy if the context ends first. An ErrBusy of work itself is returned at once.
 func (l *ReplicaLegs) locked(ctx context.Context, name string, work func() error) error {
 	locks := []string{keylock.Volume(name)}
 	unlock, busy := l.options.Locks.TryLock(locks, nil)
@@ -123,7 +123,7 @@ func (l *ReplicaLegs) locked(ctx context.Context, name string, work func() error
 	return work()
 }
 
-// withLegs is withLeg of several, at once.
+// withLegs is withLeg for several legs at once.
 func (l *ReplicaLegs) withLegs(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, work func(legs map[string]volume.ID) error) error {
 	legs := map[string]volume.ID{}
 	var next func(names []string) error
@@ -139,7 +139,7 @@ func (l *ReplicaLegs) withLegs(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return next(names)
 }
 
-// pause waits; it returns the context's error if that ends first.
+// pause waits for d; it returns the context's error if that ends first.
 func pause(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
@@ -149,7 +149,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// object returns the object of a volume that this node uses, as known here, with all that this node wrote, or else as the API server has it.
+// object returns the object of a volume that this node uses, with all that this node wrote to it: from the cache, or else from the API server.
 func (l *ReplicaLegs) object(ctx context.Context, key string) (*v1alpha1.ReplicatedVolume, error) {
 	if _, is := l.replicated(key); is {
 		v := &v1alpha1.ReplicatedVolume{}
@@ -161,7 +161,7 @@ func (l *ReplicaLegs) object(ctx context.Context, key string) (*v1alpha1.Replica
 	return l.replicatedNow(ctx, key)
 }
 
-// Record: see replicapool.Legs. While no leg answers it is as it was last.
+// Record: see replicapool.Legs. While no leg answers it is the last one that is known, marked as stale.
 func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref) (record blockdev.Record, err error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -191,8 +191,8 @@ func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref)
 // askAgain is after which time a leg that answered with an error is asked again.
 const askAgain = 100 * time.Millisecond
 
-// currentLeg returns a leg that is current, as its node has it: that of this node, or else the first one that answers, of which one is asked beside the other: a node that is gone takes all the time that there is. Meanwhile the others are
-// asked again: of a claim that was just made one hears in a moment.
+// currentLeg returns a current leg, as its node has it: that of this node, or else the first one that answers. All are asked at once, as a node that is gone takes until the end of ctx.
+// A leg that answers with an error is asked again until each has failed: its node may not have heard of a new claim yet.
 func (l *ReplicaLegs) currentLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume) (leg volume.Leg, err error) {
 	err = fmt.Errorf("%w: no leg of the replicated volume %s is current", errdefs.ErrDataLoss, v.Name)
 	names := l.nearFirst(ctx, v)
@@ -256,14 +256,14 @@ func (a *Agent) isNear(ctx context.Context, name string) bool {
 	return err == nil && there
 }
 
-// nearFirst are the names of the legs that are current, that of this node first.
+// nearFirst returns the names of the current legs, that of this node first.
 func (l *ReplicaLegs) nearFirst(ctx context.Context, v *v1alpha1.ReplicatedVolume) []string {
 	names := v.Current()
 	slices.SortStableFunc(names, func(a, b string) int { return volume.TrueFirst(l.isNear(ctx, a), l.isNear(ctx, b)) })
 	return names
 }
 
-// SetLabels: see replicapool.Legs. What one leg says, and another one does not yet, the next user finds at one of them: nothing was done with it.
+// SetLabels: see replicapool.Legs. If it fails, some legs may have the new labels and others the old ones; nothing was done by the new ones yet.
 func (l *ReplicaLegs) SetLabels(ctx context.Context, pool string, ref blockdev.Ref, change func(labels map[string]string) error) (record blockdev.Record, err error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -318,7 +318,7 @@ func (l *ReplicaLegs) Grow(ctx context.Context, ref blockdev.Ref) (size int64, e
 	return size, nil
 }
 
-// Close: see replicapool.Legs. A leg that does not answer is let go of: its node ends what it gives when it hears that the claim has ended.
+// Close: see replicapool.Legs. A leg that does not answer is disconnected: its node ends the export when it hears that the claim has ended.
 func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint64) error {
 	asking, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -326,7 +326,7 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 	if err != nil {
 		l.forgetReplica(ref.Key)
 		if errors.Is(err, errdefs.ErrPrecondition) {
-			return nil // by no claim, it has none
+			return nil // without a claim it has no legs here
 		}
 		return err
 	}
@@ -354,7 +354,7 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 	return errors.Join(failures...)
 }
 
-// closeLeg writes down that a leg was closed.
+// closeLeg writes into the record of a leg that it was closed, if that answers.
 func (l *ReplicaLegs) closeLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume, id volume.ID) error {
 	err := l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
 		s.Closed = s.Opened == v.Spec.Claim.Generation && s.Sound == s.Opened
@@ -366,7 +366,7 @@ func (l *ReplicaLegs) closeLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return err
 }
 
-// closeOrDisconnect gives a leg back to its node, or if that does not answer ends the connection to it.
+// closeOrDisconnect gives a leg back to its node, or disconnects from it if that does not answer.
 func (l *ReplicaLegs) closeOrDisconnect(ctx context.Context, id volume.ID) error {
 	err := l.volumes.CloseLeg(ctx, id)
 	if !errors.Is(err, errdefs.ErrUnavailable) {
@@ -398,7 +398,7 @@ func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) (problems []block
 	return problems
 }
 
-// missingLegs says of the legs that are not current why.
+// missingLegs returns why legs are not current.
 func missingLegs(v *v1alpha1.ReplicatedVolume) string {
 	why := map[string]string{}
 	for _, leg := range v.Status.Legs {

@@ -13,10 +13,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A change of the mutable parameters of a volume with several legs is one of its legs: their homes write it down, and no home has what is over all of them. So the node that uses the volume has that follow the objects of the legs.
+// The mutable parameters of a volume with several legs are those of its legs: their homes write them down, but have no devices over all of them. So the node that uses the volume applies
+// them to what is over the mirror, as the objects of the legs have them.
 
-// applyMutable has what is over the mirror be as the mutable parameters in force say: once after the start, as a driver of before may have been cut short, and when they change. It does nothing while a call has the volume for itself: that sets them, or the
-// next look does.
+// applyMutable applies the mutable parameters to what is over the mirror, when they change, and once in each process, as an earlier one may have been cut short. It does nothing while a
+// call has the lock of the volume: that call applies them, or the next step does.
 func (m *mirrorReconciler) applyMutable(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
 	m.replicas.mu.Lock()
 	using := m.replicas.using
@@ -35,7 +36,7 @@ func (m *mirrorReconciler) applyMutable(ctx context.Context, v *v1alpha1.Replica
 	m.appliedMutable, m.hasApplied = want, true
 }
 
-// mutable are the mutable parameters of a volume that are in force, as the objects of its current legs say; false while those are not known here, are being changed, or say different things.
+// mutable returns the mutable parameters in force, by the objects of the current legs; false while those are not known here, are being changed, or differ.
 func (m *mirrorReconciler) mutable(ctx context.Context, v *v1alpha1.ReplicatedVolume) (map[string]string, bool) {
 	var legs []*v1alpha1.Volume
 	for _, name := range v.Current() {
@@ -51,7 +52,7 @@ func (m *mirrorReconciler) mutable(ctx context.Context, v *v1alpha1.ReplicatedVo
 	return agreedMutable(legs)
 }
 
-// agreedMutable are the mutable parameters that all legs have; false if they do not agree.
+// agreedMutable returns the mutable parameters that all legs have; false if they differ, or are being changed.
 func agreedMutable(legs []*v1alpha1.Volume) (map[string]string, bool) {
 	for _, leg := range legs {
 		if !settled(leg) || !maps.Equal(leg.Status.Mutable, legs[0].Status.Mutable) {

@@ -21,15 +21,19 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// An object that was restored has a list of current legs of before. It may name a leg that has left since, and so lacks what was written. So each list has a number (status.lists), and the records of the legs that are on it know it:
-// first that it is due, so that none of them is taken for an older copy once it is written, and then that it was, before anything is written that only they have. A record that knows of a later list than the object tells that the
-// object is of before. How many legs a list has is beside its number: all of them together have everything, as none can go on without another one that knows the next number. A list that is due says of a leg only that the one before
-// was written, and takes nothing of what is known of that: it may never be written, or be written, and gone with the object that had it. So no other one that a leg of it hears of has its number.
+// An object that was restored from a backup has an older list of current legs. It may name a leg that has left since, and lacks what was written. So:
+//
+//   - Each list has a number (status.lists), and the records of the legs on it know that number. Before the list is written, its legs are told that it is due: so none of them is
+//     taken for an older copy once it is written. After that they are told that it was written, before anything is written that only they have.
+//   - A record that knows of a later list than the object has shows that the object was restored.
+//   - A record has beside the number how many legs are on the list. All of them together have everything, as none goes on without another one that knows the next number.
+//   - A list that is due may never be written, or be lost with the object that had it. So it shows only that the list before it was written, and no other list that one of its legs
+//     is told of gets its number.
 
-// errLaterList: the record of a leg knows that number already.
+// errLaterList: the record of a leg knows that number, or a later one.
 var errLaterList = errors.New("it knows of a later list")
 
-// untoldError is that of a leg whose record could not be written.
+// untoldError says which leg could not be told of a list, as its record could not be written.
 type untoldError struct {
 	leg string
 	error
@@ -37,13 +41,14 @@ type untoldError struct {
 
 func (e untoldError) Unwrap() error { return e.error }
 
-// lastList is the last list that who writes the next one knows of.
+// lastList is the last known list. The next one is written after it.
 type lastList struct {
 	number int64
 	legs   []string
 }
 
-// announceList has the records of the legs that are to be on the next list say that it is due, and returns its number: that which is asked for, or a later one, which none of them knows; and that of the list before it, as far as one of them knows.
+// announceList tells the legs of the next list that it is due. It returns the number of that list, which is number or a later one that none of them knows, and the number of the
+// last list that one of them knows.
 func (l *ReplicaLegs) announceList(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, last lastList, number int64) (_, after int64, _ error) {
 	after = last.number
 	more := slices.ContainsFunc(names, func(name string) bool { return !slices.Contains(last.legs, name) })
@@ -67,7 +72,7 @@ func (l *ReplicaLegs) announceList(ctx context.Context, v *v1alpha1.ReplicatedVo
 	return number, after, nil
 }
 
-// tellList has the records of the legs on the list say that it was written. due: one of them knows of another one that is due, and was perhaps written.
+// tellList tells the legs of the list that it was written. due: one of them knows of another list that is due, and may have been written.
 func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume) (due bool, err error) {
 	names := v.Current()
 	for _, name := range names {
@@ -87,8 +92,8 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return due, nil
 }
 
-// tellLastList has the record of a leg that is about to be in a mirror, and of those that are, know of the same last list. An object that was put back meanwhile may name it already, so that no list is written of which it would hear; and should the others fail, it alone
-// says which number the next one has.
+// tellLastList tells a leg that is about to join of the last list that the legs of the mirror (in) know. A restored object may name that leg already, so that no list is written
+// that would tell it. And should the other legs fail, its record alone has the number that the next list comes after.
 func (m *mirrorReconciler) tellLastList(ctx context.Context, v *v1alpha1.ReplicatedVolume, in []string, name string) error {
 	var knows int64
 	for _, other := range in {
@@ -110,7 +115,8 @@ func (m *mirrorReconciler) tellLastList(ctx context.Context, v *v1alpha1.Replica
 	})
 }
 
-// tellAll is tellList of a list that not all were told of. If one of them knows of another one that is due, the list gets a number after that first: the object may have had that one, and may be put back to it.
+// tellAll is tellList, unless all legs were told. If one of them knows of another list that is due, the list first gets a later number than that: the object may have had that
+// list, and may be restored to it.
 func (m *mirrorReconciler) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
 	if m.last.number == v.Status.Lists {
 		return nil
@@ -128,7 +134,7 @@ func (m *mirrorReconciler) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVo
 	return nil
 }
 
-// writeLists is writeAfter. Until all legs on a list that was written are told of it, the last one is what they know: the object may be put back meanwhile.
+// writeLists is writeReplicasAfter. If the list changed, or may have, the last list is not known until all its legs are told: the object may be restored meanwhile.
 func (m *mirrorReconciler) writeLists(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	number := v.Status.Lists
 	err := m.writeReplicasAfter(ctx, v, last, edit)
@@ -138,7 +144,7 @@ func (m *mirrorReconciler) writeLists(ctx context.Context, v *v1alpha1.Replicate
 	return err
 }
 
-// noteUntold notes since when the record of a leg that stays cannot be written, which holds what is written to the others too: see findUntold.
+// noteUntold notes, if err is an untoldError, since when the record of that leg cannot be written; it returns err. Writes to the other legs are held meanwhile: see findUntold.
 func (m *mirrorReconciler) noteUntold(err error) error {
 	var of untoldError
 	if errors.As(err, &of) {
@@ -149,7 +155,8 @@ func (m *mirrorReconciler) noteUntold(err error) error {
 	return err
 }
 
-// findUntold finds the legs that are to leave with those that fail, as their own records cannot be written for too long: they would not know that these have left. One that knows stays at the least. Those that are off the list leave in any case.
+// findUntold adds legs to now.failing whose records cannot be written for too long, if others fail: they would not know that these have left. A current leg is added only if
+// another current one stays, one that is not on the list in any case.
 func (m *mirrorReconciler) findUntold(now *mirrorView) {
 	var late []string
 	stays := false
@@ -180,15 +187,15 @@ func (m *mirrorReconciler) findUntold(now *mirrorView) {
 // recordNotWritten: see findUntold.
 const recordNotWritten = "its node does not write down which others have failed"
 
-// clearUntold forgets what was noted of records that could not be written.
+// clearUntold forgets what noteUntold has noted.
 func (m *mirrorReconciler) clearUntold() {
 	for _, k := range m.legStates {
 		k.untoldSince = time.Time{}
 	}
 }
 
-// isRestored reports whether the object is of before the last list, or has another one of its number: it was put back while the volume is used, or a person has named legs that are not written to. Where the last list is not known, that is what the
-// legs know which are written to; and one of them is on the object's list.
+// isRestored reports whether the object has an older list than the last known one, another list of the same number, or a list without any leg of the mirror: it was restored while
+// the volume is used, or a person has named legs that are not written to.
 func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (bool, error) {
 	last, err := m.lastKnownList(ctx, now)
 	if err != nil {
@@ -201,7 +208,7 @@ func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (boo
 	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
 }
 
-// lastKnownList is the last list. Where that is not known, it is what the legs know which are written to, and do not fail, as far as they answer: they are asked once for each look.
+// lastKnownList returns the last list. If this process does not know it, the legs of the mirror are asked, once for each mirrorView. ErrUnavailable if none answers.
 func (m *mirrorReconciler) lastKnownList(ctx context.Context, now *mirrorView) (last lastList, err error) {
 	if m.last.number > 0 {
 		return m.last, nil
@@ -226,7 +233,7 @@ func (m *mirrorReconciler) lastKnownList(ctx context.Context, now *mirrorView) (
 	return last, nil
 }
 
-// restoreList writes the last list anew into an object of before it, which was restored while the volume is used: without those legs that have failed meanwhile.
+// restoreList writes the last list into an object that was restored to before it while the volume is used, without the legs that have failed meanwhile.
 func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) error {
 	v, err := m.replicatedNow(ctx, m.ref.Key)
 	if err != nil {
@@ -246,7 +253,7 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
 	return m.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		for i := range s.Legs {
-			s.Legs[i].List = max(s.Legs[i].List, last.number) // what any of them knows of is of before this one
+			s.Legs[i].List = max(s.Legs[i].List, last.number) // the list that is written now comes after all that any of them knows
 			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
 				setWaiting(&s.Legs[i], "who uses the volume does not write to it: the object was put back to what it was before, or somebody has changed it")
 			}
@@ -260,7 +267,7 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	})
 }
 
-// noteList changes what the record of a leg says of lists, without its lock: who has that may wait for a write that waits for this.
+// noteList changes what the record of a leg knows of lists. It takes no lock: the holder of that may wait for a write that waits for this. An error is an untoldError.
 func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, change func(*volume.LegState) error) error {
 	ctx, cancel := context.WithTimeout(ctx, legSilence*l.options.LookEvery)
 	defer cancel()
@@ -279,7 +286,7 @@ func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return err
 }
 
-// sameList reports whether two states of an object have the same list, by the same claim.
+// sameList reports whether two states of an object have the same current legs, by the same claim.
 func sameList(a, b *v1alpha1.ReplicatedVolume) bool {
 	return a.Status.Opened == b.Status.Opened && sameNames(a.Current(), b.Current())
 }
@@ -293,11 +300,12 @@ func isEditedByPerson(v *v1alpha1.ReplicatedVolume) bool {
 	return v.Status.Lists > 0 && slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.Current && leg.Sound == 0 })
 }
 
-// personGap is how far the number of the next list is from that of one that a person has written: it is after all that a leg may know which did not answer then, and answers later.
+// personGap is how far the number of the next list is from one that a person has written, so that it is later than all that a leg may know which did not answer then.
 const personGap = 1000
 
-// findFork returns a leg of the last list that some legs were told of, if all of that list are among them, and know of none after it with one more, and the object has one with another leg; empty: none. As each list has a leg of the one before it, and
-// that knows of it, the object was put back to what it was before this list, though its number is no less.
+// findFork returns the name of a leg whose record shows that the object was restored, although the number of its list is no lower: empty if there is none. It is so if all legs of
+// the last list that was told are among legs, none of them knows of a later list with one more leg, and the object's list has a leg that is not one of them. For each list has a leg
+// of the one before it, and that leg knows of it.
 func findFork(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
 	last := slices.MaxFunc(legs, func(a, b openedLeg) int { return cmp.Compare(a.List, b.List) }).List
 	members := slices.DeleteFunc(slices.Clone(legs), func(leg openedLeg) bool { return leg.List != last })
@@ -312,8 +320,9 @@ func findFork(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
 	return ""
 }
 
-// isLast reports whether the legs that were opened show by themselves that the object has the last list: all of that list are among them, were told of it, and of none that was due after it. Each list has a leg of the one before it that was told that it is due;
-// so no leg that is not on this one can have been on a later one. Any list that is due counts, also one that brings no leg: that it is due may have taken the place of another one that did.
+// isLast reports whether the opened legs show that the object has the last list: they are all legs of it, were told of it, and know of no list that is due. For each list has a leg
+// of the one before it that was told that it is due; so no other leg can be on a later one. A list that is due counts also if it adds no leg: in a record it may have replaced
+// another one that did.
 func isLast(v *v1alpha1.ReplicatedVolume, opened []openedLeg) bool {
 	many := len(v.Current())
 	return len(opened) == many && !slices.ContainsFunc(opened, func(leg openedLeg) bool {
@@ -321,8 +330,8 @@ func isLast(v *v1alpha1.ReplicatedVolume, opened []openedLeg) bool {
 	})
 }
 
-// upToDate returns those of the legs that were opened of which all have everything that was acknowledged: all, unless one knows, or one of others that are not on the list, that the object is of before a later list. Then it is those of the last list that is
-// known, if all of that are here. ErrPrecondition if not: others may have what these lack.
+// upToDate returns those of the opened legs that have everything that was acknowledged. That is all of them, unless one of them or of others (legs that are not on the list) knows
+// of a later list than the object. Then it is the legs of the last known list; ErrPrecondition if not all of them are opened, as the others may have what these lack.
 func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]openedLeg, error) {
 	all := slices.Concat(opened, others)
 	if by := findFork(v, all); by != "" {
@@ -335,7 +344,7 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]opene
 		return opened, nil
 	}
 	members := slices.DeleteFunc(slices.Clone(opened), func(leg openedLeg) bool { return leg.List != number })
-	left := func(leg openedLeg) bool { return leg.More && leg.Due > number } // perhaps, and that only one knows which joined then
+	left := func(leg openedLeg) bool { return leg.More && leg.Due > number } // another leg may have joined by the list that is due, and only that one would know
 	if len(members) == 0 || len(members) != members[0].Listed || slices.ContainsFunc(members, left) {
 		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: it has list %d of the legs that are current, and leg %s knows of list %d; of the legs of that one %d are on it, and answer, and what they lack another one may have: "+
 			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, last.name, number, len(members))
@@ -343,7 +352,8 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]opene
 	return members, nil
 }
 
-// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is a copy of before. One that a person put there (sound by no claim) may have left earlier lists.
+// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is an older copy. A leg that a person put there (sound by no claim) need not have been on
+// the lists before.
 func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
 	listed := v.Leg(leg.name)
 	switch {
@@ -363,9 +373,9 @@ func hasLists(v *v1alpha1.ReplicatedVolume) bool {
 	return slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.List > 0 })
 }
 
-// isAhead is errAhead for a leg that is about to be made equal to those that are current, and whose own record says that it was on a list after the last one which the object knows to have had it: the object was put back to what it was before, and is believed, as no leg that
-// answered when the volume was opened could tell. What only this one has would be overwritten. Not if a person has said since which legs are current: then the number of the next list is far behind what this one knows. Of an object of a driver that did not write which list had a leg last, it was
-// at the least none with that number or a later one.
+// isAhead is errAhead for a leg that is to join, and whose record says that it was on a later list than the object knows of it: the object was restored, and no leg that answered when
+// the volume was opened knew. What only this leg has would be overwritten. It is nil if a person has said since which legs are current: then the object's number is far
+// ahead of the leg's (personGap). An older driver did not write on which list a leg was last; it was then on none with the object's number or a later one.
 func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 	last := max(0, v.Status.Lists-1)
 	if hasLists(v) {
@@ -381,7 +391,7 @@ func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 		"(status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, leg.name, leg.List, v.Name, errAhead)
 }
 
-// writeList says which legs are current from now on. It fails with ErrBusy if anybody changed the object meanwhile: perhaps the claim.
+// writeList writes which legs are current when the volume is opened. ErrBusy if the object was changed meanwhile: perhaps its claim.
 func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolume, current, opened []openedLeg) error {
 	g := v.Spec.Claim.Generation
 	return l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
@@ -417,7 +427,7 @@ func setWaiting(leg *v1alpha1.Leg, why string) {
 	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, List: leg.List, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}
 }
 
-// numberList gives a new list of current legs, which v has, its number, and the legs on it that of their list; before is the object as it was, last the list before. The records of these legs know it then.
+// numberList gives the new list that v has its number, and tells its legs that it is due. before is the object as it was, last the list before.
 func (l *ReplicaLegs) numberList(ctx context.Context, before, v *v1alpha1.ReplicatedVolume, last lastList) error {
 	number := max(before.Status.Lists, last.number) + 1
 	if isEditedByPerson(before) {
@@ -432,20 +442,20 @@ func (l *ReplicaLegs) numberList(ctx context.Context, before, v *v1alpha1.Replic
 		switch leg := &v.Status.Legs[i]; {
 		case leg.Current:
 			leg.List = number
-		case !hasLists(before) || after > before.Status.Lists: // it is not known; or the object was put back, and one that has everything knows what came after
+		case !hasLists(before) || after > before.Status.Lists: // not known; or the object was restored, and a leg that has everything knows what came later
 			leg.List = max(leg.List, after)
 		}
 	}
 	return nil
 }
 
-// writeReplicas writes the status of a volume with several legs, as v has it, if edit changes it. Of another list of current legs the legs on it know before; that it was written, they are told (tellList) before anybody relies on it. ErrBusy if anybody
-// changed the object since it was read.
+// writeReplicas writes the status of a volume with several legs, if edit changes it. If the current legs change, it is a new list: its legs are told before that it is due, and
+// the caller tells them that it was written (tellList) before it relies on that. ErrBusy if the object was changed since v was read.
 func (l *ReplicaLegs) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	return l.writeReplicasAfter(ctx, v, nil, edit)
 }
 
-// writeReplicasAfter is writeReplicas of a list that is a new one in any case, after the last one that is known; nil: what v has is that.
+// writeReplicasAfter is writeReplicas with a new list in any case, after last; nil: only if the current legs change, after that of v.
 func (l *ReplicaLegs) writeReplicasAfter(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	before := v.DeepCopy()
 	edit(&v.Status)

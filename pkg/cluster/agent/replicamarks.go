@@ -19,11 +19,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A leg that comes back gets what was written while it was away, and not the whole volume (docs/replication.md, docs/decisions/replicas.md). The node of each leg marks what is written to it. What may differ between two legs was
-// written to one of them since they were equal last; that moment has a name, which is in the records of all legs, each with an era of its own marks that began before it.
+// A leg that comes back gets what was written while it was away, and not the whole volume (docs/replication.md, "Resynchronisation"). The node of each leg marks what is
+// written to it. Two legs can differ only where one of them was written to since they were equal. Such a common moment has a name, which is in the records of all legs; beside
+// it each record has the number of an era of the leg's own marks that began before the moment.
 
 const (
-	// commonEvery is how often, in looks (Options.LookEvery), it is written down that all legs are equal, if anything was written since.
+	// commonEvery is how often, in looks (Options.LookEvery), a common moment is recorded, if anything was written since the last one.
 	commonEvery = 60
 	// marksTime is how long the nodes of legs may take to tell their marks while nothing can be written.
 	marksTime = 5 * time.Second
@@ -31,14 +32,16 @@ const (
 	marksTries = 4
 )
 
-// missingRanges finds what a leg that joins may not have, and returns what the mirror asks for when nothing is under way (mirror.Join). legs are those in the mirror and the one that joins, by their names; the caller has their locks.
+// missingRanges reads what a leg that joins may lack, and returns a function that completes this while all writes are held (mirror.Join). legs are the IDs of those in the mirror
+// and of the one that joins, by name; the caller has their locks.
 //
-// Two legs that were equal once differ where one of them was written to since. So it takes the marks of the leg that joins, and of one of the others. Two that were made empty differ where one was ever written to.
+// Two legs that were equal differ only where one of them was written to since: that is in the marks of the leg that joins, and of one of the others. Two that were made empty
+// differ only where one was ever written to.
 func (m *mirrorReconciler) missingRanges(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins openedLeg, legs map[string]volume.ID, size int64, tries int) (func(context.Context) ([]dm.Range, error), error) {
 	all := func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: size}}, nil }
 	listed := v.Leg(joins.name)
 	known := joins.Sound > 0
-	if known && listed == nil || listed != nil && joins.Sound < listed.Sound { // it is an older copy
+	if known && listed == nil || listed != nil && joins.Sound < listed.Sound { // an older copy
 		return all, nil
 	}
 	last, err := m.missingByMarks(ctx, joins, legs, known)
@@ -62,7 +65,7 @@ func (m *mirrorReconciler) missingRanges(ctx context.Context, v *v1alpha1.Replic
 	}, nil
 }
 
-// missingByMarks is lacks of a leg that is no older copy; nil if no leg was equal to it last at one moment.
+// missingByMarks is missingRanges by the marks; nil if no leg of the mirror has the last common moment of the leg that joins.
 func (m *mirrorReconciler) missingByMarks(ctx context.Context, joins openedLeg, legs map[string]volume.ID, known bool) (func(context.Context) ([]dm.Range, error), error) {
 	differs, err := m.marks(ctx, legs[joins.name], joins.Era)
 	if err != nil {
@@ -87,7 +90,8 @@ func (m *mirrorReconciler) missingByMarks(ctx context.Context, joins openedLeg, 
 	return nil, err
 }
 
-// marksOf are the marks of a leg that is in the mirror since it was equal to one that joins, or if that is not known since ever, and an era that begins before they are asked for; same: not if the two were not equal last at one moment.
+// marksOf returns the marks of a leg of the mirror since its last common moment with the one that joins, or since ever if that was never current (known is false). era begins
+// before the marks are read, so what is written later is in the marks since era. same is false if the two have no last common moment.
 func (m *mirrorReconciler) marksOf(ctx context.Context, id volume.ID, joins openedLeg, known bool) (ranges []dm.Range, era uint32, same bool, err error) {
 	leg, err := m.volumes.Leg(ctx, id)
 	if err != nil || known && leg.Common != joins.Common {
@@ -98,7 +102,7 @@ func (m *mirrorReconciler) marksOf(ctx context.Context, id volume.ID, joins open
 		since = leg.Era
 	}
 	if era, err = m.volumes.BeginEra(ctx, id); err == nil {
-		err = mirror.Still(m.name) // what was under way is there, and so among what holds data
+		err = mirror.Still(m.name) // I/O that was under way is done, and so among what holds data
 	}
 	if err == nil {
 		ranges, err = m.marks(ctx, id, since)
@@ -114,13 +118,13 @@ func (m *mirrorReconciler) marks(ctx context.Context, id volume.ID, since uint32
 	return ranges, err
 }
 
-// commonMoment is what is known of the moments in which all legs were equal.
+// commonMoment is what this process remembers of the common moments of the legs.
 type commonMoment struct {
-	next    time.Time // when the next one is to be written down
-	written int64     // what had been written to the mirror by the last one, in bytes; -1: that does not matter
+	next    time.Time // when the next one may be recorded
+	written int64     // bytes written to the mirror by the last one; -1: the next one is recorded in any case
 }
 
-// isCommonDue reports whether it is to be written down that all legs are equal.
+// isCommonDue reports whether a common moment is to be recorded now: all legs are current and in the mirror, and something was written since the last one.
 func (m *mirrorReconciler) isCommonDue(now *mirrorView) bool {
 	current := now.v.Current()
 	if len(current) != len(now.v.Spec.Legs) || len(current) != len(now.s.Legs) || time.Now().Before(m.common.next) {
@@ -138,7 +142,7 @@ func (m *mirrorReconciler) isCommonDue(now *mirrorView) bool {
 	return true
 }
 
-// recordCommon writes down a moment in which all legs were equal, durably. What differs later was written since.
+// recordCommon records a common moment in the records of all legs (docs/replication.md): what differs later was written since.
 func (m *mirrorReconciler) recordCommon(ctx context.Context, now *mirrorView) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
@@ -157,7 +161,7 @@ func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, leg
 			return err
 		}
 	}
-	if err := mirror.Still(m.name); err != nil { // what was marked before the eras is on all legs
+	if err := mirror.Still(m.name); err != nil { // what was marked before these eras is on all legs then
 		return err
 	}
 	for _, l := range now.s.Legs {
@@ -182,16 +186,16 @@ func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, leg
 			s.Common, s.Era = name, eras[id]
 			return nil
 		}); err != nil {
-			return err // the others have another name for it, so that none is taken for equal to them
+			return err // the records have different names then, and no leg is taken for equal to those
 		}
 	}
 	return nil
 }
 
-// errMirrorChanged: what was found out of a mirror is not so any more. It is found out anew.
+// errMirrorChanged: the mirror has changed since it was looked at. The caller begins anew.
 var errMirrorChanged = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
 
-// checkUnchanged is errOtherMirror if anything has happened to the mirror since a look at it: other legs are in it, or one has failed, which the kernel may have forgotten.
+// checkUnchanged is errMirrorChanged if anything has happened to the mirror since now: it has other legs, or one has failed, which the kernel may have forgotten.
 func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
 	s, err := mirror.Look(m.name)
 	if err == nil && (s.Event != now.s.Event || s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device })) {
@@ -200,7 +204,7 @@ func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
 	return err
 }
 
-// checkNotRestarted makes sure that the machine of a leg has not started anew since it was opened: what it said of a flush may not be so (docs/reliability.md).
+// checkNotRestarted is ErrUnavailable if the machine of a leg was restarted since the leg was opened: what it had acknowledged and flushed may be lost (docs/reliability.md).
 func (m *mirrorReconciler) checkNotRestarted(ctx context.Context, name string, id volume.ID) error {
 	leg, err := m.volumes.Leg(ctx, id)
 	if err == nil && leg.LostPower() {

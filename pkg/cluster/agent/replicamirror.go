@@ -16,17 +16,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// While a volume with several legs is used here, somebody has to look after its mirror: take legs that fail off the list, and then out of the mirror (replicaleave.go); have legs that lack something made equal, and put
-// them on the list (replicajoin.go). What the kernel holds until then, and what it forgets, is told in package mirror. Each look finds anew, in the kernel and in the object, how it stands.
+// The mirror of a volume with several legs that is used here is reconciled: a leg that fails is taken off the list of current legs, and then out of the mirror
+// (replicaleave.go); a leg that lacks something is resynchronised, and then put on the list (replicajoin.go). What the kernel holds until then, and what it forgets, is told in
+// package mirror. Each step finds out anew, from the kernel and the object, what there is.
 
-// Mirrors are those of this node: replicapool.Pool.
+// Mirrors are the mirrors of replicated volumes on this node: replicapool.Pool.
 type Mirrors interface {
-	// Mirrors are the volumes that have one, with the generation of the claim by which it was made.
+	// Mirrors returns the volumes that have a mirror, with the generation of the claim that it was made for.
 	Mirrors() (map[blockdev.Ref]int64, error)
 	Mirror(ref blockdev.Ref) (name string)
 }
 
-// ReconcileMirrors looks after the mirrors of this node until ctx ends.
+// ReconcileMirrors reconciles the mirrors of this node, and adopts volumes that are to have one, until ctx ends.
 func (l *ReplicaLegs) ReconcileMirrors(ctx context.Context, mirrors Mirrors) {
 	var tended sync.WaitGroup
 	defer tended.Wait()
@@ -64,24 +65,24 @@ func (l *ReplicaLegs) ReconcileMirrors(ctx context.Context, mirrors Mirrors) {
 	}
 }
 
-// mirrorReconciler looks after one mirror.
+// mirrorReconciler reconciles one mirror.
 type mirrorReconciler struct {
 	*ReplicaLegs
 	ref        blockdev.Ref
 	name       string
-	generation int64 // of the claim by which it was made
+	generation int64 // of the claim that the mirror was made for
 	legStates  map[string]*legState
 	common     commonMoment
-	last       lastList                     // of which all its legs were told; none: it is not known
-	seenEvent  mirror.Event                 // the event of the mirror (mirror.State) up to which all is seen to, or is of a change that was made here
-	background chan func(*mirrorView) error // what is being done beside the looks, at its end; nil: nothing
-	logged     string                       // why it could not be looked after, last
+	last       lastList                     // the last list that all its legs were told of; zero: not known
+	seenEvent  mirror.Event                 // the last event of the mirror (mirror.State) that was handled, or that a change from here has caused
+	background chan func(*mirrorView) error // yields what is to be done at the end of the task in the background; nil: there is none
+	logged     string                       // the last error that was logged
 
-	appliedMutable map[string]string // the mutable parameters that were set last
-	hasApplied     bool              // some were, by this process
+	appliedMutable map[string]string // the mutable parameters that were applied last
+	hasApplied     bool              // this process has applied some
 }
 
-// run looks until the mirror is gone, whenever something happens to it, and each second.
+// run takes steps until the mirror is gone or ctx ends: whenever something happens to it, and every Options.LookEvery.
 func (m *mirrorReconciler) run(ctx context.Context) {
 	defer func() {
 		if m.background != nil {
@@ -115,22 +116,22 @@ func (m *mirrorReconciler) run(ctx context.Context) {
 		cancel()
 		switch {
 		case err == nil:
-			m.seenEvent = (<-next).Event // not that of any look: what the kernel forgets between two is to be told by Watch
+			m.seenEvent = (<-next).Event // not the event of a later Look: Watch has to tell what the kernel forgets in between
 		case !late:
 			_ = pause(ctx, busyRetry)
 		}
 	}
 }
 
-// markSeen: what has happened to the mirror until now is no news.
+// markSeen has Watch report only what happens to the mirror from now on.
 func (m *mirrorReconciler) markSeen() {
 	if s, err := mirror.Look(m.name); err == nil {
 		m.seenEvent = s.Event
 	}
 }
 
-// runWatched does something that waits for what is under way in the mirror, and so perhaps for a leg that does not answer; only the end of the connection to that ends it. So that is looked for meanwhile.
-// When the driver is to end, it is not waited for any longer: then it is the kernel's, and is finished, or put right (mirror.Recover), by the next one.
+// runWatched runs work that waits for I/O in the mirror, and calls look again and again meanwhile: a leg may not answer, and then only the end of its connection ends the wait.
+// When ctx ends, work is waited for no longer than endTime. The next process finishes or repairs what it leaves (mirror.Recover).
 func (m *mirrorReconciler) runWatched(ctx context.Context, look func(context.Context), work func() error) error {
 	done := make(chan error, 1)
 	go func() { done <- work() }()
@@ -150,10 +151,10 @@ func (m *mirrorReconciler) runWatched(ctx context.Context, look func(context.Con
 	}
 }
 
-// endTime is how long what is under way is waited for when the driver is to end.
+// endTime is how long work is waited for when the driver is to end.
 const endTime = 2 * time.Second
 
-// waitForEnd waits for what is under way; once the context has ended, no longer than endPatience.
+// waitForEnd waits for a result; once the context has ended, no longer than endTime. ended is false if there is none.
 func waitForEnd[T any](ctx context.Context, done <-chan T) (result T, ended bool) {
 	select {
 	case result = <-done:
@@ -168,13 +169,13 @@ func waitForEnd[T any](ctx context.Context, done <-chan T) (result T, ended bool
 	}
 }
 
-// changeMirror is meanwhile, of a step that changes the mirror.
+// changeMirror is runWatched for a step that changes the mirror, and marks the events of that as seen.
 func (m *mirrorReconciler) changeMirror(ctx context.Context, step func() error) error {
 	defer m.markSeen()
 	return m.runWatched(ctx, m.dropSilent, step)
 }
 
-// logOnce logs why a mirror could not be looked after, once.
+// logOnce logs why a step failed, unless that was logged last.
 func (m *mirrorReconciler) logOnce(ctx context.Context, err error) {
 	text := ""
 	if err != nil && !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrNotFound) && ctx.Err() == nil {
@@ -186,7 +187,7 @@ func (m *mirrorReconciler) logOnce(ctx context.Context, err error) {
 	m.logged = text
 }
 
-// mirrorView is one look at a mirror.
+// mirrorView is what a step finds of a mirror, in the kernel and in the object.
 type mirrorView struct {
 	v       *v1alpha1.ReplicatedVolume
 	s       mirror.State
@@ -194,10 +195,11 @@ type mirrorView struct {
 	leg     map[uint64]string
 	near    uint64 // the device of the leg that this node has; 0: none
 	failing map[string]string
-	last    *lastList // what recall has found; nil: nothing yet
+	last    *lastList // what lastKnownList has found; nil: nothing yet
 }
 
-// step takes the next step. Without the claim by which the mirror was made, it ends; as long as that is not known it does nothing: whatever failed is held, and what did not is fenced by the nodes of the legs.
+// step takes the next step with the mirror in state s. If the claim that it was made for has ended, the mirror ends; as long as that is not known nothing is done: what failed is
+// held by the kernel, and the rest is fenced by the nodes of the legs.
 func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	v, is := m.replicated(m.ref.Key)
 	switch {
@@ -241,11 +243,11 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	return m.startNext(ctx, now)
 }
 
-// startNext begins what is to be done for a mirror in which no leg joins, one thing at a time.
+// startNext starts the next task in the background, of a mirror in which no leg joins; one at a time.
 func (m *mirrorReconciler) startNext(ctx context.Context, now *mirrorView) error {
 	switch {
 	case m.background != nil:
-	case m.last.number != now.v.Status.Lists: // a driver before this one may have written it, and not told them
+	case m.last.number != now.v.Status.Lists: // an earlier process may have written it, and not told the legs
 		m.startBackground(func() func(*mirrorView) error {
 			due, err := m.tellList(ctx, now.v)
 			return func(then *mirrorView) error {
@@ -278,14 +280,15 @@ func (m *mirrorReconciler) startNext(ctx context.Context, now *mirrorView) error
 	return nil
 }
 
-// startBackground does something beside the looks: it waits for what is under way in the mirror, and so perhaps for a leg that does not answer, which they find out. Its end is told to the next one.
+// startBackground runs a task beside the steps: it may wait for a leg that does not answer, which only a step finds out. What work returns is called by a later step, with what
+// that one has found.
 func (m *mirrorReconciler) startBackground(work func() (end func(*mirrorView) error)) {
 	done := make(chan func(*mirrorView) error, 1)
 	m.background = done
 	go func() { done <- work() }()
 }
 
-// endBackground is the end of what was done beside the looks, if it has ended.
+// endBackground ends the task in the background, if its work has ended.
 func (m *mirrorReconciler) endBackground(now *mirrorView) error {
 	select {
 	case end := <-m.background:
@@ -296,7 +299,8 @@ func (m *mirrorReconciler) endBackground(now *mirrorView) error {
 	}
 }
 
-// endUnclaimed ends a mirror whose claim has ended, as the API server says itself: nothing that its users write will ever be on what is current. They get errors, and the leg of this node is free for who uses the volume now.
+// endUnclaimed ends a mirror if the API server itself says that its claim has ended: nothing that its users write will ever count. They get errors, and the leg of this node is
+// free for the next user of the volume.
 func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
 	asking, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -305,7 +309,7 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
 		return nil // not known now
 	}
 	if c := v.Spec.Claim; v.Spec.Claims < m.generation || c != nil && c.Node == m.local.Node() && c.Generation == m.generation {
-		return nil // the object is one of before the claim, or the watch is
+		return nil // the claim holds, or the object was restored to before it
 	}
 	klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", m.generation, "claims", v.Spec.Claims)
 	endSilent := func(ctx context.Context) {
@@ -323,7 +327,7 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
 	return nil
 }
 
-// observe finds which device is which leg.
+// observe finds out which device is which leg.
 func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) (*mirrorView, error) {
 	now := &mirrorView{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}}
 	names := slices.Clone(v.Spec.Legs)
@@ -359,7 +363,7 @@ func (n *mirrorView) has(device uint64) bool {
 	return slices.ContainsFunc(n.s.Legs, func(l mirror.Leg) bool { return l.Device == device }) || n.s.Joining != nil && n.s.Joining.Device == device
 }
 
-// legs are those that the mirror waits for, and that are, or may be, on the list: also one that joins, once it is equal, and listed.
+// legs returns the legs whose writes the mirror waits for: all but one that joins, and that one too once it is equal and on the list.
 func (n *mirrorView) legs() []mirror.Leg {
 	if n.s.Equal() {
 		if leg := n.v.Leg(n.leg[n.s.Joining.Device]); leg != nil && leg.Current {
@@ -369,7 +373,7 @@ func (n *mirrorView) legs() []mirror.Leg {
 	return n.s.Legs
 }
 
-// names are the names of the legs that the mirror waits for.
+// names returns the names of those legs.
 func (n *mirrorView) names() (names []string) {
 	for _, l := range n.legs() {
 		names = append(names, n.leg[l.Device])
@@ -377,7 +381,7 @@ func (n *mirrorView) names() (names []string) {
 	return names
 }
 
-// unknown are the devices of the mirror that are no leg's.
+// unknown returns the devices of the mirror that belong to no leg.
 func (n *mirrorView) unknown() (devices []uint64) {
 	for _, l := range n.s.Legs {
 		if n.leg[l.Device] == "" {
@@ -387,15 +391,15 @@ func (n *mirrorView) unknown() (devices []uint64) {
 	return devices
 }
 
-// legState is how it goes with a leg of a mirror: how often it has tried to join, and since when its node does not do its part.
+// legState is what this process remembers of a leg: how often it has tried to join, and since when its node fails to do its part.
 type legState struct {
 	tries       int
 	retryAt     time.Time
-	silentSince time.Time // since when its node does not answer; zero: it does
-	untoldSince time.Time // since when its record cannot be written, while others are to leave; zero: it can, as far as is known
+	silentSince time.Time // since when its node does not answer; zero: it answers
+	untoldSince time.Time // since when its record cannot be written, which others that are to leave wait for; zero: it can be, as far as is known
 }
 
-// stateOf returns the tries of a leg.
+// stateOf returns the state of a leg, by its name.
 func (m *mirrorReconciler) stateOf(name string) *legState {
 	if m.legStates[name] == nil {
 		m.legStates[name] = &legState{}

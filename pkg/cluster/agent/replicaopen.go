@@ -20,9 +20,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A node that is to use a volume with several legs opens those that are current, chooses which of them have everything, and says so in the object before anything is read.
+// How a node opens a volume with several legs for a claim: it opens the current legs, chooses those that have everything, and writes them down as current before anything is read.
 
-// legPatience is for how many looks (Options.LookEvery) a leg that is current, and does not answer, is waited for before the others go on without it.
+// legPatience is for how many looks (Options.LookEvery) a current leg that does not answer is waited for, before the volume is opened without it.
 const legPatience = 5
 
 // openedLeg is a leg that has been opened for a claim.
@@ -33,7 +33,7 @@ type openedLeg struct {
 	near   bool // it is on this node
 }
 
-// Open: see replicapool.Legs. Whoever had the legs before has none of them any more that is opened, and so nothing is acknowledged to him. The list is written before anything is read.
+// Open: see replicapool.Legs. A leg that is opened is fenced from its earlier user, to whom nothing is acknowledged any more. The list is written before anything is read.
 func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (_ replicapool.Opened, err error) {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
@@ -87,11 +87,11 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	return out, err
 }
 
-// openAll opens the legs that are current, and returns the near one first. Those that fail are tried again for a while (legPatience); after that, no longer than until one is open. failed says why some are not open. away are those of
-// them that may have everything all the same.
+// openAll opens the current legs, and returns that of this node first. Those that fail are tried again for legPatience, and then until one is open. failed is why some are not
+// open; away are the names of those of them that may have everything all the same.
 func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, away []string, failed error) {
 	left := v.Current()
-	var end time.Time // whoever asks has less time, and asks again
+	var end time.Time // also over several calls: a caller has less time, and calls again
 	l.note(v.Name, func(r *replica) {
 		if g := v.Spec.Claim.Generation; r.claim != g {
 			r.opens, r.claim = time.Now(), g
@@ -100,7 +100,7 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 	})
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	hasOne := sync.OnceFunc(func() { time.AfterFunc(time.Until(end), cancel) }) // a node that is gone does not answer at all
+	hasOne := sync.OnceFunc(func() { time.AfterFunc(time.Until(end), cancel) }) // a node that is gone never answers
 	for {
 		legs, failures := make([]openedLeg, len(left)), make([]error, len(left))
 		var all sync.WaitGroup
@@ -133,10 +133,10 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 	return opened, away, failed
 }
 
-// askPatience is for how many looks (Options.LookEvery) a leg is asked what it knows.
+// askPatience is for how many looks (Options.LookEvery) askKnown waits for answers.
 const askPatience = 2
 
-// askKnown returns those of some legs that say what they know of lists, all at once, without their locks. They are not opened.
+// askKnown asks legs at once, without their locks, what their records know of lists, and returns those that answer. They are not opened.
 func (l *ReplicaLegs) askKnown(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string) (known []openedLeg) {
 	ctx, cancel := context.WithTimeout(ctx, askPatience*l.options.LookEvery)
 	defer cancel()
@@ -156,12 +156,13 @@ func (l *ReplicaLegs) askKnown(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return known
 }
 
-// unlisted are the legs that are not on the list.
+// unlisted returns the legs that are not on the list.
 func unlisted(v *v1alpha1.ReplicatedVolume) []string {
 	return slices.DeleteFunc(slices.Clone(v.Spec.Legs), func(name string) bool { return slices.Contains(v.Current(), name) })
 }
 
-// chooseCurrent says which legs are current from now on, of those that were opened. others are not on the list; away are others that are, of which failed says why they were not. ErrPrecondition, or ErrUnavailable, if none of these is known to have everything.
+// chooseCurrent chooses which of the opened legs are current from now on. others are legs that are not on the list; away are listed ones that are not open, for the reason failed.
+// ErrPrecondition or ErrUnavailable if none of the opened ones is known to have everything.
 func chooseCurrent(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, away []string, failed error) ([]openedLeg, error) {
 	latest, err := upToDate(v, opened, others)
 	if err != nil {
@@ -174,14 +175,14 @@ func chooseCurrent(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, awa
 	return chosen, nil
 }
 
-// reportOpenWaits says in the object why a volume cannot be used, though a leg answers.
+// reportOpenWaits writes into the object why a volume cannot be opened, though a leg answers.
 func (l *ReplicaLegs) reportOpenWaits(ctx context.Context, v *v1alpha1.ReplicatedVolume, why error) {
 	if err := l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Waits = cluster.Limited(errdefs.Words(why)) }); err != nil {
 		klog.FromContext(ctx).Error(err, "Could not say in its object why a replicated volume waits", "volume", v.Name)
 	}
 }
 
-// open opens a leg that is current, as far as the list says, for the claim that there is.
+// open opens a leg that is on the list, for the claim that v has.
 func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) (leg openedLeg, err error) {
 	err = l.withLeg(ctx, v, name, func(id volume.ID) error {
 		leg, err = l.attach(ctx, v, id)
@@ -192,7 +193,7 @@ func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, na
 			g := v.Spec.Claim.Generation
 			err = l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
 				s.Sound, s.Opened, s.Closed = g, g, false
-				if !leg.LostPower() { // else it is known until the list is written: this try may not get there
+				if !leg.LostPower() { // that it did stays on record until the list is written: this call may fail before
 					s.Boot = leg.Now
 				}
 				return nil
@@ -206,7 +207,7 @@ func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, na
 	return leg, err
 }
 
-// noteBoot has the record of a leg that is current say in which start of its machine it is used: from now on, only what another start of that loses counts.
+// noteBoot writes the present boot ID of its machine into the record of a current leg that had lost power: from now on only a later loss counts.
 func (l *ReplicaLegs) noteBoot(ctx context.Context, v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 	if !leg.LostPower() {
 		return nil
@@ -219,7 +220,7 @@ func (l *ReplicaLegs) noteBoot(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	})
 }
 
-// attach attaches a leg, which is that, of no later claim, and large enough.
+// attach attaches a leg, and checks that it is one of the volume, was opened by no later claim, and is large enough.
 func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, id volume.ID) (leg openedLeg, err error) {
 	leg.name = id.Key
 	if leg.device, err = l.volumes.OpenLeg(ctx, id); err != nil {
@@ -243,8 +244,9 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 	return leg, nil
 }
 
-// equalOrBest says which legs are current from now on: all of them, if nothing can differ; else one, which has everything that was acknowledged, as they all have. One that may have lost with its power what was not flushed is the last.
-// If legs that were closed are of different claims, the list is of before the last one: an object that was restored. Then those of the last one have everything.
+// equalOrBest returns all legs, if they were closed by the same claim, so that they are equal. Otherwise it returns one: each of them has everything that was acknowledged, but they
+// may differ in what was not. A leg whose machine has lost power comes last, as it may lack what was not flushed. Of legs of different claims, those of the last one have
+// everything: the object was restored, and its list is older.
 func equalOrBest(opened []openedLeg) []openedLeg {
 	if !slices.ContainsFunc(opened, func(leg openedLeg) bool { return !leg.Closed || leg.Sound != opened[0].Sound }) {
 		return opened

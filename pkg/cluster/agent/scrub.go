@@ -17,19 +17,19 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// The node that uses a volume with several legs compares them, from time to time: what rots on a disk, or what was written to the wrong place, nobody else finds before it is read. It is slow, one volume at a time, and takes up where it
-// was: how far it is, when the last one ended, and what was found, is in the object. What differs is told, and left as it is: from the bytes nobody can tell which leg is right.
+// The node that uses a volume with several legs scrubs it from time to time: it compares the legs, to find bit rot and misplaced writes before they are read. It is slow, takes one volume
+// at a time, and resumes where it was: progress, end and findings are in the object. What differs is reported, and left as it is: nobody can tell which leg is right.
 
 const (
-	// scrubLooks is how many looks (Options.LookEvery) are between two of whether a volume is to be compared, and to be gone on with.
+	// scrubLooks is how often, in looks (Options.LookEvery), it is checked whether a scrub is due, or can go on.
 	scrubLooks = 10
-	// scrubTries is how often a part that cannot be read is read, while all legs are said to be whole, before it counts as found.
+	// scrubTries is how often an unreadable part is read, while no leg has failed, before it counts as differing.
 	scrubTries = 3
-	// scrubWrites is how often what is known of a compare is written down, where others write the same object.
+	// scrubWrites is how often a write of the status is tried, as others write the same object.
 	scrubWrites = 5
 )
 
-// runScrubs compares the legs of a mirror, as often as that is due, until ctx ends.
+// runScrubs scrubs a mirror whenever that is due, until ctx ends.
 func (m *mirrorReconciler) runScrubs(ctx context.Context) {
 	s := &scrub{mirrorReconciler: m}
 	for pause(ctx, scrubLooks*m.options.LookEvery) == nil {
@@ -50,7 +50,7 @@ func (m *mirrorReconciler) runScrubs(ctx context.Context) {
 	}
 }
 
-// runAlongside runs a part until end is called, or ctx ends.
+// runAlongside runs part in a goroutine until end is called, or ctx ends. end waits for it.
 func (m *mirrorReconciler) runAlongside(ctx context.Context, part func(context.Context)) (end func()) {
 	running, stop := context.WithCancel(ctx)
 	done := make(chan struct{})
@@ -64,7 +64,7 @@ func (m *mirrorReconciler) runAlongside(ctx context.Context, part func(context.C
 	}
 }
 
-// scrubDue reports whether the legs of a volume are to be compared: that was begun, a person asks for it, or the last time is long ago.
+// scrubDue reports whether a volume is to be scrubbed: a scrub was begun, a person asks for one, or the last one ended long ago.
 func scrubDue(v *v1alpha1.ReplicatedVolume, every time.Duration, now time.Time) bool {
 	s := v.Status.Scrub
 	if s == nil {
@@ -80,19 +80,19 @@ func scrubDue(v *v1alpha1.ReplicatedVolume, every time.Duration, now time.Time) 
 	return every > 0 && now.Sub(last) >= every
 }
 
-// scrub compares the legs of one mirror.
+// scrub scrubs one mirror.
 type scrub struct {
 	*mirrorReconciler
 	failedAt int64 // the part that could not be read last
 	failed   int   // how often
 }
 
-// isClaimed reports whether the claim of a volume is that by which the mirror was made.
+// isClaimed reports whether a volume still has the claim that the mirror was made for.
 func (s *scrub) isClaimed(v *v1alpha1.ReplicatedVolume) bool {
 	return v.Spec.Claim != nil && v.Spec.Claim.Generation == s.generation && v.Status.Opened == s.generation && !v.Going()
 }
 
-// run compares all that is not compared yet. errdefs.ErrUnavailable while not all legs are there, or not as many as there are to be: they are equal, or are made so, in a while.
+// run compares all that is not compared yet. ErrUnavailable while a leg is missing, has failed or joins.
 func (s *scrub) run(ctx context.Context) error {
 	state, err := mirror.Look(s.name)
 	if err != nil {
@@ -134,7 +134,7 @@ func (s *scrub) run(ctx context.Context) error {
 	return s.reportEnd(ctx, found)
 }
 
-// limitRate waits as long as the limit of the node asks for after each chunk.
+// limitRate waits after a chunk, so that Options.ScrubBandwidth is kept.
 func (s *scrub) limitRate(ctx context.Context) error {
 	if s.options.ScrubBandwidth == 0 {
 		return nil
@@ -142,7 +142,7 @@ func (s *scrub) limitRate(ctx context.Context) error {
 	return pause(ctx, time.Duration(float64(mirror.Chunk)/float64(s.options.ScrubBandwidth)*float64(time.Second)))
 }
 
-// reportInterrupted takes the error that ended a compare somewhere. A part that cannot be read again and again, while no leg is taken for failed, counts as found, and is stepped over.
+// reportInterrupted writes down how far a scrub was when err ended it. A part that could not be read scrubTries times, while no leg has failed, counts as differing, and is skipped.
 func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1.Differences, err error) error {
 	if ctx.Err() != nil || errors.Is(err, errdefs.ErrNotFound) {
 		return err
@@ -160,7 +160,7 @@ func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1
 	return errors.Join(err, s.reportProgress(ctx, next, found))
 }
 
-// reportProgress writes down how far a compare is, and what it has found.
+// reportProgress writes down how far a scrub is, and what it has found.
 func (s *scrub) reportProgress(ctx context.Context, at int64, found *v1alpha1.Differences) error {
 	return s.update(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
 		if c.Progress != nil {
@@ -169,7 +169,7 @@ func (s *scrub) reportProgress(ctx context.Context, at int64, found *v1alpha1.Di
 	})
 }
 
-// reportEnd writes down that all was compared.
+// reportEnd writes down that a scrub has ended, and what it has found.
 func (s *scrub) reportEnd(ctx context.Context, found *v1alpha1.Differences) error {
 	err := s.update(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
 		c.Progress, c.Found, c.Last, c.Ended = nil, nil, found, new(metav1.NewTime(time.Now()).Rfc3339Copy())
@@ -186,7 +186,7 @@ func (s *scrub) reportEnd(ctx context.Context, found *v1alpha1.Differences) erro
 	return nil
 }
 
-// update changes what the object says of the compare, if the volume is used here by the claim that there was.
+// update edits the status of the scrub in the object; ErrUnavailable if the volume is not used here by the claim of the mirror any more.
 func (s *scrub) update(ctx context.Context, edit func(*v1alpha1.Scrub, *v1alpha1.ReplicatedVolume)) error {
 	for try := 1; ; try++ {
 		v, err := s.replicatedNow(ctx, s.ref.Key)
@@ -208,7 +208,7 @@ func (s *scrub) update(ctx context.Context, edit func(*v1alpha1.Scrub, *v1alpha1
 	}
 }
 
-// beginScrub has a compare begin anew. What one has found that did not end, as the volume has grown, is true until this one has ended.
+// beginScrub resets c for a new scrub. What an unfinished one has found (the volume has grown meanwhile) counts until the new one has ended.
 func beginScrub(c *v1alpha1.Scrub, size, asked int64) {
 	if c.Found != nil {
 		c.Last = c.Found
@@ -216,7 +216,7 @@ func beginScrub(c *v1alpha1.Scrub, size, asked int64) {
 	c.Progress, c.Found, c.Asked = &v1alpha1.Progress{Total: size}, nil, asked
 }
 
-// editAndNoteTurn edits what is known of a compare, and notes when that makes a difference to whether the legs differ.
+// editAndNoteTurn edits c, and notes the time if that changes whether the legs differ.
 func editAndNoteTurn(c *v1alpha1.Scrub, edit func()) {
 	differed := c.Differs()
 	if edit(); c.Differs() != differed {
@@ -224,7 +224,7 @@ func editAndNoteTurn(c *v1alpha1.Scrub, edit func()) {
 	}
 }
 
-// differingBytes is how many bytes differ.
+// differingBytes returns how many bytes differ.
 func differingBytes(d *v1alpha1.Differences) int64 {
 	if d == nil {
 		return 0
@@ -232,7 +232,7 @@ func differingBytes(d *v1alpha1.Differences) int64 {
 	return d.Bytes
 }
 
-// addDifferences are differences, and some that were found after them; nil: none.
+// addDifferences returns before with further ranges that differ; nil if there are none at all.
 func addDifferences(before *v1alpha1.Differences, differ []dm.Range, message string) *v1alpha1.Differences {
 	if len(differ) == 0 {
 		return before
