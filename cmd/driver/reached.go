@@ -93,7 +93,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 				defer stop()
 				done.Go(func() { local.KeepExports(ctx) })
 				done.Go(func() { remote.Keep(ctx) })
-				done.Go(func() { a.TellAway(ctx, remote.Away, agent.AwayPause) })
+				done.Go(func() { a.ReportAway(ctx, remote.Away, agent.AwayEvery) })
 				done.Go(func() { a.MoveInUse(ctx, everywhere, remote) })
 				done.Go(func() { replicate(ctx) })
 				return run(ctx)

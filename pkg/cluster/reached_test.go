@@ -673,7 +673,7 @@ func TestReachedAway(t *testing.T) {
 	w.staged(b, dir, v.ID, mounted)
 	ctx, stop := context.WithCancel(w.ctx)
 	done := make(chan struct{})
-	go func() { defer close(done); b.agent.TellAway(ctx, b.uses.remote.Away, 50*time.Millisecond) }()
+	go func() { defer close(done); b.agent.ReportAway(ctx, b.uses.remote.Away, 50*time.Millisecond) }()
 	t.Cleanup(func() { stop(); <-done })
 	away := func(want bool) {
 		t.Helper()

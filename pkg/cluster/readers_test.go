@@ -173,7 +173,7 @@ func TestManyReadersAway(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		b.agent.TellAway(ctx, func() (map[blockdev.Ref]time.Time, error) {
+		b.agent.ReportAway(ctx, func() (map[blockdev.Ref]time.Time, error) {
 			if !cut.Load() {
 				return nil, nil
 			}

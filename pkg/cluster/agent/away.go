@@ -15,12 +15,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// AwayPause is how often TellAway looks, and how long a home does not answer before that is told: a cable that is replugged is no news.
-const AwayPause = 10 * time.Second
+// AwayEvery is how often ReportAway looks, and how long a home may be silent before that is reported: a cable that is replugged is not.
+const AwayEvery = 10 * time.Second
 
-// TellAway writes down, until ctx ends, which volumes of other nodes that are used here, also by one who reads beside others, wait for these, and since when.
-// away are all of them (remotepool.Pool). That one does not any more is written down as well.
-func (a *Agent) TellAway(ctx context.Context, away func() (map[blockdev.Ref]time.Time, error), pause time.Duration) {
+// ReportAway reports, until ctx ends, which volumes of other nodes that are used here wait for their homes, and since when, and also when one no longer does. It writes
+// `away` of status.export, or of the reader. away returns all that wait (remotepool.Pool).
+func (a *Agent) ReportAway(ctx context.Context, away func() (map[blockdev.Ref]time.Time, error), pause time.Duration) {
 	ticks := time.NewTicker(pause)
 	defer ticks.Stop()
 	for {
@@ -28,14 +28,14 @@ func (a *Agent) TellAway(ctx context.Context, away func() (map[blockdev.Ref]time
 		case <-ctx.Done():
 			return
 		case <-ticks.C:
-			if err := a.tellAway(ctx, away, pause); err != nil && ctx.Err() == nil {
+			if err := a.reportAway(ctx, away, pause); err != nil && ctx.Err() == nil {
 				klog.FromContext(ctx).V(2).Info("Could not write down which volumes of other nodes wait for these; trying again", "err", err.Error())
 			}
 		}
 	}
 }
 
-func (a *Agent) tellAway(ctx context.Context, away func() (map[blockdev.Ref]time.Time, error), least time.Duration) error {
+func (a *Agent) reportAway(ctx context.Context, away func() (map[blockdev.Ref]time.Time, error), least time.Duration) error {
 	now, err := away()
 	if err != nil || !a.others.read.Load() {
 		return err
@@ -61,8 +61,8 @@ func (a *Agent) tellAway(ctx context.Context, away func() (map[blockdev.Ref]time
 	return errors.Join(failures...)
 }
 
-// setAway has the object of a volume say that its node does not answer another one, which it is given to, or that it does; and reports whether that
-// changes it. What has not lasted for long is not said.
+// setAway sets or clears `away` of the exports of a volume to a node, and reports whether that changes anything. A home that has been silent for less than least is not
+// away.
 func setAway(v *v1alpha1.Volume, node string, since time.Time, is bool, least time.Duration) (changed bool) {
 	given := []*v1alpha1.Export{v.Status.Export}
 	for i := range v.Status.Readers {

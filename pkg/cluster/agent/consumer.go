@@ -17,38 +17,38 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Homes and consumers of volumes ask each other, over the port of the agents: what the home of a volume asks of those who use it, and what they answer.
+// What the home of a volume asks of its consumers, over the port of their agents, and what these answer.
 
-// Using is what this node does to volumes of others, for their homes or after a start: volume.Local, over them.
-type Using interface {
-	Holds
+// UsedVolumes works on volumes of other nodes that are used here, for their homes or after a start: volume.Local, over them.
+type UsedVolumes interface {
+	WriteHolder
 	LimitAgain(ctx context.Context, id volume.ID, mutable map[string]string)
 	Modified(ctx context.Context, id volume.ID, mutable map[string]string) error
 }
 
-// Holds holds back the writes of those who use volumes here: volume.Local.
-type Holds interface {
+// WriteHolder holds back the writes to volumes that are used here: volume.Local.
+type WriteHolder interface {
 	Hold(ctx context.Context, id volume.ID) (release func() error, err error)
 	LongestHold() time.Duration
 }
 
-// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. Each may ask for its own volumes. From then on the agent can set the limits of
-// these.
-func (a *Agent) Uses(others Using) export.User {
+// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. A node may ask for its own volumes only. others works on these volumes; the
+// agent sets their limits by it too.
+func (a *Agent) Uses(others UsedVolumes) export.User {
 	select {
 	case a.others.using <- others:
-	default: // it knows
+	default: // it has them
 	}
 	return users{a, others}
 }
 
 type users struct {
 	*Agent
-	others Using
+	others UsedVolumes
 }
 
-// used is ErrPrecondition unless a volume is the caller's, and claimed for this node by a generation.
-func (u users) used(ctx context.Context, id volume.ID, generation int64) error {
+// checkUsed is ErrPrecondition unless a volume is the caller's, and claimed for this node with a generation.
+func (u users) checkUsed(ctx context.Context, id volume.ID, generation int64) error {
 	v, is := u.usedHere(id.Key)
 	if !is || cluster.VolumeID(v) != id || u.generation(v) != generation {
 		var err error
@@ -64,7 +64,7 @@ func (u users) used(ctx context.Context, id volume.ID, generation int64) error {
 
 // Modified: see export.User.
 func (u users) Modified(ctx context.Context, id volume.ID, generation int64, mutable map[string]string) error {
-	if err := u.used(ctx, id, generation); err != nil {
+	if err := u.checkUsed(ctx, id, generation); err != nil {
 		return err
 	}
 	return u.withLocks([]string{keylock.Volume(id.Key)}, func() error {
@@ -76,10 +76,10 @@ func (u users) Modified(ctx context.Context, id volume.ID, generation int64, mut
 	})
 }
 
-// Hold: see export.User. No call of this node comes between, until the writes go on: a home that does not end what it asked for keeps nobody from giving
-// the volume up.
+// Hold: see export.User. The lock of the volume is held until the writes go on. If the home does not release them, they go on after LongestHold, so that the volume can be
+// unstaged.
 func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error) {
-	if err := u.used(ctx, id, generation); err != nil {
+	if err := u.checkUsed(ctx, id, generation); err != nil {
 		return nil, err
 	}
 	v, is := u.usedHere(id.Key)
@@ -89,8 +89,8 @@ func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (releas
 	return u.hold(ctx, u.others, id, []string{keylock.Volume(id.Key)})
 }
 
-// hold holds back the writes to a volume that is used here, with some locks.
-func (a *Agent) hold(ctx context.Context, in Holds, id volume.ID, locks []string) (release func() error, err error) {
+// hold holds back the writes to a volume that is used here, and keeps locks until release; both end by themselves after LongestHold. release is nil if nothing is held.
+func (a *Agent) hold(ctx context.Context, in WriteHolder, id volume.ID, locks []string) (release func() error, err error) {
 	unlock, busy := a.options.Locks.TryLock(locks, nil)
 	if unlock == nil {
 		return nil, fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
@@ -104,14 +104,14 @@ func (a *Agent) hold(ctx context.Context, in Holds, id volume.ID, locks []string
 		defer unlock()
 		return let()
 	})
-	late := time.AfterFunc(in.LongestHold()+time.Second, func() { _ = end() }) // who calls release later is told
+	late := time.AfterFunc(in.LongestHold()+time.Second, func() { _ = end() }) // a later release returns the error
 	return func() error {
 		late.Stop()
 		return end()
 	}, nil
 }
 
-// Consumers asks the nodes that volumes of this one are exported to: it is a volume.Consumers.
+// Consumers asks the nodes that volumes of this node are exported to: it is a volume.Consumers.
 func (a *Agent) Consumers() volume.Consumers { return consumers{a} }
 
 type consumers struct{ *Agent }

@@ -193,10 +193,10 @@ func (e exports) Close(ctx context.Context, id volume.ID, generation int64) erro
 
 // reportExport writes down to whom a volume is given. It fails with a conflict if anybody changed the object since it was read: perhaps its claim.
 func (a *Agent) reportExport(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) error {
-	if saysGiven(v, to) {
+	if statusHasExport(v, to) {
 		return nil
 	}
-	err := report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export = newGiven(to) })
+	err := report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export = newExport(to) })
 	if apierrors.IsConflict(err) {
 		return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
 	}

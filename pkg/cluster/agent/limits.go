@@ -22,7 +22,7 @@ const limitPause = time.Second
 
 // limitAgain sets the limits of the volumes of other nodes that are used here, and not by many, once after a start: a change of them, or what they were lifted for, may
 // have been cut short. What they are the objects say, so no home is asked. It ends when all are set, or with ctx.
-func (a *Agent) limitAgain(ctx context.Context, here Using) {
+func (a *Agent) limitAgain(ctx context.Context, here UsedVolumes) {
 	used, err := a.allUsedHere(ctx)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Could not set the limits of the volumes of other nodes")
@@ -42,7 +42,7 @@ func (a *Agent) limitAgain(ctx context.Context, here Using) {
 }
 
 // limitLater is limitUsed, as often as it takes.
-func (a *Agent) limitLater(ctx context.Context, here Using, key string) {
+func (a *Agent) limitLater(ctx context.Context, here UsedVolumes, key string) {
 	w := a.hub.Open(cluster.VolumeNamed(key))
 	defer w.Close()
 	for {
@@ -66,7 +66,7 @@ func (a *Agent) limitLater(ctx context.Context, here Using, key string) {
 
 // limitUsed sets the limits of a volume of another node, if it is used here still. errWaits while they are being changed: the object tells when they have been. Once the
 // home itself has said what they are, they are that. ErrBusy if a call has the volume for itself.
-func (a *Agent) limitUsed(ctx context.Context, here Using, key string) error {
+func (a *Agent) limitUsed(ctx context.Context, here UsedVolumes, key string) error {
 	return a.withLocks([]string{keylock.Volume(key)}, func() error {
 		v, is := a.usedHere(key)
 		switch {
@@ -109,7 +109,7 @@ func (a *Agent) usedChanged(o client.Object, gone bool) {
 }
 
 // followModified has the volumes that this node reads beside others follow the mutable parameters that their objects have in force, from the start on, until ctx ends.
-func (a *Agent) followModified(ctx context.Context, here Using) {
+func (a *Agent) followModified(ctx context.Context, here UsedVolumes) {
 	defer context.AfterFunc(ctx, a.others.modified.ShutDown)()
 	set := map[string]map[string]string{} // by the names of objects
 	for {
@@ -128,7 +128,7 @@ func (a *Agent) followModified(ctx context.Context, here Using) {
 
 // modifyRead has what is attached of a volume be as its object says, if this node reads it beside others, and it was not that already, which set tells. ErrBusy if a call
 // has the volume for itself.
-func (a *Agent) modifyRead(ctx context.Context, here Using, key string, set map[string]map[string]string) error {
+func (a *Agent) modifyRead(ctx context.Context, here UsedVolumes, key string, set map[string]map[string]string) error {
 	return a.withLocks([]string{keylock.Volume(key)}, func() error {
 		v, is := a.usedHere(key)
 		if !is || !cluster.ClaimOn(v, a.local.Node()).Many() {

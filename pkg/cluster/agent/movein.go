@@ -301,14 +301,14 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 			return err
 		}
 		// Its user may be connected here already. What the old node gave is not what counts any more.
-		to, is, err := a.given(ctx, cluster.VolumeID(now))
+		to, is, err := a.currentExport(ctx, cluster.VolumeID(now))
 		if err != nil {
 			return err
 		}
 		klog.FromContext(ctx).Info("A volume has moved here", "volume", cluster.VolumeID(now).String(), "from", now.Spec.Move.Node)
 		defer a.Changed()
 		err = report(ctx, a, now, func(v *v1alpha1.Volume) {
-			setGiven(v, to, is)
+			setExport(v, to, is)
 			if v.Status.Move == nil { // it was restored without its status
 				v.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
 			}

@@ -34,7 +34,7 @@ func (a *Agent) reportReader(ctx context.Context, v *v1alpha1.Volume, to volume.
 	if isReader(v, to) {
 		return nil
 	}
-	err := report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Readers = append(v.Status.Readers, *newGiven(to)) })
+	err := report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Readers = append(v.Status.Readers, *newExport(to)) })
 	if apierrors.IsConflict(err) {
 		return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
 	}
@@ -54,7 +54,7 @@ func (a *Agent) reportReaders(ctx context.Context, v *v1alpha1.Volume, read bool
 	id := cluster.VolumeID(v)
 	have, err := a.options.Exporter.Readers(ctx, id)
 	if err != nil {
-		return a.unlessAlone(err)
+		return a.ignoreWithoutNetwork(err)
 	}
 	settled := !slices.ContainsFunc(have, func(g int64) bool { return !wantsReader(v, g) }) &&
 		!slices.ContainsFunc(v.Status.Readers, func(e v1alpha1.Export) bool { return !slices.Contains(have, e.Generation) })

@@ -34,7 +34,7 @@ type others struct {
 	many kube.Connection // those of spec.readers
 	read atomic.Bool     // both caches have been filled once
 
-	using    chan Using                               // has what works on them here, once that is known
+	using    chan UsedVolumes                         // has what works on them here, once that is known
 	modified workqueue.TypedDelayingInterface[string] // those that may have been (followModified)
 
 	mu     sync.Mutex
@@ -44,7 +44,7 @@ type others struct {
 
 // connectOthers prepares the watch of the volumes of other nodes. It asks the API server nothing.
 func (a *Agent) connectOthers(config *rest.Config) (err error) {
-	a.others.agents, a.others.told, a.others.using = map[string]v1alpha1.AgentEndpoint{}, map[string]bool{}, make(chan Using, 1)
+	a.others.agents, a.others.told, a.others.using = map[string]v1alpha1.AgentEndpoint{}, map[string]bool{}, make(chan UsedVolumes, 1)
 	if a.options.Network == nil {
 		return nil
 	}
@@ -308,7 +308,7 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 	switch {
 	case c == nil: // or the object is one of before the claim, and the home gives the volume still
 		to := volume.Grant{Generation: generation, Node: h.local.Node()}
-		return !wantsGiven(v, to) || !saysGiven(v, to), nil
+		return !wantsExport(v, to) || !statusHasExport(v, to), nil
 	case m != nil && !m.Left && generation == c.Generation+1, m != nil && m.Left && !arrived(v) && generation == c.Generation:
 		return false, nil // to the node that it moves to, or has just moved to, while it is used here
 	case c.Generation != generation:

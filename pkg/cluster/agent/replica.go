@@ -34,7 +34,7 @@ type replicas struct {
 
 	mu    sync.Mutex
 	known map[string]*replica // by the names of their objects
-	using Using               // works on those that are used here; nil: none can be used
+	using UsedVolumes         // works on those that are used here; nil: none can be used
 }
 
 // replica is what this process remembers of a volume with several legs, beside its object.
@@ -146,7 +146,7 @@ func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 }
 
 // UseReplicated sets what works on the volumes with several legs that are used here: volume.Replicated.
-func (a *Agent) UseReplicated(using Using) {
+func (a *Agent) UseReplicated(using UsedVolumes) {
 	a.replicas.mu.Lock()
 	defer a.replicas.mu.Unlock()
 	a.replicas.using = using

@@ -113,7 +113,7 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look loo
 		var left bool
 		last, left, err = a.lookUp(ctx, pool, id, o, cached)
 		if err == nil && left && last.taken != "" {
-			a.endStray(ctx, id)
+			a.endStrayExport(ctx, id)
 			left = !a.dropStray(ctx, pool, id, one.sealed, look)
 		}
 		if err != nil || !left {
@@ -191,10 +191,10 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 	})
 }
 
-// endStray ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has counted that: what its user writes is no part of the volume. Its user goes on for as long
+// endStrayExport ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has counted that: what its user writes is no part of the volume. Its user goes on for as long
 // as the object never heard of such a claim (as of wantsGiven): it may be one that was adopted, or went back, by mistake, and then this is what was written last.
-func (a *Agent) endStray(ctx context.Context, id volume.ID) {
-	to, is, err := a.given(ctx, id)
+func (a *Agent) endStrayExport(ctx context.Context, id volume.ID) {
+	to, is, err := a.currentExport(ctx, id)
 	if err == nil && is {
 		err = a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 			v := &v1alpha1.Volume{}
@@ -206,7 +206,7 @@ func (a *Agent) endStray(ctx context.Context, id volume.ID) {
 				return nil
 			}
 			klog.FromContext(ctx).Info("Taking back a stray that its user has still, while its volume is another node's", "id", id.String(), "node", to.Node, "generation", to.Generation, "volume", v.Spec.NodeName)
-			return a.unlessAlone(a.options.Exporter.Unexport(ctx, id, to.Generation))
+			return a.ignoreWithoutNetwork(a.options.Exporter.Unexport(ctx, id, to.Generation))
 		})
 	}
 	if errdefs.IgnoreNotFound(err) != nil {

@@ -245,7 +245,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 		return reconcile.Result{}, err
 	}
 	if errors.Is(err, errdefs.ErrInUse) {
-		return reconcile.Result{RequeueAfter: inUseRetry}, errdefs.IgnoreNotFound(errors.Join(a.reportGiven(ctx, v), a.reportReaders(ctx, v, true))) // perhaps that is who uses it
+		return reconcile.Result{RequeueAfter: inUseRetry}, errdefs.IgnoreNotFound(errors.Join(a.syncExport(ctx, v), a.reportReaders(ctx, v, true))) // perhaps that is who uses it
 	}
 	return reconcile.Result{RequeueAfter: lastRetry}, nil
 }
@@ -309,9 +309,9 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	have, err := a.local.Get(ctx, id)
 	switch {
 	case errors.Is(err, errdefs.ErrNotFound):
-		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)}), a.takeBackMissing(ctx, v))
+		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)}), a.endExportOfMissing(ctx, v))
 	case errors.Is(err, errdefs.ErrDataLoss):
-		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)}), a.takeBackDamaged(ctx, v))
+		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)}), a.endExportOfDamaged(ctx, v))
 	case errors.Is(err, errdefs.ErrUnavailable):
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
 			setHealth(&v.Status.Conditions, &v.Status.Health, v, []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: errdefs.Words(err)}})
@@ -319,9 +319,9 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case err != nil:
 		return err
 	}
-	if err := errors.Join(a.reportGiven(ctx, v), a.reportReaders(ctx, v, have.Read), a.unsealStaying(ctx, v, have)); err != nil {
+	if err := errors.Join(a.syncExport(ctx, v), a.reportReaders(ctx, v, have.Read), a.unsealStaying(ctx, v, have)); err != nil {
 		if errors.Is(err, errdefs.ErrDataLoss) { // the record is good, and does not say to whom it is given
-			err = errors.Join(err, a.takeBackDamaged(ctx, v))
+			err = errors.Join(err, a.endExportOfDamaged(ctx, v))
 		}
 		return err
 	}
