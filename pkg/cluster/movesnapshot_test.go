@@ -261,7 +261,7 @@ func flippedCut(t *testing.T) (w *environment, a, b *machine, s *store.Store, sn
 	check.OK(t, err)
 	a.stop()
 	b.stop()
-	check.OK(t, b.local.BringSnapshot(w.ctx, snapshot.Name, from))
+	check.OK(t, b.local.CopySnapshotIn(w.ctx, snapshot.Name, from))
 	w.cutMovesTo(snapshot.ID, b.name)
 	now := w.cutObject(snapshot.ID)
 	before := now.DeepCopy()

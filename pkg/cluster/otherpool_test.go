@@ -281,7 +281,7 @@ func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, cla
 	in := m.disks[map[string]int{"default": 0, "b": 1}[pool]].Open(pool, nil)
 	was, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{in}, mounts, 0)
 	check.OK(w, err)
-	check.OK(w, errors.Join(was.Bring(w.ctx, pool, v.Name, blockdev.Thin, sealed), was.Arrive(w.ctx, v.ID)))
+	check.OK(w, errors.Join(was.CopyIn(w.ctx, pool, v.Name, blockdev.Thin, sealed), was.Arrive(w.ctx, v.ID)))
 	check.OK(w, storetest.WriteTo(in)(w.ctx, v.ID, 64<<10, []byte("old")))
 	left, err := was.Seal(w.ctx, v.ID, claims)
 	check.OK(w, err)

@@ -19,7 +19,7 @@ import (
 // A volume may also move while it is used (docs/decisions/moving-in-use.md): the node that uses it mirrors it to the new node, which has prepared room for it. What
 // follows is what its two nodes do for that. The old one describes the volume, tells where it holds data, and seals it when all is copied: its user goes on. The new
 // one prepares an unfinished copy, empty, which it exports to that user for the claim's next generation, and completes it when all is there. From then on it is
-// as if it had brought it: it arrives, and the old node departs.
+// as if it had copied it itself: it arrives, and the old node departs.
 
 // Describe returns a volume as the origin of a move that begins while it is used. Created is now, later than all descriptions and seals of before; there is no
 // Read. A seal for its user is broken. Claims is how many claims there were.
@@ -191,7 +191,7 @@ func preparedSince(r blockdev.Record) time.Time {
 	if p, is := preparedOf(r); is {
 		return p.described
 	}
-	since, _ := broughtSince(r)
+	since, _ := copiedInSeal(r)
 	return since
 }
 
@@ -301,7 +301,7 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 		maps.Copy(labels, from.Labels)
 		setLabel(labels, labelPool, named)
 		setLabel(labels, labelCarried, carriedLabel(from))
-		labels[labelImport] = broughtLabel(record.Key, from.Created)
+		labels[labelImport] = copiedInLabel(record.Key, from.Created)
 		if to.Node != l.node {
 			labels[labelExport] = e.label()
 		}
@@ -351,7 +351,7 @@ func (l *Local) preparedFor(ctx context.Context, id ID, to Grant, nqn string) (b
 		return nil, record, export{}, err
 	}
 	p, is := preparedOf(record)
-	_, whole := broughtSince(record)
+	_, whole := copiedInSeal(record)
 	e, exported, err := exportOf(record)
 	switch {
 	case err != nil:

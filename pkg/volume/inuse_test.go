@@ -120,7 +120,7 @@ func moveInUse(t *testing.T, pool string) {
 	fails(t, m.b.Complete(t.Context(), "c", sealed, to, room.NQN), errdefs.ErrPrecondition, "Complete of what is in another pool")
 	for range 2 {
 		check.OK(t, m.b.Complete(t.Context(), pool, sealed, to, room.NQN))
-		if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
+		if here, err := m.b.IsCopiedIn(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
 			t.Errorf("it is all there: %v, %v", here, err)
 		}
 	}
@@ -208,7 +208,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	refused("complete")
 	fails(t, second(m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, to)), errdefs.ErrPrecondition, "Prepare over what is complete since")
 	check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, room.NQN))
-	if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); here || err != nil || len(m.kb.exports) != 0 {
+	if here, err := m.b.IsCopiedIn(t.Context(), m.v.ID, sealed.Created); here || err != nil || len(m.kb.exports) != 0 {
 		t.Errorf("dropped, it is there: %v, %v, %v", here, err, m.kb.exports)
 	}
 	check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, room.NQN))
@@ -255,8 +255,8 @@ func TestMoveInUseOtherObject(t *testing.T) {
 	check.OK(t, m.b.Complete(t.Context(), "a", sealed, grant(4, "c"), room.NQN))
 	from := describe("other")
 	fails(t, second(prepare(from)), errdefs.ErrExists, "Prepare over what another object has completed")
-	fails(t, m.b.Bring(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over that")
-	if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
+	fails(t, m.b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over that")
+	if here, err := m.b.IsCopiedIn(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
 		t.Errorf("it is there: %v, %v", here, err)
 	}
 	check.OK(t, second(prepare(describe("one"))))
@@ -406,7 +406,7 @@ func TestMoveInUseLeft(t *testing.T) {
 
 	back, err := m.b.Seal(t.Context(), m.v.ID, 4)
 	check.OK(t, err)
-	check.OK(t, m.a.Bring(t.Context(), "a", "source", blockdev.Thin, back))
+	check.OK(t, m.a.CopyIn(t.Context(), "a", "source", blockdev.Thin, back))
 	check.OK(t, errors.Join(m.a.Arrive(t.Context(), m.v.ID), m.b.Depart(t.Context(), m.v.ID, back.Created)))
 	have, err := m.a.Get(t.Context(), m.v.ID)
 	check.OK(t, err)

@@ -82,7 +82,7 @@ func (l *Local) KeepLeftover(ctx context.Context, left Leftover) error {
 		return err
 	}
 	_, err = pool.SetLabels(ctx, left.ID.ref(), func(labels map[string]string) error {
-		since, is := broughtSince(blockdev.Record{Labels: labels})
+		since, is := copiedInSeal(blockdev.Record{Labels: labels})
 		if !is || labels[labelCarried] == "" {
 			return fmt.Errorf("%w: what pool %s of node %s has of volume %s is not all of it", errdefs.ErrPrecondition, left.Pool, l.node, left.ID)
 		}

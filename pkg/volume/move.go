@@ -17,40 +17,41 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume moves to another node while nobody uses it (docs/decisions/moving.md). Its home seals it: from then on nothing here can use it before it is
-// sure that it stays. The new node brings the bytes, as an unfinished copy, which is nobody's. When the cluster says that the volume is the new
-// node's, that makes it a volume (Arrive), and only then the old one removes its own (Depart).
+// A volume moves to another node while nobody uses it (docs/decisions/moving.md). Its home seals it (Seal): from then on nothing here uses it before it is certain that it
+// stays. The new node copies the bytes (CopyIn), as an unfinished copy that nobody can use. When the cluster says that the volume is the new node's, that node makes the copy a
+// volume (Arrive), and only then the old one removes its own (Depart).
 
 // Moves knows whether volumes move.
 type Moves interface {
-	// Stays returns nil once it is sure that a volume of this node that is sealed in a pool does not move before its use has ended. ErrPrecondition if it is not there any more;
-	// ErrUnavailable if that cannot be found out now, or it is about to. used is the generation of the claim for whose user it is sealed, or 0: whoever is about to say
-	// that this user has copied all of it is refused from then on.
+	// Stays returns nil if a volume that is sealed in a pool of this node will not move before its use has ended. ErrPrecondition if it is not there any more; ErrUnavailable if
+	// that cannot be found out now, or it is about to move. used is the generation of the claim of its consumer, if it is sealed for that (SealFor), else 0: then a pin of the
+	// volume by that consumer is refused from now on.
 	Stays(ctx context.Context, id ID, pool string, used int64) error
 	// IsHere returns nil if a volume that is sealed in a pool of this node is still there: it may move right after that. Errors are those of Stays.
 	IsHere(ctx context.Context, id ID, pool string) error
 }
 
-// SetMoves says who knows whether volumes move. It is called before anything uses a volume; without it none does.
+// SetMoves sets who knows whether volumes move. It has to be called before anything uses a volume; without it no volume moves.
 func (l *Local) SetMoves(m Moves) { l.moves = m }
 
-// homeLabels are those of a record that are about its use on its node, and do not move.
+// homeLabels are the labels of a record that are about its use on its node. They do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
 	labelPool, labelCarried, labelLeft, labelTold}
 
-// usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
+// usedLabels are those of the homeLabels that move with a volume that is in use, as that use goes on.
 var usedLabels = []string{labelTarget, labelFlags}
 
-// movedLabels are all others that the record of a volume may have, but for those of mutable parameters.
+// movedLabels are the labels that move with a volume, besides those of mutable parameters.
 var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelDiscards, labelHeader, labelSeparate, labelAccess, labelTimeout,
 	labelSource, labelNamespace, labelClaim, labelPV, labelMade, labelCame, labelReplicaOf, labelMarks, labelLeg}
 
-// AnyClaims is for Seal: whatever count a seal is for, it stays.
+// AnyClaims, as the claims of Seal, leaves a seal as it is, whatever count it is for.
 const AnyClaims = -1
 
-// Seal keeps a volume as it is, or finds that it is sealed, and returns it as the origin of its move. What Created says is when it was sealed: as long as
-// that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
-// before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere, and for what has left this node (Left). The caller has the lock, now and while it reads.
+// Seal seals a volume, unless it is sealed, and returns it as the origin of its move. Origin.Created is when it was sealed: as long as that is the same, so are the bytes. A
+// seal is for a count of claims, and is made anew after a further claim, as an older driver, which knows no seals, may have written then. ErrInUse while the volume is attached
+// or exported. ErrPrecondition for what has left this node (Left); and with AnyClaims, if it is sealed for its consumer (SealFor), who went on elsewhere. The caller has the lock, now and
+// while it reads.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -270,9 +271,9 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 	return l.Unseal(ctx, id)
 }
 
-// Left notes durably that a volume has moved to another node, as it was sealed then. The cluster has said so, and may go back to before that: then it says that the volume is here, and what was written since is
-// on that node alone. So from now on nobody uses what is here, whatever the cluster says, before a person has adopted it (Readopt). What is not sealed, or was at another time, is not what has moved: it
-// stays as it is. The caller has the lock.
+// Left records durably that a volume has moved to another node by the seal of a time. The API server may be restored to before the move, and say that the volume is here, while
+// what was written since is on that node alone. So from now on nobody uses what is here, whatever the API server says, before a person adopts it (Readopt). If it is not sealed, or
+// by another seal, it is not what has moved, and stays as it is. The caller has the lock.
 func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) error {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -340,15 +341,15 @@ func (l *Local) depart(ctx context.Context, pool blockdev.Pool, record blockdev.
 	return l.delete(ctx, pool, record.Ref)
 }
 
-// broughtLabel is importLabel of a volume that moves, all of whose bytes are here.
-func broughtLabel(key string, sealed time.Time) string {
+// copiedInLabel is importLabel of a volume that moves, all of whose bytes are here.
+func copiedInLabel(key string, sealed time.Time) string {
 	return key + "/" + sealed.UTC().Format(time.RFC3339Nano) + "/" + brought
 }
 
 const brought = "all"
 
-// broughtSince is when what a record says was brought was sealed; false if nothing was, or not all.
-func broughtSince(r blockdev.Record) (since time.Time, is bool) {
+// copiedInSeal returns when what a record is of was sealed; false unless all of it was copied here.
+func copiedInSeal(r blockdev.Record) (since time.Time, is bool) {
 	parts := strings.Split(r.Labels[labelImport], "/")
 	if len(parts) != 3 || parts[2] != brought {
 		return since, false
@@ -357,18 +358,18 @@ func broughtSince(r blockdev.Record) (since time.Time, is bool) {
 	return since, err == nil
 }
 
-// Brought reports whether all bytes of what moves here are, as they were sealed at a time.
-func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, error) {
+// IsCopiedIn reports whether all bytes of a volume or snapshot that moves here are here, by the seal of a time.
+func (l *Local) IsCopiedIn(ctx context.Context, id ID, sealed time.Time) (bool, error) {
 	pool, ref, err := l.object(id, id.Kind)
 	if err != nil {
 		return false, err
 	}
 	record, err := pool.Get(ctx, ref)
-	return err == nil && (record.Labels[labelImport] == broughtLabel(id.Key, sealed) || isCut(pool, record, sealed)), errdefs.IgnoreNotFound(err)
+	return err == nil && (record.Labels[labelImport] == copiedInLabel(id.Key, sealed) || isCut(pool, record, sealed)), errdefs.IgnoreNotFound(err)
 }
 
-// BroughtSince is when the volume was sealed of which all bytes are here that move here; false if not all are, or it is a volume already.
-func (l *Local) BroughtSince(ctx context.Context, id ID) (since time.Time, is bool, err error) {
+// CopiedInSeal returns when a volume was sealed all of whose bytes were copied here; is is false if not all are here, or it is a volume already.
+func (l *Local) CopiedInSeal(ctx context.Context, id ID) (since time.Time, is bool, err error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
 		return since, false, err
@@ -377,7 +378,7 @@ func (l *Local) BroughtSince(ctx context.Context, id ID) (since time.Time, is bo
 	if err != nil {
 		return since, false, errdefs.IgnoreNotFound(err)
 	}
-	since, is = broughtSince(record)
+	since, is = copiedInSeal(record)
 	return since, is, nil
 }
 
@@ -419,17 +420,17 @@ func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockde
 	return l.dropUnfinished(ctx, pool, record.Ref)
 }
 
-// Bring copies the bytes of a volume that moves here to a pool, whatever pool its ID names. They are nobody's until Arrive; a call that comes after one that was cut short goes on
-// where that stopped, if they are sealed as they were then. The caller has the lock of the volume.
-func (l *Local) Bring(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
+// CopyIn copies the bytes of a volume that moves here to a pool, whatever pool its ID names. Nobody can use them before Arrive. A call after one that was cut short resumes it, if
+// the seal is still the same. The caller has the lock of the volume.
+func (l *Local) CopyIn(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
 	if err := from.checkMove(name); err != nil {
 		return err
 	}
-	return l.bring(ctx, in, name, provisioning, from)
+	return l.copyIn(ctx, in, name, provisioning, from)
 }
 
-// bring is Bring of a volume, or of a snapshot.
-func (l *Local) bring(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
+// copyIn is CopyIn for a volume or a snapshot.
+func (l *Local) copyIn(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
 	pool, err := l.pool(in)
 	if err != nil {
 		return err
@@ -439,7 +440,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		return err
 	}
 	record, err := pool.Get(ctx, ref)
-	whole := err == nil && record.Labels[labelImport] == broughtLabel(ref.Key, from.Created)
+	whole := err == nil && record.Labels[labelImport] == copiedInLabel(ref.Key, from.Created)
 	_, of := imported(record, from)
 	if of = of && err == nil; of || whole { // the volume may have grown since, by zeros
 		record, err = growMoved(ctx, pool, record, from)
@@ -467,7 +468,7 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		return err
 	}
 	_, err = l.fill(ctx, pool, record, from, func(context.Context, string) (map[string]string, error) {
-		return map[string]string{labelImport: broughtLabel(ref.Key, from.Created)}, nil
+		return map[string]string{labelImport: copiedInLabel(ref.Key, from.Created)}, nil
 	})
 	if err != nil {
 		err = fmt.Errorf("bring %s to pool %s: %w", from.ID, pool.Name(), err)
@@ -501,7 +502,7 @@ func sizeIn(pool blockdev.Pool, from Origin) int64 {
 	return (from.Size + g - 1) / g * g
 }
 
-// growMoved brings the object of what moves here to its size.
+// growMoved grows the object of what moves here to its size.
 func growMoved(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) (blockdev.Record, error) {
 	size := sizeIn(pool, from)
 	if record.Size >= size {
@@ -540,7 +541,7 @@ func (o Origin) checkLabels(known func(label string) bool) error {
 	return nil
 }
 
-// Arrive makes a volume, or a snapshot, of what was brought. The cluster says that it is this node's. That it is one already is success; ErrNotFound if it is
+// Arrive makes a volume, or a snapshot, of what was copied here. The cluster says that it is this node's. That it is one already is success; ErrNotFound if it is
 // neither, also while bytes are missing.
 func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 	ctx, end := trace.Start(ctx, "take over what has moved", "id", id.String())
@@ -553,7 +554,7 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 		if label := labels[labelImport]; label != "" && !strings.HasSuffix(label, "/"+brought) {
 			return fmt.Errorf("%w: not all bytes of %s are on node %s", errdefs.ErrNotFound, id, l.node)
 		}
-		if since, is := broughtSince(blockdev.Record{Labels: labels}); is && ref.Kind == blockdev.Volume {
+		if since, is := copiedInSeal(blockdev.Record{Labels: labels}); is && ref.Kind == blockdev.Volume {
 			setLabel(labels, labelCame, came(labels[labelCame], since))
 		}
 		delete(labels, labelImport)
@@ -564,7 +565,7 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 	return err
 }
 
-// mostCame is how many seals are noted of those that a volume was brought by.
+// mostCame is how many of the seals by which a volume has moved are kept.
 const mostCame = 8
 
 // came is the label of a volume that has come by a seal, and before by those that a label says: the last ones, separated by slashes.
@@ -573,7 +574,7 @@ func came(before string, since time.Time) string {
 	return strings.Join(all[max(0, len(all)-mostCame):], "/")
 }
 
-// cameFrom reports whether a label says that a volume was brought by a seal.
+// cameFrom reports whether a label says that a volume has moved by a seal.
 func cameFrom(label string, since time.Time) bool {
 	return slices.Contains(strings.Split(label, "/"), since.UTC().Format(time.RFC3339Nano))
 }

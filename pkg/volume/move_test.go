@@ -65,7 +65,7 @@ func TestMoveGoesOn(t *testing.T) {
 		from, err := a.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
 		if !used {
-			fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+			fails(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
 			fails(t, second(b.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what is not all there")
 			fails(t, b.Arrive(t.Context(), v.ID), errdefs.ErrNotFound, "Arrive of what is not all there")
 			a, b = restart()
@@ -83,12 +83,12 @@ func TestMoveGoesOn(t *testing.T) {
 			t.Errorf("used meanwhile: %v; it was sealed at %v, and is at %v", used, sealed, from.Created)
 		}
 		sealed = from.Created
-		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
 		if went := read > 300*mib; went == used {
 			t.Errorf("used meanwhile: %v; it is read from byte %d on", used, read)
 		}
 		read = -1
-		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
 		if read != -1 {
 			t.Errorf("all was there, and it is read from byte %d on", read)
 		}
@@ -115,7 +115,7 @@ func TestMoveGrows(t *testing.T) {
 	for _, far := range []struct{ until, grown int64 }{{6 * mib, 1}, {2 * gib, 2}} {
 		from, err := a.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
-		if err := b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, far.until, errdefs.ErrUnavailable, &read)); far.until < gib {
+		if err := b.CopyIn(t.Context(), "a", "source", blockdev.Thin, stopping(from, far.until, errdefs.ErrUnavailable, &read)); far.until < gib {
 			fails(t, err, errdefs.ErrUnavailable, "an origin that goes away")
 		} else {
 			check.OK(t, err)
@@ -128,7 +128,7 @@ func TestMoveGrows(t *testing.T) {
 			t.Errorf("sealed at %v it was of %d bytes, at %v it is of %d", from.Created, from.Size, again.Created, again.Size)
 		}
 		read = -1
-		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(again, 2*gib, nil, &read)))
+		check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, stopping(again, 2*gib, nil, &read)))
 		if read == 0 {
 			t.Error("it was brought anew")
 		}
@@ -179,7 +179,7 @@ func TestMoveLeft(t *testing.T) {
 	if !again.Created.Equal(from.Created) {
 		t.Errorf("it is sealed at %v, before at %v", again.Created, from.Created)
 	}
-	check.OK(t, errors.Join(b.Bring(t.Context(), "a", v.Name, blockdev.Thin, again), b.Arrive(t.Context(), v.ID)))
+	check.OK(t, errors.Join(b.CopyIn(t.Context(), "a", v.Name, blockdev.Thin, again), b.Arrive(t.Context(), v.ID)))
 	if there, err := b.Get(t.Context(), v.ID); err != nil || there.Left != "" {
 		t.Errorf("on its new node it is %+v, %v", there, err)
 	}
@@ -229,12 +229,12 @@ func TestMoveSealed(t *testing.T) {
 	} {
 		bad := from
 		change(&bad)
-		fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
+		fails(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
 	}
 	// What is there of that name, and whole, stays.
 	own, err := b.Create(t.Context(), volume.Spec{Name: "source", Size: volume.Range{Required: mib}})
 	check.OK(t, err)
-	fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
+	fails(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
 	if have, err := b.Get(t.Context(), own.ID); err != nil || have.Size != mib {
 		t.Errorf("its own is %+v, %v", have, err)
 	}
@@ -259,7 +259,7 @@ func TestLVMMove(t *testing.T) {
 	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
 		from, err := homes[at].Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
-		check.OK(t, homes[to].Bring(t.Context(), to, "v", "", from))
+		check.OK(t, homes[to].CopyIn(t.Context(), to, "v", "", from))
 		check.OK(t, homes[to].Arrive(t.Context(), v.ID))
 		check.OK(t, homes[at].Depart(t.Context(), v.ID, from.Created))
 		moved, err := homes[to].Get(t.Context(), v.ID)
@@ -291,13 +291,13 @@ func TestMoveBack(t *testing.T) {
 	v, _ := withContents(t, a)
 	from, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
-	check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from))
+	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from))
 	check.OK(t, b.Arrive(t.Context(), v.ID))
 	for _, claims := range []int64{2, 4} {
 		want := map[int64]error{2: errdefs.ErrExists}[claims]
 		back, err := b.Seal(t.Context(), v.ID, claims)
 		check.OK(t, err)
-		if err := a.Bring(t.Context(), "a", "source", blockdev.Thin, back); !errors.Is(err, want) {
+		if err := a.CopyIn(t.Context(), "a", "source", blockdev.Thin, back); !errors.Is(err, want) {
 			t.Errorf("back after %d claims: %v, want %v", claims, err, want)
 		}
 	}
@@ -326,7 +326,7 @@ func TestDropMoved(t *testing.T) {
 	left, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
 	came(b, left.Created, false)
-	check.OK(t, b.Bring(t.Context(), "default", "v", blockdev.Thin, left))
+	check.OK(t, b.CopyIn(t.Context(), "default", "v", blockdev.Thin, left))
 	came(b, left.Created, false) // it has not arrived
 	check.OK(t, b.Arrive(t.Context(), v.ID))
 	came(b, left.Created, true)

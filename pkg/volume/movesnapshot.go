@@ -12,7 +12,7 @@ import (
 )
 
 // A snapshot moves as a volume does (docs/decisions/moving.md), but for the seal: its bytes never change, so what was cut at one moment is the same wherever it is. The new
-// node brings it (BringSnapshot), and makes a snapshot of it (Arrive), and only then the old one removes its own (DepartSnapshot).
+// node copies it (CopySnapshotIn), and makes a snapshot of it (Arrive), and only then the old one removes its own (DepartSnapshot).
 
 // movedOfSnapshots are the labels that the record of a snapshot that moves may have.
 var movedOfSnapshots = []string{labelFilesystem, labelFormat, labelEncryption, labelHeader, labelGroup, labelGroupSize, labelGroupWhole, labelSource, labelMade}
@@ -39,8 +39,8 @@ func (l *Local) OpenMove(ctx context.Context, id ID) (Origin, error) {
 	return from, err
 }
 
-// BringSnapshot is Bring of a snapshot, to the pool that its ID names. One that is here already, cut at the same moment, is all there is to bring.
-func (l *Local) BringSnapshot(ctx context.Context, name string, from Origin) error {
+// CopySnapshotIn is CopyIn for a snapshot, to the pool that its ID names. One that is here already, cut at the same moment, is not copied again.
+func (l *Local) CopySnapshotIn(ctx context.Context, name string, from Origin) error {
 	if err := from.check(); err != nil {
 		return err
 	}
@@ -50,7 +50,7 @@ func (l *Local) BringSnapshot(ctx context.Context, name string, from Origin) err
 	if err := from.checkLabels(func(label string) bool { return slices.Contains(movedOfSnapshots, label) }); err != nil {
 		return err
 	}
-	return l.bring(ctx, from.ID.Pool, name, blockdev.AnyProvisioning, from)
+	return l.copyIn(ctx, from.ID.Pool, name, blockdev.AnyProvisioning, from)
 }
 
 // isCut reports whether a record is of a snapshot that is whole, and was cut at a moment.

@@ -25,7 +25,7 @@ func TestSnapshotMoves(t *testing.T) {
 	from, err := a.OpenMove(t.Context(), was.ID)
 	check.OK(t, err)
 	read := int64(0)
-	fails(t, b.BringSnapshot(t.Context(), "snapshot", stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+	fails(t, b.CopySnapshotIn(t.Context(), "snapshot", stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
 	a, b = restart()
 	fails(t, second(b.GetSnapshot(t.Context(), was.ID)), errdefs.ErrUnavailable, "GetSnapshot of what is not all there")
 	fails(t, second(b.Create(t.Context(), volume.Spec{Name: "early", Pool: "a", Source: was.ID})), errdefs.ErrUnavailable, "Create of what is not all there")
@@ -36,13 +36,13 @@ func TestSnapshotMoves(t *testing.T) {
 	fails(t, b.Arrive(t.Context(), was.ID), errdefs.ErrNotFound, "Arrive of what is not all there")
 	from, err = a.OpenMove(t.Context(), was.ID)
 	check.OK(t, err)
-	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", stopping(from, gib, nil, &read)))
+	check.OK(t, b.CopySnapshotIn(t.Context(), "snapshot", stopping(from, gib, nil, &read)))
 	if read < 6*mib {
 		t.Errorf("it is read from byte %d on", read)
 	}
 	read = -1
-	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", stopping(from, gib, nil, &read)))
-	if here, err := b.Brought(t.Context(), was.ID, from.Created); read != -1 || err != nil || !here {
+	check.OK(t, b.CopySnapshotIn(t.Context(), "snapshot", stopping(from, gib, nil, &read)))
+	if here, err := b.IsCopiedIn(t.Context(), was.ID, from.Created); read != -1 || err != nil || !here {
 		t.Errorf("all was there: %v, %v, and it is read from byte %d on", here, err, read)
 	}
 	fails(t, second(b.GetSnapshot(t.Context(), was.ID)), errdefs.ErrUnavailable, "GetSnapshot of what has not arrived")
@@ -63,7 +63,7 @@ func TestSnapshotMoves(t *testing.T) {
 	if check.OK(t, err); !again.Created.Equal(from.Created) || again.Labels["source"] != v.ID.String() {
 		t.Errorf("it moves on as %+v, came as %+v", again, from)
 	}
-	check.OK(t, a.BringSnapshot(t.Context(), "snapshot", again))
+	check.OK(t, a.CopySnapshotIn(t.Context(), "snapshot", again))
 	check.OK(t, a.Arrive(t.Context(), was.ID))
 	if back, err := a.GetSnapshot(t.Context(), was.ID); err != nil || back != was {
 		t.Errorf("it was %+v, and is %+v, %v", was, back, err)
@@ -77,7 +77,7 @@ func TestSnapshotMovesRefused(t *testing.T) {
 	from, err := a.OpenMove(t.Context(), was.ID)
 	check.OK(t, err)
 	fails(t, a.DepartSnapshot(t.Context(), was.ID, from.Created.Add(1e6)), errdefs.ErrPrecondition, "DepartSnapshot of another one")
-	check.OK(t, a.BringSnapshot(t.Context(), "snapshot", from)) // where it is whole
+	check.OK(t, a.CopySnapshotIn(t.Context(), "snapshot", from)) // where it is whole
 	check.OK(t, second(a.GetSnapshot(t.Context(), was.ID)))
 
 	for name, change := range map[string]func(*volume.Origin){
@@ -89,20 +89,20 @@ func TestSnapshotMovesRefused(t *testing.T) {
 		other, err := a.OpenMove(t.Context(), was.ID)
 		check.OK(t, err)
 		change(&other)
-		fails(t, b.BringSnapshot(t.Context(), "snapshot", other), errdefs.ErrUnsupported, name)
+		fails(t, b.CopySnapshotIn(t.Context(), "snapshot", other), errdefs.ErrUnsupported, name)
 	}
 
-	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", from))
+	check.OK(t, b.CopySnapshotIn(t.Context(), "snapshot", from))
 	check.OK(t, a.DeleteSnapshot(t.Context(), was.ID))
 	check.OK(t, second(a.CreateSnapshot(t.Context(), "snapshot", v.ID)))
 	anew, err := a.OpenMove(t.Context(), was.ID)
 	check.OK(t, err)
-	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", anew))
-	if here, err := b.Brought(t.Context(), was.ID, from.Created); here || err != nil {
+	check.OK(t, b.CopySnapshotIn(t.Context(), "snapshot", anew))
+	if here, err := b.IsCopiedIn(t.Context(), was.ID, from.Created); here || err != nil {
 		t.Errorf("what was cut before is there: %v, %v", here, err)
 	}
 	check.OK(t, b.Arrive(t.Context(), was.ID))
-	fails(t, b.BringSnapshot(t.Context(), "snapshot", from), errdefs.ErrExists, "BringSnapshot of another one than is there")
+	fails(t, b.CopySnapshotIn(t.Context(), "snapshot", from), errdefs.ErrExists, "BringSnapshot of another one than is there")
 }
 
 // TestSnapshotMovesLeftovers: what is here of a snapshot that comes, and has not arrived, is a leftover, and goes as one; nothing else does.
@@ -119,14 +119,14 @@ func TestSnapshotMovesLeftovers(t *testing.T) {
 	_, was := withContents(t, a)
 	from, err := a.OpenMove(t.Context(), was.ID)
 	check.OK(t, err)
-	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", from))
+	check.OK(t, b.CopySnapshotIn(t.Context(), "snapshot", from))
 	left, err := b.Leftovers(t.Context(), opened[1])
 	if check.OK(t, err); len(left) != 1 || left[0].ID != was.ID || left[0].For != was.ID.Key || !left[0].Comes() {
 		t.Fatalf("left are %+v", left)
 	}
 	check.OK(t, b.DropLeftover(t.Context(), left[0]))
 	fails(t, second(b.GetSnapshot(t.Context(), was.ID)), errdefs.ErrNotFound, "GetSnapshot of what was dropped")
-	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", from))
+	check.OK(t, b.CopySnapshotIn(t.Context(), "snapshot", from))
 	check.OK(t, b.Arrive(t.Context(), was.ID))
 	check.OK(t, b.DropLeftover(t.Context(), left[0]))
 	check.OK(t, second(b.GetSnapshot(t.Context(), was.ID)))
@@ -147,7 +147,7 @@ func TestGroupMoves(t *testing.T) {
 	for i, m := range group.Snapshots {
 		from, err := a.OpenMove(t.Context(), m.ID)
 		check.OK(t, err)
-		check.OK(t, b.BringSnapshot(t.Context(), m.Name, from))
+		check.OK(t, b.CopySnapshotIn(t.Context(), m.Name, from))
 		a, b = restart()
 		fails(t, second(b.GetGroup(t.Context(), group.ID)), errdefs.ErrNotFound, "GetGroup of what has not arrived")
 		check.OK(t, b.Arrive(t.Context(), m.ID))
@@ -184,7 +184,7 @@ func TestGroupMovesDeletedLater(t *testing.T) {
 	}
 	from, err := a.OpenMove(t.Context(), goes.ID)
 	check.OK(t, err)
-	check.OK(t, b.BringSnapshot(t.Context(), goes.Name, from))
+	check.OK(t, b.CopySnapshotIn(t.Context(), goes.Name, from))
 	check.OK(t, b.Arrive(t.Context(), goes.ID))
 	check.OK(t, a.DepartSnapshot(t.Context(), goes.ID, from.Created))
 	read, err := a.Open(t.Context(), stays.ID)
@@ -216,7 +216,7 @@ func TestEncryptedSnapshotMoves(t *testing.T) {
 	check.OK(t, err)
 	from, err := homes[0].OpenMove(t.Context(), was.ID)
 	check.OK(t, err)
-	check.OK(t, homes[1].BringSnapshot(t.Context(), "s", from))
+	check.OK(t, homes[1].CopySnapshotIn(t.Context(), "s", from))
 	check.OK(t, homes[1].Arrive(t.Context(), was.ID))
 	check.OK(t, homes[0].DepartSnapshot(t.Context(), was.ID, from.Created))
 	moved, err := homes[1].GetSnapshot(t.Context(), was.ID)
@@ -250,7 +250,7 @@ func TestLVMSnapshotMoves(t *testing.T) {
 	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
 		from, err := homes[at].OpenMove(t.Context(), was.ID)
 		check.OK(t, err)
-		check.OK(t, homes[to].BringSnapshot(t.Context(), "s", from))
+		check.OK(t, homes[to].CopySnapshotIn(t.Context(), "s", from))
 		check.OK(t, homes[to].Arrive(t.Context(), was.ID))
 		check.OK(t, homes[at].DepartSnapshot(t.Context(), was.ID, from.Created))
 		moved, err := homes[to].GetSnapshot(t.Context(), was.ID)
@@ -285,14 +285,14 @@ func TestSnapshotMovesOfOtherPool(t *testing.T) {
 	c := start(t, 0, pool)
 	from, err := a.OpenMove(t.Context(), before.ID)
 	check.OK(t, err)
-	fails(t, c.BringSnapshot(t.Context(), "snapshot", from), errdefs.ErrUnavailable, "BringSnapshot to a node without a pool of that name")
+	fails(t, c.CopySnapshotIn(t.Context(), "snapshot", from), errdefs.ErrUnavailable, "BringSnapshot to a node without a pool of that name")
 	for _, move := range []struct {
 		was      volume.Snapshot
 		from, to *volume.Local
 	}{{before, a, b}, {after, b, c}} {
 		from, err := move.from.OpenMove(t.Context(), move.was.ID)
 		check.OK(t, err)
-		check.OK(t, move.to.BringSnapshot(t.Context(), move.was.Name, from))
+		check.OK(t, move.to.CopySnapshotIn(t.Context(), move.was.Name, from))
 		check.OK(t, move.to.Arrive(t.Context(), move.was.ID))
 		check.OK(t, move.from.DepartSnapshot(t.Context(), move.was.ID, from.Created))
 		moved, err := move.to.GetSnapshot(t.Context(), move.was.ID)

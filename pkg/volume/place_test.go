@@ -56,7 +56,7 @@ func move(t *testing.T, name string, id volume.ID, from, to *volume.Local, pool 
 	t.Helper()
 	sealed, err := from.Seal(t.Context(), id, 3)
 	check.OK(t, err)
-	check.OK(t, to.Bring(t.Context(), pool, name, blockdev.Thin, sealed))
+	check.OK(t, to.CopyIn(t.Context(), pool, name, blockdev.Thin, sealed))
 	check.OK(t, to.Arrive(t.Context(), id))
 	check.OK(t, from.Depart(t.Context(), id, sealed.Created))
 	fails(t, second(from.Get(t.Context(), id)), errdefs.ErrNotFound, "Get where it was")
@@ -166,8 +166,8 @@ func TestOnePlace(t *testing.T) {
 	read := int64(0)
 	from, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
-	fails(t, b.Bring(t.Context(), "b", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
-	check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from)) // asked for anew
+	fails(t, b.CopyIn(t.Context(), "b", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from)) // asked for anew
 	if left, err := b.Leftovers(t.Context(), pool); err != nil || len(left) > 0 {
 		t.Errorf("pool b has %v, %v", left, err)
 	}
@@ -176,13 +176,13 @@ func TestOnePlace(t *testing.T) {
 
 	left, err := b.Seal(t.Context(), v.ID, 3) // and moves away, and is not given back
 	check.OK(t, err)
-	check.OK(t, a.Bring(t.Context(), "a", "source", blockdev.Thin, left))
+	check.OK(t, a.CopyIn(t.Context(), "a", "source", blockdev.Thin, left))
 	check.OK(t, a.Arrive(t.Context(), v.ID))
 	for _, claims := range []int64{2, 4} {
 		want := map[int64]error{2: errdefs.ErrExists}[claims]
 		from, err := a.Seal(t.Context(), v.ID, claims)
 		check.OK(t, err)
-		if err := b.Bring(t.Context(), "b", "source", blockdev.Thin, from); !errors.Is(err, want) {
+		if err := b.CopyIn(t.Context(), "b", "source", blockdev.Thin, from); !errors.Is(err, want) {
 			t.Errorf("after %d claims: %v, want %v", claims, err, want)
 		}
 	}
@@ -243,13 +243,13 @@ func leaveInSecond(t *testing.T, way string) (id volume.ID, first, late *memory.
 		move(t, "v", v.ID, a, before, "second")
 		left, err := before.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
-		check.OK(t, a.Bring(t.Context(), "first", "v", blockdev.Thin, left))
+		check.OK(t, a.CopyIn(t.Context(), "first", "v", blockdev.Thin, left))
 		check.OK(t, a.Arrive(t.Context(), v.ID))
 	case "unfinished":
 		from, err := a.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
 		from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
-		fails(t, before.Bring(t.Context(), "second", "v", blockdev.Thin, from), errdefs.ErrUnavailable, "an origin that goes away")
+		fails(t, before.CopyIn(t.Context(), "second", "v", blockdev.Thin, from), errdefs.ErrUnavailable, "an origin that goes away")
 	}
 	move(t, "v", v.ID, a, start(t, 0, first.Open("first", nil)), "first")
 	return v.ID, first, late

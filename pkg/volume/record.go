@@ -48,7 +48,7 @@ const (
 	labelCarried    = "carried"     // what is here of a volume that moves here was completed while its user went on, who may use it since: the UID of the object that said so, and its generation: see carriedBy
 	labelMarks      = "marks"       // whether all that was written to a leg is marked: see marking
 	labelMade       = "made"        // when a volume was made, or a snapshot cut, that has moved since
-	labelCame       = "came"        // which seals a volume that has moved was brought by: see came
+	labelCame       = "came"        // by which seals a volume has moved: see came
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"

@@ -81,17 +81,17 @@ type Agent struct {
 	changed chan struct{}                   // the pools may have
 	read    atomic.Bool                     // the cache has been filled once
 	lookups map[string]map[volume.ID]lookup // for the objects of strays, by pool
-	// leftBusy: the last look at the pools found something that is to go, and that somebody is at. It is of who reports the pools.
-	leftBusy bool
-	gauges   gauges  // for metrics
-	origins  origins // of what is brought here
-	arriving origins // of what is taken over
-	leaving  origins // of what is given back
-	// fetching has room for who copies from another node.
+	// leftBusy: the last report of the pools found leftovers that are in use, and so could not be removed. Only the goroutine that reports the pools uses it.
+	leftBusy  bool
+	gauges    gauges    // for metrics
+	copyingIn poolSlots // of what is copied here
+	arriving  poolSlots // of what is taken over
+	leaving   poolSlots // of what is given back
+	// fetching has room for each copy from another node that is under way (fetch).
 	fetching      chan struct{}
 	others        others
-	moves         kube.Connection // of the volumes of other nodes that move here, or have left here
-	snapshotMoves kube.Connection // of such snapshots
+	moves         kube.Connection // watches the volumes of other nodes that move here, or have left here
+	snapshotMoves kube.Connection // watches such snapshots
 	replicas      replicas
 	movesInUse    workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (MoveInUse)
 
@@ -118,7 +118,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 		return nil, err
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
-		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, movesInUse: newMovesInUse(o.LookEvery), throttle: copyThrottle{limit: o.CopyBandwidth}}
+		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, maxFetches), cancels: map[request]context.CancelFunc{}, movesInUse: newMovesInUse(o.LookEvery), throttle: copyThrottle{limit: o.CopyBandwidth}}
 	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config), a.connectReplicas(config)); err != nil {
 		return nil, err
 	}

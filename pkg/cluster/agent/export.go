@@ -48,7 +48,7 @@ func (e exports) claimed(ctx context.Context, id volume.ID, generation int64) (*
 	if c := v.ClaimOf(caller); caller == "" || c == nil || c.Generation != generation {
 		return nil, fmt.Errorf("%w: volume %s is not claimed for node %q by generation %d", errdefs.ErrPrecondition, id, caller, generation)
 	}
-	if err := e.comes(v); err != nil {
+	if err := e.checkTakenOver(v); err != nil {
 		return nil, err
 	}
 	return v, nil

@@ -19,35 +19,35 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A copy of what is on another node is made by the agent of its own node. It asks the agent of the source's node for the bytes, over
-// that one's port, and is given them as long as the object of the copy says that they are for its node.
+// A volume that is a copy of a volume or snapshot of another node is made by the agent of its own node. It fetches the bytes from the agent of the source's node, which
+// sends them as long as the object of the copy says that they are for that node (docs/decisions/copies-elsewhere.md).
 
 // takesPart reports whether a volume is of this node, or copied from it.
 func (a *Agent) takesPart(v *v1alpha1.Volume) bool {
 	return v.Spec.NodeName == a.local.Node() || v.Spec.Source != nil && v.Spec.Source.NodeName == a.local.Node()
 }
 
-// fetched reports whether a volume is a copy of what is on another node.
-func fetched(v *v1alpha1.Volume) bool { return v.Spec.Source != nil && v.Spec.Source.NodeName != "" }
+// isFetched reports whether a volume is a copy of what is on another node.
+func isFetched(v *v1alpha1.Volume) bool { return v.Spec.Source != nil && v.Spec.Source.NodeName != "" }
 
-// setCopied sets the condition of a volume that is fetched.
+// setCopied sets the condition Copied of a volume that is fetched.
 func setCopied(v *v1alpha1.Volume, status metav1.ConditionStatus, reason, message string) {
 	setCondition(&v.Status.Conditions, v, v1alpha1.Copied, status, reason, message)
 }
 
-// reportWaiting says of a volume that is fetched why that does not go on, after an error that may pass.
-func (a *Agent) reportWaiting(ctx context.Context, v *v1alpha1.Volume, err error) error {
-	if !fetched(v) || !isTransient(err) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, context.Canceled) || ctx.Err() != nil {
+// reportFetchWaits writes down why the copy from another node does not go on, after an error that may pass.
+func (a *Agent) reportFetchWaits(ctx context.Context, v *v1alpha1.Volume, err error) error {
+	if !isFetched(v) || !isTransient(err) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, context.Canceled) || ctx.Err() != nil {
 		return nil
 	}
 	return report(ctx, a, v, func(v *v1alpha1.Volume) { setCopied(v, metav1.ConditionFalse, v1alpha1.ReasonCopyWaits, err.Error()) })
 }
 
-// fetches is how many volumes are fetched at once: other makers are for what is made here, whatever other nodes do.
-const fetches = makers / 4
+// maxFetches is how many volumes are fetched at once. The other makers are for what is made here, however slow other nodes are.
+const maxFetches = makers / 4
 
-// errFetches ends what comes when so many are.
-var errFetches = fmt.Errorf("%w: %d copies from other nodes are under way", errGaveWay, fetches)
+// errTooManyFetches: maxFetches copies are under way; it is tried again later.
+var errTooManyFetches = fmt.Errorf("%w: %d copies from other nodes are under way", errGaveWay, maxFetches)
 
 // fetch makes a copy of what is on another node.
 func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec) (volume.Volume, error) {
@@ -63,7 +63,7 @@ func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec)
 	case a.fetching <- struct{}{}:
 		defer func() { <-a.fetching }()
 	default:
-		return volume.Volume{}, errFetches
+		return volume.Volume{}, errTooManyFetches
 	}
 	failed := func(err error) error {
 		return fmt.Errorf("fetch %s from node %s: %w", spec.Source, v.Spec.Source.NodeName, err)
@@ -81,7 +81,7 @@ func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec)
 		if err := read(ctx, at, visit); err != nil {
 			return err
 		}
-		return a.askedStill(ctx, v)
+		return a.checkStillWanted(ctx, v)
 	}
 	made, err := a.local.Import(ctx, spec, from)
 	if err != nil {
@@ -90,9 +90,9 @@ func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec)
 	return made, nil
 }
 
-// askedStill asks the API server itself whether an object is still to be made: ErrBusy if not. This node may have been away, and the copy be made on another one
+// checkStillWanted asks the API server itself whether an object is still to be made: ErrBusy if not. This node may have been away, and the copy be made on another one
 // by now: what is not whole is removed, what is whole nobody removes.
-func (a *Agent) askedStill(ctx context.Context, v *v1alpha1.Volume) error {
+func (a *Agent) checkStillWanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
 	if client.IgnoreNotFound(err) != nil {
@@ -104,8 +104,8 @@ func (a *Agent) askedStill(ctx context.Context, v *v1alpha1.Volume) error {
 	return nil
 }
 
-// OpenCopy opens what a copy on another node is made of, or what moves there, for the agent of that node: it is a transfer.Source. A volume is cut first, and what
-// was cut is kept until the copy is made, or nobody wants it any more. ErrNotFound if the object of the copy says nothing of that.
+// OpenCopy opens the source of a copy on another node, or what moves there, for the agent of that node: it is a transfer.Source. Of a volume a snapshot is taken first, and
+// kept until the copy is made, or nobody wants it any more. ErrNotFound unless the object of the copy says that it is to be made by the caller.
 func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin, error) {
 	if !blockdev.ValidKey(r.Copy) {
 		return volume.Origin{}, fmt.Errorf("%w: %q is not the key of a volume", errdefs.ErrInvalid, r.Copy)
@@ -128,7 +128,7 @@ func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin
 	}
 	source := cluster.SourceOf(v)
 	if source.Kind == blockdev.Snapshot {
-		return a.locked(keylock.Snapshot(source.Key), func() (volume.Origin, error) { return a.local.Open(ctx, source) })
+		return a.openLocked(keylock.Snapshot(source.Key), func() (volume.Origin, error) { return a.local.Open(ctx, source) })
 	}
 	var from volume.Origin
 	err = a.withYieldingLocks(ctx, []string{keylock.Volume(source.Key)}, nil, func(ctx context.Context) (err error) {
@@ -141,8 +141,8 @@ func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin
 	return from, err
 }
 
-// locked opens a snapshot that is not deleted meanwhile, nor while it is read.
-func (a *Agent) locked(lock string, open func() (volume.Origin, error)) (from volume.Origin, err error) {
+// openLocked opens a snapshot, and reads it, under a shared lock, so that it is not deleted meanwhile.
+func (a *Agent) openLocked(lock string, open func() (volume.Origin, error)) (from volume.Origin, err error) {
 	shared := func(work func() error) error {
 		unlock, busy := a.options.Locks.TryLock(nil, []string{lock})
 		if unlock == nil {

@@ -68,7 +68,7 @@ func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, erro
 			return false, err
 		}
 		v, is := o.(*v1alpha1.Volume)
-		if err == nil && !v1alpha1.Going(o) && (a.comesHere(o) || is && a.takesPart(v) && v.Spec.Make && v.Status.Created == nil) {
+		if err == nil && !v1alpha1.Going(o) && (a.movesHere(o) || is && a.takesPart(v) && v.Spec.Make && v.Status.Created == nil) {
 			return true, nil
 		}
 	}

@@ -24,10 +24,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume moves in steps, each of another part of the driver (docs/decisions/moving.md): the agent of the new node brings the bytes, from that of the home, which
-// seals the volume; the controller names the new node; that takes the volume over; the old one gives its bytes back. What the new node does is in movein.go, what the old one does in moveout.go.
+// A volume moves in steps (docs/decisions/moving.md): the agent of the home seals it, and that of the new node copies it; the controller names the new node; that one takes the
+// volume over; the old one gives its bytes back. movein.go has the steps of the new node, moveout.go those of the old one.
 
-// aMove is the kind of their requests.
+// aMove is the kind of the requests of moves.
 const aMove = "move"
 
 // connectMoves prepares the watch of the volumes that move here, or have left here. It asks the API server nothing.
@@ -36,14 +36,14 @@ func (a *Agent) connectMoves(config *rest.Config) (err error) {
 	return err
 }
 
-// runMoves watches and carries out moves until the context ends. In no network too: what has left this node is given back.
+// runMoves watches and carries out moves until the context ends. It does so without a network too: what has left this node is to be given back.
 func (a *Agent) runMoves(ctx context.Context) error {
-	return runBringers(ctx, a, "mover", a.moves, &v1alpha1.Volume{}, aMove, a.moveChanged)
+	return runMoveQueues(ctx, a, "mover", a.moves, &v1alpha1.Volume{}, aMove, a.moveChanged)
 }
 
-// runBringers watches what moves here, or has left here, in the cache of a connection, and reconciles it as requests of a kind until the context ends, in queues of a
-// name: one of what comes, which may take hours, and one of what is given back, for which others wait. changed is told of each change before.
-func runBringers[T cluster.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
+// runMoveQueues reconciles what moves here, or has left here, in the cache of a connection, as requests of a kind, until the context ends. It has two queues, as one waits for the
+// other otherwise: what moves here may take hours, and others wait for what is given back. changed is called with each change first.
+func runMoveQueues[T cluster.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -54,7 +54,7 @@ func runBringers[T cluster.Object](ctx context.Context, a *Agent, name string, f
 	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, o T) []request { return []request{{kind, o.GetName()}} })
 	var queues []controller.TypedController[request]
 	for _, left := range []bool{false, true} {
-		queue, err := a.bringerQueue(ctx, name, func(key string) (bool, error) {
+		queue, err := a.moveQueue(ctx, name, func(key string) (bool, error) {
 			o := of.DeepCopyObject().(T)
 			if err := from.Cache.Get(ctx, client.ObjectKey{Name: key}, o); err != nil {
 				return false, client.IgnoreNotFound(err)
@@ -75,19 +75,19 @@ func runBringers[T cluster.Object](ctx context.Context, a *Agent, name string, f
 	if !from.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
-	a.Changed() // of what was taken back while nobody watched no event tells
+	a.Changed() // a move that was taken back while nobody watched causes no event
 	for _, queue := range queues {
 		done.Go(func() { failures <- queue.Start(ctx) })
 	}
 	return <-failures
 }
 
-// bringerQueue is a queue of what moves here, or has left here; it leaves alone what is not for it.
-func (a *Agent) bringerQueue(ctx context.Context, name string, is func(key string) (bool, error)) (controller.TypedController[request], error) {
+// moveQueue returns a queue of moves. It ignores the objects for which is is false.
+func (a *Agent) moveQueue(ctx context.Context, name string, is func(key string) (bool, error)) (controller.TypedController[request], error) {
 	log := klog.FromContext(ctx)
 	return controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
 		SkipNameValidation:      new(true), // tests run several agents
-		MaxConcurrentReconciles: mostBringers,
+		MaxConcurrentReconciles: maxMoves,
 		Reconciler: reconcile.TypedFunc[request](func(ctx context.Context, r request) (reconcile.Result, error) {
 			if mine, err := is(r.key); err != nil || !mine {
 				return reconcile.Result{}, err
@@ -104,7 +104,7 @@ func (a *Agent) bringerQueue(ctx context.Context, name string, is func(key strin
 	})
 }
 
-// moveChanged ends the copy of a volume that is wanted by somebody, or does not come here any more.
+// moveChanged ends the copy of a volume that somebody claims, or that does not move here any more.
 func (a *Agent) moveChanged(o client.Object, gone bool) {
 	v, is := o.(*v1alpha1.Volume)
 	if !is || !gone && len(v.Claimants()) == 0 {
@@ -120,34 +120,34 @@ func (a *Agent) moveChanged(o client.Object, gone bool) {
 	}
 }
 
-// comesHere reports whether an object says that it moves to this node, or has just done so.
-func (a *Agent) comesHere(o cluster.Object) bool {
+// movesHere reports whether an object says that it moves to this node, or has just done so.
+func (a *Agent) movesHere(o cluster.Object) bool {
 	m, _ := o.Moves()
 	return m != nil && (!m.Left && m.Node == a.local.Node() || m.Left && o.Node() == a.local.Node())
 }
 
-// arrives reports whether an object says that it has moved to this node, which has not taken it over yet.
-func (a *Agent) arrives(o cluster.Object) bool {
-	return o.Node() == a.local.Node() && a.comesHere(o) && !arrived(o)
+// isArriving reports whether an object says that it has moved to this node, which has not taken it over yet.
+func (a *Agent) isArriving(o cluster.Object) bool {
+	return o.Node() == a.local.Node() && a.movesHere(o) && !hasArrived(o)
 }
 
-// left reports whether an object says that it has left this node for another one.
-func (a *Agent) left(o cluster.Object) bool {
+// hasLeft reports whether an object says that it has left this node for another one.
+func (a *Agent) hasLeft(o cluster.Object) bool {
 	m, _ := o.Moves()
 	return m != nil && m.Left && m.Node == a.local.Node() && o.Node() != a.local.Node()
 }
 
-// hasLeft reports whether an object says that it has left this node for another one, which has taken it over.
-func (a *Agent) hasLeft(o cluster.Object) bool { return a.left(o) && arrived(o) }
+// hasLeftForGood reports whether an object says that it has left this node for another one, which has taken it over.
+func (a *Agent) hasLeftForGood(o cluster.Object) bool { return a.hasLeft(o) && hasArrived(o) }
 
-// arrived reports whether what has moved was taken over by its new node.
-func arrived(o cluster.Object) bool {
+// hasArrived reports whether what has moved was taken over by its new node.
+func hasArrived(o cluster.Object) bool {
 	_, s := o.Moves()
 	return s != nil && s.Arrived
 }
 
-// cleared reports whether the node that something has left has given its bytes back.
-func cleared(o cluster.Object) bool {
+// isCleared reports whether the node that something has left has given its bytes back.
+func isCleared(o cluster.Object) bool {
 	m, s := o.Moves()
 	return m.Left && s != nil && s.Cleared
 }
@@ -178,14 +178,14 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 	case a.options.Network == nil && (consumerMoves(v) || cluster.MayMove(v)):
 		return reconcile.Result{}, nil // its user says how far that is, or all is here
 	}
-	err := a.inNetwork()
+	err := a.checkInNetwork()
 	if err == nil {
-		err = a.bring(ctx, r, v)
+		err = a.copyIn(ctx, r, v)
 	}
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
-	case errors.Is(err, context.Canceled), errors.Is(err, errOrigin): // by a claim, which may have ended before
+	case errors.Is(err, context.Canceled), errors.Is(err, errPoolBusy): // by a claim, which may have ended before
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	case consumerMoves(v):
 		return reconcile.Result{RequeueAfter: checkAgain}, nil // its user says how far that is
@@ -199,8 +199,8 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 	return reconcile.Result{}, err
 }
 
-// inNetwork is errWaits on a node that is in no network, to which nothing comes.
-func (a *Agent) inNetwork() error {
+// checkInNetwork is errWaits on a node without a network: no volume can move to it.
+func (a *Agent) checkInNetwork() error {
 	if a.options.Network != nil {
 		return nil
 	}
@@ -250,7 +250,7 @@ func (a *Agent) locate(v *v1alpha1.Volume) {
 	pool := v.Spec.Pool
 	switch m := v.Spec.Move; {
 	case v.Spec.NodeName == a.local.Node():
-	case m != nil && m.Node == a.local.Node() && !cleared(v):
+	case m != nil && m.Node == a.local.Node() && !isCleared(v):
 		pool = v.MovePool()
 	default:
 		return
@@ -258,8 +258,8 @@ func (a *Agent) locate(v *v1alpha1.Volume) {
 	a.local.Locate(cluster.VolumeID(v), pool)
 }
 
-// unclaimed is errWaits while somebody uses a volume.
-func unclaimed(v *v1alpha1.Volume) error {
+// checkUnclaimed is errWaits while somebody uses a volume, or it is exported.
+func checkUnclaimed(v *v1alpha1.Volume) error {
 	if c := v.Spec.Claim; c != nil && v.Spec.ReplicaOf != "" {
 		return fmt.Errorf("%w: replica %s is used on node %s: its volume gets another replica on node %s, and does without this one when that has everything", errWaits, v.Name, c.Node, v.Spec.Move.Node)
 	}

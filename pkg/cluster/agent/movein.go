@@ -24,24 +24,24 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// The part of the new node in the move of a volume: it brings the bytes, and once the controller has named it, takes the volume over.
+// The new node's part in the move of a volume: it copies the bytes, and takes the volume over once the controller has named it.
 
-// bring copies a volume that moves here, and says so when all of it is here.
-func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error {
+// copyIn copies a volume that moves here, and reports when all of it is here.
+func (a *Agent) copyIn(ctx context.Context, r request, v *v1alpha1.Volume) error {
 	if cluster.MayMove(v) {
 		return nil // it is the controller's turn
 	}
-	if err := unclaimed(v); err != nil {
+	if err := checkUnclaimed(v); err != nil {
 		return err // before the claim's event ends what it finds at work
 	}
-	ended, err := a.origins.begin(v.Spec.NodeName, v.Spec.Pool)
+	ended, err := a.copyingIn.acquire(v.Spec.NodeName, v.Spec.Pool)
 	if err != nil {
 		return err
 	}
 	defer ended()
 	working, end := a.making(ctx, r)
 	defer end()
-	if err := a.mayCome(working, v); err != nil {
+	if err := a.checkMayCome(working, v); err != nil {
 		return err
 	}
 	agent, err := a.agentOf(working, v.Spec.NodeName)
@@ -52,21 +52,21 @@ func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error 
 	if err != nil {
 		return fmt.Errorf("ask node %s for volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
 	}
-	if err := errors.Join(knowsPools(v, from), asSaid(v, from)); err != nil {
+	if err := errors.Join(checkKnowsPools(v, from), checkSize(v, from)); err != nil {
 		return err
 	}
 	defer a.Changed()
 	if err := a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
 		defer a.followMove(ctx, v)()
-		return a.local.Bring(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
+		return a.local.CopyIn(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
 	}); err != nil {
 		return err
 	}
-	return a.reportBrought(working, v, agent, from.Created)
+	return a.reportCopiedIn(working, v, agent, from.Created)
 }
 
-// mayCome is ErrUnavailable while a volume cannot come to this node.
-func (a *Agent) mayCome(ctx context.Context, v *v1alpha1.Volume) error {
+// checkMayCome is ErrUnavailable while a volume cannot move to this node.
+func (a *Agent) checkMayCome(ctx context.Context, v *v1alpha1.Volume) error {
 	id := cluster.VolumeID(v)
 	home, there, err := poolNow(ctx, a.kube.Live, overview.PoolName(v.Spec.NodeName, v.Spec.Pool))
 	if err != nil {
@@ -79,11 +79,11 @@ func (a *Agent) mayCome(ctx context.Context, v *v1alpha1.Volume) error {
 		return fmt.Errorf("%w: volume %s stays on node %s: that is not in the network %q, as node %s is, and who uses the volume may need it to be", errdefs.ErrUnavailable,
 			id, v.Spec.NodeName, a.options.Network.Name, a.local.Node())
 	}
-	return a.apart(ctx, v)
+	return a.checkApart(ctx, v)
 }
 
-// apart is errWaits for a leg that is to come to where another one of its volume is: they are on different nodes.
-func (a *Agent) apart(ctx context.Context, v *v1alpha1.Volume) error {
+// checkApart is errWaits for a leg that is to move to this node, if another leg of its volume is here: legs are on different nodes.
+func (a *Agent) checkApart(ctx context.Context, v *v1alpha1.Volume) error {
 	if v.Spec.ReplicaOf == "" {
 		return nil
 	}
@@ -97,9 +97,9 @@ func (a *Agent) apart(ctx context.Context, v *v1alpha1.Volume) error {
 	return nil
 }
 
-// knowsPools is ErrUnavailable if a volume is to move to a pool of another name, and who says what it is (its home, and who uses it) runs a driver of before such moves: that
-// would not know the volume there.
-func knowsPools(v *v1alpha1.Volume, from volume.Origin) error {
+// checkKnowsPools is ErrUnavailable if a volume is to move to a pool of another name, and the driver of its home, or of the node that uses it, is too old for that. from is
+// what that driver has said of the volume.
+func checkKnowsPools(v *v1alpha1.Volume, from volume.Origin) error {
 	if v.Spec.Move.Pool == "" || from.Pool == v.Spec.Pool {
 		return nil
 	}
@@ -107,14 +107,14 @@ func knowsPools(v *v1alpha1.Volume, from volume.Origin) error {
 		cluster.VolumeID(v), v.Spec.NodeName)
 }
 
-// reportBrought writes down that all bytes of a volume are here. Between the two looks at the object nobody used it: else the write is refused, as the object has
-// changed; and what was used before, the home has not sealed as it was.
-func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grpc.ClientConnInterface, sealed time.Time) error {
-	now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, func(now cluster.Object) bool { return now.Node() == v.Node() && a.comesHere(now) })
+// reportCopiedIn writes that all bytes of a volume are here (status.move.copied). If somebody used the volume since the object was read, the write is refused, as the object
+// has changed. If somebody used it before that, the home has another seal by now: ErrUnavailable.
+func (a *Agent) reportCopiedIn(ctx context.Context, v *v1alpha1.Volume, agent grpc.ClientConnInterface, sealed time.Time) error {
+	now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, func(now cluster.Object) bool { return now.Node() == v.Node() && a.movesHere(now) })
 	if err != nil {
 		return err
 	}
-	if err := unclaimed(now); err != nil {
+	if err := checkUnclaimed(now); err != nil {
 		return err
 	}
 	again, err := askMove(ctx, agent, v)
@@ -124,7 +124,7 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 	if !again.Created.Equal(sealed) || volume.SizeOf(again) != now.Status.Size {
 		return fmt.Errorf("%w: volume %s was used, or has grown, while it was copied; it is copied anew", errdefs.ErrUnavailable, v.Name)
 	}
-	if here, err := a.local.Brought(ctx, cluster.VolumeID(now), sealed); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
+	if here, err := a.local.IsCopiedIn(ctx, cluster.VolumeID(now), sealed); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
 		return errors.Join(err, fmt.Errorf("%w: the copy of volume %s is gone; it is copied anew", errdefs.ErrUnavailable, v.Name))
 	}
 	return a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
@@ -133,19 +133,19 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 	})
 }
 
-// followMove writes down how far the copy of a volume that moves here is, until end is called.
+// followMove reports the progress of the copy of a volume that moves here, until end is called.
 func (a *Agent) followMove(ctx context.Context, v *v1alpha1.Volume) (end func()) {
-	return a.followBringing(ctx, v, v.MovePool(), func(ctx context.Context, far progress.Copy) error {
+	return a.followCopy(ctx, v, v.MovePool(), func(ctx context.Context, far progress.Copy) error {
 		now := &v1alpha1.Volume{}
-		if err := a.moves.Cache.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || !a.comesHere(now) {
+		if err := a.moves.Cache.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || !a.movesHere(now) {
 			return err
 		}
-		return a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) { setBringing(s, far, v.Spec.NodeName) })
+		return a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) { setCopyProgress(s, far, v.Spec.NodeName) })
 	})
 }
 
-// setBringing says how far the copy of what moves here is, if that is news.
-func setBringing(s *v1alpha1.MoveStatus, far progress.Copy, from string) {
+// setCopyProgress says how far the copy of what moves here is, if that is news.
+func setCopyProgress(s *v1alpha1.MoveStatus, far progress.Copy, from string) {
 	if was := s.Progress; was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf) {
 		return
 	}
@@ -153,8 +153,8 @@ func setBringing(s *v1alpha1.MoveStatus, far progress.Copy, from string) {
 	s.Message = fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), from)
 }
 
-// followBringing has write write down how far the copy of an object that moves to a pool here is, again and again, until end is called.
-func (a *Agent) followBringing(ctx context.Context, o cluster.Object, pool string, write func(context.Context, progress.Copy) error) (end func()) {
+// followCopy has write write down how far the copy of an object that moves to a pool here is, again and again, until end is called.
+func (a *Agent) followCopy(ctx context.Context, o cluster.Object, pool string, write func(context.Context, progress.Copy) error) (end func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	done.Go(func() {
@@ -181,12 +181,13 @@ func (a *Agent) followBringing(ctx context.Context, o cluster.Object, pool strin
 	}
 }
 
-// bringRest has all bytes of a volume that has moved be here, and returns how those were sealed; zero where they are a volume already. What is
-// sealed, or in another pool, is not that, but left of an earlier move. As a rule all are here. Those
-// that are not (the copy was on a disk that failed, or the API server went back to a move of before) are with the node that the volume has left, until this one
-// takes it over: so that is asked, and if it is away, or cannot read what it has, what was said before the volume moved holds. Where the object does not say that (it was restored without its
-// status), and the old node has what its user went on from, it has to be what is here. ErrNotFound if neither has them; errOrigin as of arrival.asking.
-func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume, one *arrival) (sealed metav1.MicroTime, err error) {
+// copyRest makes sure that all bytes of a volume that has moved here are here, and returns their seal; zero if they are a volume already. What is sealed here, or is in another
+// pool, is left of an earlier move, and does not count.
+//
+// As a rule all bytes are here. If not (the disk of the copy failed, or the API server was restored to an earlier move), the node that the volume has left still has them, and is
+// asked. If that one does not answer, or cannot read them, what the object says of the copy holds. If the object says nothing (it was restored without its status), and the old
+// node has bytes that its user went on from, the copy has to be of just those. ErrNotFound if neither node has the bytes; errPoolBusy as of arrival.withoutSlot.
+func (a *Agent) copyRest(ctx context.Context, r request, v *v1alpha1.Volume, one *arrival) (sealed metav1.MicroTime, err error) {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if left := err == nil && (have.Sealed || have.Pool != v.Spec.Pool); !left && !errors.Is(err, errdefs.ErrNotFound) {
@@ -197,42 +198,42 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume, on
 		copied = s.Copied
 	}
 	if copied != nil && copied.Claim != 0 {
-		return a.broughtInUse(ctx, v, copied.Sealed, one)
+		return a.checkCopiedInUse(ctx, v, copied.Sealed, one)
 	}
 	working, end := a.making(ctx, r)
 	defer end()
 	var from volume.Origin
-	if failure := one.asking(func() { from, err = a.askLeft(working, v) }); failure != nil {
+	if failure := one.withoutSlot(func() { from, err = a.askLeft(working, v) }); failure != nil {
 		return sealed, failure
 	}
 	if err == nil {
 		err = a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
-			return a.local.Bring(ctx, v.Spec.Pool, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
+			return a.local.CopyIn(ctx, v.Spec.Pool, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
 		})
 		return metav1.NewMicroTime(from.Created), err
 	}
 	if mayKnowBetter(err) {
-		since, is, failure := a.local.BroughtSince(ctx, id)
+		since, is, failure := a.local.CopiedInSeal(ctx, id)
 		if is {
-			return a.broughtInUse(ctx, v, metav1.NewMicroTime(since), one)
+			return a.checkCopiedInUse(ctx, v, metav1.NewMicroTime(since), one)
 		}
 		return sealed, errors.Join(err, failure)
 	}
 	if copied != nil && working.Err() == nil {
-		if here, failure := a.local.Brought(ctx, id, copied.Sealed.Time); here || failure != nil {
+		if here, failure := a.local.IsCopiedIn(ctx, id, copied.Sealed.Time); here || failure != nil {
 			return copied.Sealed, failure
 		}
 	}
 	return sealed, err
 }
 
-// mayKnowBetter reports whether the node that a volume has left has answered that the volume is used there, or needed now: then what was said before it moved need not hold. It does
-// where that node is away, has nothing, or cannot read what it has, as its disk fails.
+// mayKnowBetter reports whether the node that a volume has left answered err because the volume is used there, or needed now: then what the object says of the copy may be out of
+// date. If that node does not answer, has nothing, or cannot read what it has, it holds.
 func mayKnowBetter(err error) bool {
 	return errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse) || errors.Is(err, errdefs.ErrPrecondition)
 }
 
-// askLeft asks the node that a volume has left for its bytes.
+// askLeft asks the node that a volume has left for what it has of it.
 func (a *Agent) askLeft(ctx context.Context, v *v1alpha1.Volume) (volume.Origin, error) {
 	agent, err := a.agentOf(ctx, v.Spec.Move.Node)
 	if err != nil {
@@ -241,40 +242,40 @@ func (a *Agent) askLeft(ctx context.Context, v *v1alpha1.Volume) (volume.Origin,
 	return askMove(ctx, agent, v)
 }
 
-// askMove is transfer.OpenMove, for no longer than homeTime: a node whose disk hangs keeps nothing from moving that others have.
+// askMove is transfer.OpenMove for at most homeTime: a node whose disk hangs does not delay moves from other nodes.
 func askMove(ctx context.Context, agent grpc.ClientConnInterface, v *v1alpha1.Volume) (volume.Origin, error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	from, err := transfer.OpenMove(ctx, agent, v.Name)
-	return heldTo(v, from), err
+	return limitTo(v, from), err
 }
 
-// heldTo is what another node says of a volume that moves here, held to what the object says: neither its home nor its user decides what goes here.
-func heldTo(v *v1alpha1.Volume, from volume.Origin) volume.Origin {
+// limitTo sets in from, which another node has said of a volume that moves here, what only the object may decide.
+func limitTo(v *v1alpha1.Volume, from volume.Origin) volume.Origin {
 	from.Object, from.Generation, from.Claims = string(v.UID), v.Generation, min(from.Claims, v.Spec.Claims)
 	return from
 }
 
-// asSaid is ErrUnavailable unless a volume that moves here has the size that its object says: no other node decides how much room is made here.
-func asSaid(v *v1alpha1.Volume, from volume.Origin) error {
+// checkSize is ErrUnavailable unless a volume that moves here is said to have the size that its object has: no other node decides how much room is made here.
+func checkSize(v *v1alpha1.Volume, from volume.Origin) error {
 	if size := volume.SizeOf(from); size != v.Status.Size {
 		return fmt.Errorf("%w: volume %s has %d bytes by its object, and is said to have %d; if it has just grown, ask again", errdefs.ErrUnavailable, cluster.VolumeID(v), v.Status.Size, size)
 	}
 	return nil
 }
 
-// takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere; errOrigin as of beginArrival.
+// takeOver takes over a volume that has moved here. ErrNotFound if its bytes are nowhere; errPoolBusy as of beginArrival.
 func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) error {
 	one, err := a.beginArrival(v)
 	if err != nil {
 		return err
 	}
 	defer one.end()
-	sealed, err := a.bringRest(ctx, r, v, one)
+	sealed, err := a.copyRest(ctx, r, v, one)
 	if err == nil {
 		return a.arrive(ctx, v, sealed)
 	}
-	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errOrigin) || ctx.Err() != nil {
+	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errPoolBusy) || ctx.Err() != nil {
 		return err
 	}
 	return errors.Join(err, a.reportWaits(ctx, v, notAllHere, err))
@@ -282,14 +283,14 @@ func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) err
 
 const notAllHere = "moved; not all bytes are here: "
 
-// arrive makes what is here of a volume that has moved here the volume.
+// arrive makes the copy of a volume that has moved here the volume, and writes that (status.move.arrived).
 func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime) error {
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
-		now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, a.arrives)
+		now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, a.isArriving)
 		if err != nil {
 			return err
 		}
-		// First, as afterwards nothing here says which bytes it was, and the old node gives back no others.
+		// Written first: afterwards nothing here tells by which seal it came, and the old node deletes only what has that seal.
 		if s := now.Status.Move; !sealed.IsZero() && (s == nil || s.Copied == nil || !s.Copied.Sealed.Equal(&sealed)) {
 			if err := a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
 				s.Copied = &v1alpha1.MoveCopied{Generation: now.Generation, Sealed: sealed, Size: max(now.Status.Size, now.Spec.Size)}
@@ -319,9 +320,9 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 	})
 }
 
-// comes is ErrUnavailable for a volume that has moved to this node, which has not taken it over yet: until then nobody uses it.
-func (a *Agent) comes(v *v1alpha1.Volume) error {
-	if !a.arrives(v) {
+// checkTakenOver is ErrUnavailable for a volume that has moved to this node, and is not taken over yet: until then nobody uses it.
+func (a *Agent) checkTakenOver(v *v1alpha1.Volume) error {
+	if !a.isArriving(v) {
 		return nil
 	}
 	return fmt.Errorf("%w: volume %s has moved here from node %s, and node %s has not taken it over yet", errdefs.ErrUnavailable, cluster.VolumeID(v), v.Spec.Move.Node, a.local.Node())

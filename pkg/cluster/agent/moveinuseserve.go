@@ -138,17 +138,17 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 		return export.Opened{}, err
 	}
 	err = m.coming(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
-		if err := m.mayCome(ctx, v); err != nil {
+		if err := m.checkMayCome(ctx, v); err != nil {
 			return err
 		}
 		if pinned(v) {
 			return fmt.Errorf("%w: volume %s is all here, and about to move", errdefs.ErrPrecondition, of.ID)
 		}
-		if err := errors.Join(knowsPools(v, from), asSaid(v, from)); err != nil {
+		if err := errors.Join(checkKnowsPools(v, from), checkSize(v, from)); err != nil {
 			return err
 		}
 		defer m.Changed()
-		out, err := m.local.Prepare(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), heldTo(v, from), to)
+		out, err := m.local.Prepare(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), limitTo(v, from), to)
 		if err != nil {
 			return fmt.Errorf("make room for volume %s on node %s: %w", of.ID, m.local.Node(), err)
 		}
@@ -161,7 +161,7 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 // Complete: see move.New.
 func (m *Moving) Complete(ctx context.Context, of move.Of, nqn string, from volume.Origin) error {
 	return m.coming(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
-		return m.local.Complete(ctx, v.MovePool(), heldTo(v, from), to, nqn)
+		return m.local.Complete(ctx, v.MovePool(), limitTo(v, from), to, nqn)
 	})
 }
 
@@ -248,12 +248,12 @@ func settledOn(o cluster.Object, node string) bool {
 	return o.Node() == node && moves == nil && o.Common().Created != nil && !v1alpha1.Going(o) && !v1alpha1.IsLost(o)
 }
 
-// broughtInUse checks the copy of a volume that has moved here while it was used, and returns its seal. The volume is never copied again, as the old node lacks what was
+// checkCopiedInUse checks the copy of a volume that has moved here while it was used, and returns its seal. The volume is never copied again, as the old node lacks what was
 // written since. ErrNotFound if the copy is gone. ErrUnavailable if the old node has another seal by now, or none: then the API server was restored to a move that was undone
 // later, and the volume was used there since. An old node that does not answer, or cannot read what it has, is not waited for.
-func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime, one *arrival) (metav1.MicroTime, error) {
+func (a *Agent) checkCopiedInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime, one *arrival) (metav1.MicroTime, error) {
 	id := cluster.VolumeID(v)
-	here, err := a.local.Brought(ctx, id, sealed.Time)
+	here, err := a.local.IsCopiedIn(ctx, id, sealed.Time)
 	if err != nil {
 		return sealed, err
 	}
@@ -263,7 +263,7 @@ func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed met
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	var since time.Time
-	if failure := one.asking(func() {
+	if failure := one.withoutSlot(func() {
 		err = a.atNode(ctx, v.Spec.Move.Node, func(c grpc.ClientConnInterface) (err error) {
 			since, err = move.OldAt(c).Sealed(ctx, id)
 			return err

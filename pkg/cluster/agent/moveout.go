@@ -19,9 +19,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// The part of the old node in the move of a volume: it seals the volume, tells what it has, and gives the bytes back once the new node has them.
+// The old node's part in the move of a volume: it seals the volume, sends its bytes, and deletes them once the new node has them ("gives them back").
 
-// openMove seals a volume of this node that moves, for the agent of its new node. ErrNotFound if the volume's object says nothing of that.
+// openMove seals a volume that moves from here, for the agent of its new node, which may then read it. ErrNotFound if the object says nothing of that move.
 func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error) {
 	v, err := a.leavesFor(ctx, key, port.CallerNode(ctx))
 	if err != nil {
@@ -53,26 +53,26 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 	return from, nil
 }
 
-// leavesFor returns the object of a volume of this node that moves to another one, and that nobody uses, or that has moved there and not arrived, as the API server
-// has it now.
+// leavesFor returns the object, from the API server, of a volume that moves from here to node and is not used, or that has moved there and not arrived yet. ErrNotFound if
+// it does not; errWaits while it is used.
 func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, v)
 	if client.IgnoreNotFound(err) != nil {
 		return nil, kube.APIError("read volume "+key, err)
 	}
-	if m := v.Spec.Move; err == nil && node != "" && m != nil && m.Left && m.Node == a.local.Node() && v.Spec.NodeName == node && !arrived(v) {
+	if m := v.Spec.Move; err == nil && node != "" && m != nil && m.Left && m.Node == a.local.Node() && v.Spec.NodeName == node && !hasArrived(v) {
 		return v, nil
 	}
 	if m := v.Spec.Move; err != nil || node == "" || v.Spec.NodeName != a.local.Node() || m == nil || m.Left || m.Node != node || v1alpha1.Going(v) || v.Spec.Abandoned {
 		return nil, fmt.Errorf("%w: no volume %s of node %s moves to node %q", errdefs.ErrNotFound, key, a.local.Node(), node)
 	}
-	return v, unclaimed(v)
+	return v, checkUnclaimed(v)
 }
 
-// Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes of after it. Without one nothing would
-// tell the new node, which may be about to say that it has all of them. Nor would anything tell the user of the volume, if that copies it: so its claim does not do,
-// and that this is undone is written down.
+// Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes written by then. Without a claim it is refused: the
+// new node may be about to report that it has everything. The claim of the consumer that copies the volume itself is not enough, as that may be about to pin it: so its pin is
+// taken away, which refuses that write.
 func (a *Agent) Stays(ctx context.Context, id volume.ID, pool string, used int64) error {
 	v, err := a.hereNow(ctx, id, pool)
 	if err != nil || v.Spec.Move == nil || len(v.Spec.Readers) > 0 {
@@ -89,7 +89,7 @@ func (a *Agent) Stays(ctx context.Context, id volume.ID, pool string, used int64
 	return nil
 }
 
-// unsealStaying takes the seal of a volume of this node off whose move was taken back: nobody waits for its next use then, which needs the API server.
+// unsealStaying unseals a volume whose move was taken back, so that its next use does not have to ask the API server.
 func (a *Agent) unsealStaying(ctx context.Context, v *v1alpha1.Volume, have volume.Volume) error {
 	if !have.Sealed || v.Spec.Move != nil {
 		return nil
@@ -120,9 +120,9 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alph
 	return v, nil
 }
 
-// giveBack removes the bytes of a volume that has left this node, once its new one has taken it over.
+// giveBack deletes the bytes of a volume that has left this node, once the new node has taken it over. Before that it notes in the record that the volume has left.
 func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
-	if !arrived(v) {
+	if !hasArrived(v) {
 		err := a.noteLeft(ctx, v)
 		if errors.Is(err, errdefs.ErrBusy) {
 			return reconcile.Result{RequeueAfter: inUseRetry}, nil
@@ -132,7 +132,7 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 	return giveBack(ctx, a, v, &v1alpha1.Volume{}, keylock.Volume(v.Name), func(v *v1alpha1.Volume) error { return a.depart(ctx, v, copiedAt(v)) })
 }
 
-// copiedAt is how a volume that has moved was sealed; zero, as nothing is, if its object does not say that.
+// copiedAt returns by which seal a volume has moved; zero, which no seal is, if its object does not say.
 func copiedAt(v *v1alpha1.Volume) time.Time {
 	if s := v.Status.Move; s != nil && s.Copied != nil {
 		return s.Copied.Sealed.Time
@@ -140,9 +140,9 @@ func copiedAt(v *v1alpha1.Volume) time.Time {
 	return time.Time{}
 }
 
-// noteLeft has the record of a volume say that it has left this node (volume.Left), as soon as the API server says so: who uses it may write on the new node before that has taken it over. errOrigin as of giveBack.
+// noteLeft has the record of a volume say that it has left this node (volume.Left), as soon as the API server says so: who uses it may write on the new node before that has taken it over. errPoolBusy as of giveBack.
 func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
-	end, err := a.leaving.begin(a.local.Node(), leftPool(v))
+	end, err := a.leaving.acquire(a.local.Node(), oldPool(v))
 	if err != nil {
 		return err
 	}
@@ -151,7 +151,7 @@ func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
 		return errdefs.IgnoreNotFound(err)
 	}
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
-		now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, a.left)
+		now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, a.hasLeft)
 		if err != nil {
 			return err
 		}
@@ -161,16 +161,16 @@ func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
 
 // giveBack has depart remove the bytes of what has left this node, once its new one has taken it over: under a lock, and by the object as the API server has it, which it reads into now.
 func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock string, depart func(T) error) (reconcile.Result, error) {
-	if !arrived(o) || cleared(o) {
+	if !hasArrived(o) || isCleared(o) {
 		return reconcile.Result{}, nil
 	}
-	end, err := a.leaving.begin(a.local.Node(), leftPool(o))
+	end, err := a.leaving.acquire(a.local.Node(), oldPool(o))
 	if err != nil {
 		return reconcile.Result{}, err
 	}
 	defer end()
 	err = a.withLocks([]string{lock}, func() error {
-		still, err := stillMoves(ctx, a, o, now, a.hasLeft)
+		still, err := stillMoves(ctx, a, o, now, a.hasLeftForGood)
 		if err != nil {
 			return err
 		}

@@ -44,7 +44,7 @@ func (a *Agent) runSnapshotMoves(ctx context.Context) error {
 		<-ctx.Done()
 		return nil
 	}
-	return runBringers(ctx, a, "snapshot-mover", a.snapshotMoves, &v1alpha1.Snapshot{}, aSnapshotMove, a.snapshotMoveChanged)
+	return runMoveQueues(ctx, a, "snapshot-mover", a.snapshotMoves, &v1alpha1.Snapshot{}, aSnapshotMove, a.snapshotMoveChanged)
 }
 
 // snapshotMoveChanged ends the copy of a snapshot that does not come here any more.
@@ -74,11 +74,11 @@ func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile
 	case v1alpha1.Going(s), cluster.SnapshotMayMove(s):
 		return reconcile.Result{}, nil // it is the controller's turn, or nobody's
 	}
-	err := a.comeSnapshot(ctx, r, s)
+	err := a.moveSnapshotIn(ctx, r, s)
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
-	case errors.Is(err, context.Canceled), errors.Is(err, errOrigin): // it does not come any more, or has to wait
+	case errors.Is(err, context.Canceled), errors.Is(err, errPoolBusy): // it does not come any more, or has to wait
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{}, err
@@ -86,28 +86,28 @@ func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile
 	return reconcile.Result{}, errors.Join(err, a.reportWaits(ctx, s, "", err))
 }
 
-// comeSnapshot copies a snapshot that moves here, and says so when all of it is here.
-func (a *Agent) comeSnapshot(ctx context.Context, r request, s *v1alpha1.Snapshot) error {
+// moveSnapshotIn copies a snapshot that moves here, and says so when all of it is here.
+func (a *Agent) moveSnapshotIn(ctx context.Context, r request, s *v1alpha1.Snapshot) error {
 	if s.Status.Created == nil {
 		return fmt.Errorf("%w: snapshot %s is not cut yet", errdefs.ErrUnavailable, cluster.SnapshotID(s))
 	}
-	ended, err := a.origins.begin(s.Spec.NodeName, s.In())
+	ended, err := a.copyingIn.acquire(s.Spec.NodeName, s.In())
 	if err != nil {
 		return err
 	}
 	defer ended()
 	defer a.Changed()
-	from, err := a.bringSnapshot(ctx, r, s, s.Spec.NodeName)
+	from, err := a.copySnapshotIn(ctx, r, s, s.Spec.NodeName)
 	if err != nil {
 		return err
 	}
 	now, err := stillMoves(ctx, a, s, &v1alpha1.Snapshot{}, func(now cluster.Object) bool {
-		return now.Node() == s.Node() && a.comesHere(now) && !v1alpha1.Going(now)
+		return now.Node() == s.Node() && a.movesHere(now) && !v1alpha1.Going(now)
 	})
 	if err != nil {
 		return err
 	}
-	if here, err := a.local.Brought(ctx, cluster.SnapshotID(now), from.Created); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
+	if here, err := a.local.IsCopiedIn(ctx, cluster.SnapshotID(now), from.Created); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
 		return errors.Join(err, fmt.Errorf("%w: the copy of snapshot %s is gone; it is copied anew", errdefs.ErrUnavailable, s.Name))
 	}
 	return a.reportMove(ctx, now, func(far *v1alpha1.MoveStatus) {
@@ -116,8 +116,8 @@ func (a *Agent) comeSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsho
 	})
 }
 
-// bringSnapshot has all bytes of a snapshot be here that another node has, and returns what they are of.
-func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapshot, home string) (volume.Origin, error) {
+// copySnapshotIn copies a snapshot from another node, and returns what that node said of it.
+func (a *Agent) copySnapshotIn(ctx context.Context, r request, s *v1alpha1.Snapshot, home string) (volume.Origin, error) {
 	ctx, end := a.making(ctx, r)
 	defer end()
 	id := cluster.SnapshotID(s)
@@ -135,14 +135,14 @@ func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsh
 		return from, fmt.Errorf("%w: node %s has %s, cut at %s, and the object is of one that was cut at %s; it is not moved", errdefs.ErrPrecondition, home, from.ID, from.Created, s.Status.Created)
 	}
 	return from, a.withYieldingLocks(ctx, []string{keylock.Snapshot(s.Name)}, nil, func(ctx context.Context) error {
-		defer a.followBringing(ctx, s, s.In(), func(ctx context.Context, far progress.Copy) error {
+		defer a.followCopy(ctx, s, s.In(), func(ctx context.Context, far progress.Copy) error {
 			now := &v1alpha1.Snapshot{}
-			if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil || !a.comesHere(now) || now.Spec.Move.Left {
+			if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil || !a.movesHere(now) || now.Spec.Move.Left {
 				return client.IgnoreNotFound(err)
 			}
-			return a.reportMove(ctx, now, func(m *v1alpha1.MoveStatus) { setBringing(m, far, home) })
+			return a.reportMove(ctx, now, func(m *v1alpha1.MoveStatus) { setCopyProgress(m, far, home) })
 		})()
-		return a.local.BringSnapshot(ctx, cluster.ToSnapshot(s).Name, from)
+		return a.local.CopySnapshotIn(ctx, cluster.ToSnapshot(s).Name, from)
 	})
 }
 
@@ -156,17 +156,17 @@ func (a *Agent) openSnapshotMove(ctx context.Context, key string, head bool) (vo
 		return volume.Origin{}, kube.APIError("read snapshot "+key, err)
 	}
 	m, here := s.Spec.Move, a.local.Node()
-	moves := m != nil && (m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !arrived(s))
+	moves := m != nil && (m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !hasArrived(s))
 	if err != nil || node == "" || v1alpha1.Going(s) || !moves && !(head && settledOn(s, here)) {
 		return volume.Origin{}, fmt.Errorf("%w: no snapshot %s of node %s moves to node %q, or has come from there", errdefs.ErrNotFound, key, here, node)
 	}
-	return a.locked(keylock.Snapshot(key), func() (volume.Origin, error) { return a.local.OpenMove(ctx, cluster.SnapshotID(s)) })
+	return a.openLocked(keylock.Snapshot(key), func() (volume.Origin, error) { return a.local.OpenMove(ctx, cluster.SnapshotID(s)) })
 }
 
 // takeOverSnapshot has a snapshot that has moved here arrive. As a rule all its bytes are here; if not (the copy was on a disk that failed), they are with the node
-// that it has left, until it has arrived. ErrNotFound if they are nowhere; errOrigin as of beginArrival.
+// that it has left, until it has arrived. ErrNotFound if they are nowhere; errPoolBusy as of beginArrival.
 func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
-	if !a.arrives(s) {
+	if !a.isArriving(s) {
 		return nil
 	}
 	one, err := a.beginArrival(s)
@@ -176,7 +176,7 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	defer one.end()
 	here, err := a.broughtSnapshot(ctx, s)
 	if err == nil && !here {
-		_, err = a.bringSnapshot(ctx, requestOf(s), s, s.Spec.Move.Node)
+		_, err = a.copySnapshotIn(ctx, requestOf(s), s, s.Spec.Move.Node)
 	}
 	if err == nil {
 		return a.arriveSnapshot(ctx, s)
@@ -191,7 +191,7 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 func (a *Agent) broughtSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (bool, error) {
 	id := cluster.SnapshotID(s)
 	if s.Status.Created != nil {
-		return a.local.Brought(ctx, id, s.Status.Created.Time)
+		return a.local.IsCopiedIn(ctx, id, s.Status.Created.Time)
 	}
 	_, err := a.local.GetSnapshot(ctx, id)
 	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable) {
@@ -203,7 +203,7 @@ func (a *Agent) broughtSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (bool
 // arriveSnapshot makes what is here of a snapshot that has moved here the snapshot.
 func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	return a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
-		now, err := stillMoves(ctx, a, s, &v1alpha1.Snapshot{}, a.arrives)
+		now, err := stillMoves(ctx, a, s, &v1alpha1.Snapshot{}, a.isArriving)
 		if err != nil {
 			return err
 		}
@@ -255,7 +255,7 @@ func (a *Agent) giveBackSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (rec
 			return fmt.Errorf("%w: the object of snapshot %s does not say when it was cut", errdefs.ErrBusy, s.Name)
 		}
 		id, cut := cluster.SnapshotID(s), s.Status.Created.Time
-		if here, err := a.local.Brought(ctx, id, cut); err != nil {
+		if here, err := a.local.IsCopiedIn(ctx, id, cut); err != nil {
 			return err
 		} else if here {
 			if err := a.isThere(ctx, s); err != nil {

@@ -10,29 +10,29 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// bringers is how many volumes, or snapshots, are brought at once from one pool of another node, and mostBringers from all: one whose disk hangs keeps nothing from coming that
-// others have. As many are taken over, and given back, of each pool: see errOrigin.
+// maxPerPool is how many volumes and snapshots are copied at once from one pool of another node, and maxMoves from all pools: so a pool whose disk hangs does not delay moves
+// from others. As many are taken over, and given back, of each pool at once.
 const (
-	bringers     = 4
-	mostBringers = 4 * bringers
+	maxPerPool = 4
+	maxMoves   = 4 * maxPerPool
 )
 
-// errOrigin: as many as can be are under way of that pool. It is tried again soon.
-var errOrigin = fmt.Errorf("%w: as many as can be are under way of that pool at once", errdefs.ErrUnavailable)
+// errPoolBusy: all slots of a pool are taken. It is tried again soon.
+var errPoolBusy = fmt.Errorf("%w: as many as can be are under way of that pool at once", errdefs.ErrUnavailable)
 
-// origins counts what is brought, taken over or given back, by pools.
-type origins struct {
+// poolSlots bounds how many moves are under way of each pool.
+type poolSlots struct {
 	mu   sync.Mutex
 	busy map[string]int // by the names of the pools' objects
 }
 
-// begin has one more be under way from a pool, or in one, until end is called; errOrigin if it has to wait.
-func (o *origins) begin(node, pool string) (end func(), _ error) {
+// acquire takes a slot of a pool, until end is called; errPoolBusy if none is free.
+func (o *poolSlots) acquire(node, pool string) (end func(), _ error) {
 	name := overview.PoolName(node, pool)
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.busy[name] >= bringers {
-		return nil, errOrigin
+	if o.busy[name] >= maxPerPool {
+		return nil, errPoolBusy
 	}
 	if o.busy == nil {
 		o.busy = map[string]int{}
@@ -47,22 +47,21 @@ func (o *origins) begin(node, pool string) (end func(), _ error) {
 	}, nil
 }
 
-// arrival is something that has moved here, and is taken over.
+// arrival is a takeover of something that has moved here. It has a slot of the pool that it has left, and one of the pool here: the disk of either may hang.
 type arrival struct {
-	arriving   *origins
-	node, pool string // where it is
-	left, in   func() // end that it is from a pool of its old node, and in one here
+	arriving         *poolSlots
+	node, pool       string // where it is now
+	oldSlot, newSlot func() // end the slots
 }
 
-// beginArrival has something be taken over that has moved here, until it ends; errOrigin if as many are from that pool of its old node, or in the pool here: the disk of either may
-// hang, and who takes over works for all that the node has.
+// beginArrival takes the slots for an arrival, until end is called; errPoolBusy if one of them is not free.
 func (a *Agent) beginArrival(o cluster.Object) (*arrival, error) {
 	m, _ := o.Moves()
-	left, err := a.arriving.begin(m.Node, leftPool(o))
+	left, err := a.arriving.acquire(m.Node, oldPool(o))
 	if err != nil {
 		return nil, err
 	}
-	one := &arrival{arriving: &a.arriving, node: o.Node(), pool: o.In(), left: left, in: func() {}}
+	one := &arrival{arriving: &a.arriving, node: o.Node(), pool: o.In(), oldSlot: left, newSlot: func() {}}
 	if err := one.enter(); err != nil {
 		left()
 		return nil, err
@@ -70,31 +69,31 @@ func (a *Agent) beginArrival(o cluster.Object) (*arrival, error) {
 	return one, nil
 }
 
-// enter has it be in its pool again.
+// enter takes the slot of the pool here.
 func (t *arrival) enter() (err error) {
-	in, err := t.arriving.begin(t.node, t.pool)
+	in, err := t.arriving.acquire(t.node, t.pool)
 	if err == nil {
-		t.in = in
+		t.newSlot = in
 	}
 	return err
 }
 
-// asking waits for the old node, which may be dead: meanwhile it is not in its pool, where others arrive. errOrigin if it cannot go on there then.
-func (t *arrival) asking(ask func()) error {
-	t.in()
-	t.in = func() {}
+// withoutSlot calls ask, which waits for the old node, without the slot of the pool here: that node may be dead. errPoolBusy if no slot is free afterwards.
+func (t *arrival) withoutSlot(ask func()) error {
+	t.newSlot()
+	t.newSlot = func() {}
 	ask()
 	return t.enter()
 }
 
-// end ends it.
+// end frees the slots.
 func (t *arrival) end() {
-	t.left()
-	t.in()
+	t.oldSlot()
+	t.newSlot()
 }
 
-// leftPool is the pool of its old node that something has left.
-func leftPool(o cluster.Object) string {
+// oldPool returns the pool of its old node that something has left.
+func oldPool(o cluster.Object) string {
 	m, _ := o.Moves()
 	return cmp.Or(m.Pool, o.In())
 }

@@ -78,7 +78,7 @@ func (f *followed) write(ctx context.Context, i int) error {
 	}
 	before := o.DeepCopyObject().(cluster.Object)
 	o.Common().Progress = &v1alpha1.Progress{Done: far.Done, Total: far.Total}
-	if v, is := o.(*v1alpha1.Volume); is && fetched(v) {
+	if v, is := o.(*v1alpha1.Volume); is && isFetched(v) {
 		setCopied(v, metav1.ConditionFalse, v1alpha1.ReasonCopying, fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), v.Spec.Source.NodeName))
 	}
 	f.agent.summarize(ctx, o)

@@ -139,7 +139,7 @@ func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Resu
 	switch {
 	case errors.Is(err, errGaveWay):
 		return reconcile.Result{RequeueAfter: yieldRetry}, nil
-	case errors.Is(err, errOrigin):
+	case errors.Is(err, errPoolBusy):
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{RequeueAfter: busyRetry}, nil
@@ -153,7 +153,7 @@ func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Resu
 
 // countsAsFailure reports whether an error is more than that it was not the time for it.
 func countsAsFailure(ctx context.Context, err error) bool {
-	return err != nil && ctx.Err() == nil && !errors.Is(err, errGaveWay) && !errors.Is(err, errOrigin) && !errors.Is(err, errAwaited) && !errors.Is(err, errdefs.ErrBusy) && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err)
+	return err != nil && ctx.Err() == nil && !errors.Is(err, errGaveWay) && !errors.Is(err, errPoolBusy) && !errors.Is(err, errAwaited) && !errors.Is(err, errdefs.ErrBusy) && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err)
 }
 
 // objectChanged ends the making of what nobody wants any more.

@@ -141,7 +141,7 @@ func (a *Agent) usedNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, er
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
 		return nil, kube.APIError("read volume "+id.Key, err)
 	}
-	if err := a.comes(v); err != nil {
+	if err := a.checkTakenOver(v); err != nil {
 		return nil, err
 	}
 	if cluster.VolumeID(v) != id || v.Spec.NodeName == a.local.Node() || v.ClaimOf(a.local.Node()) == nil {
@@ -309,7 +309,7 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 	case c == nil: // or the object is one of before the claim, and the home gives the volume still
 		to := volume.Grant{Generation: generation, Node: h.local.Node()}
 		return !wantsExport(v, to) || !statusHasExport(v, to), nil
-	case m != nil && !m.Left && generation == c.Generation+1, m != nil && m.Left && !arrived(v) && generation == c.Generation:
+	case m != nil && !m.Left && generation == c.Generation+1, m != nil && m.Left && !hasArrived(v) && generation == c.Generation:
 		return false, nil // to the node that it moves to, or has just moved to, while it is used here
 	case c.Generation != generation:
 		return true, nil

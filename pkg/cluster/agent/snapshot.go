@@ -155,7 +155,7 @@ func (a *Agent) snapshotHealth(ctx context.Context, s *v1alpha1.Snapshot) ([]blo
 		}
 	}
 	message := a.missingSnapshot(id)
-	if m := s.Spec.Move; m != nil && m.Left && !arrived(s) {
+	if m := s.Spec.Move; m != nil && m.Left && !hasArrived(s) {
 		message = fmt.Sprintf("pool %s of node %s does not have what was said to be copied there; node %s, which the snapshot has left, may still have all of its bytes: do not delete it there before you have looked", id.Pool, a.local.Node(), m.Node)
 	}
 	return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "SnapshotMissing", Message: message}}, nil

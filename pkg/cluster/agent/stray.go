@@ -48,8 +48,8 @@ type lookup struct {
 	taken string // as in stray
 }
 
-// looking is a look at the strays of a pool.
-type looking struct {
+// straySearch is a look at the strays of a pool.
+type straySearch struct {
 	lookups map[volume.ID]lookup // without those of what is not there any more
 	silent  map[string]bool      // nodes that were asked, and did not answer
 }
@@ -58,7 +58,7 @@ type looking struct {
 // the node's own. What a copy left that nobody asks for any more it removes on its way.
 func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error) {
 	var strays []stray
-	look := looking{map[volume.ID]lookup{}, map[string]bool{}}
+	look := straySearch{map[volume.ID]lookup{}, map[string]bool{}}
 	defer func() { a.lookups[pool.Name()] = look.lookups }()
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
 		records, err := pool.List(ctx, kind, "", 0)
@@ -83,7 +83,7 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 }
 
 // strayOf returns what is a stray of what a pool has; nil for what is none. What the API server says is added to look.
-func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look looking) (*stray, error) {
+func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look straySearch) (*stray, error) {
 	var o cluster.Object = &v1alpha1.Volume{}
 	describe := a.strayVolume
 	if id.Kind == blockdev.Snapshot {
@@ -192,7 +192,7 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 }
 
 // endStrayExport ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has counted that: what its user writes is no part of the volume. Its user goes on for as long
-// as the object never heard of such a claim (as of wantsGiven): it may be one that was adopted, or went back, by mistake, and then this is what was written last.
+// as the object never heard of such a claim (as of wantsExport): it may be one that was adopted, or went back, by mistake, and then this is what was written last.
 func (a *Agent) endStrayExport(ctx context.Context, id volume.ID) {
 	to, is, err := a.currentExport(ctx, id)
 	if err == nil && is {
@@ -216,7 +216,7 @@ func (a *Agent) endStrayExport(ctx context.Context, id volume.ID) {
 
 // dropStray removes what a pool has left of what has moved from this node to another one, which was taken for gone until the move had ended: nobody gave it back. It stays unless the API server
 // says for good that it is on another node, and that one says that it has it, whole, and that it is, or came from, what is here: this may be all there is.
-func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed bool, look looking) (removed bool) {
+func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed bool, look straySearch) (removed bool) {
 	var o cluster.Object
 	var err error
 	switch {
@@ -231,7 +231,7 @@ func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed
 	case sealed:
 		v := &v1alpha1.Volume{}
 		o, err = v, a.dropMoved(ctx, id, v, keylock.Volume(id.Key), look, func() error {
-			return a.local.DropMoved(ctx, pool, id, func(sealed time.Time) error { return a.hasMovedTo(ctx, id, v.Spec.NodeName, sealed) })
+			return a.local.DropMoved(ctx, pool, id, func(sealed time.Time) error { return a.checkMovedTo(ctx, id, v.Spec.NodeName, sealed) })
 		})
 	default:
 		return false
@@ -247,7 +247,7 @@ func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed
 }
 
 // dropMoved drops what is left here of something if its object, which it reads into o, says that it is whole on another node.
-func (a *Agent) dropMoved(ctx context.Context, id volume.ID, o cluster.Object, lock string, look looking, drop func() error) error {
+func (a *Agent) dropMoved(ctx context.Context, id volume.ID, o cluster.Object, lock string, look straySearch, drop func() error) error {
 	return a.withLocks([]string{lock}, func() error {
 		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, o); err != nil {
 			return kube.APIError("read the object of "+id.String(), err)
@@ -260,12 +260,12 @@ func (a *Agent) dropMoved(ctx context.Context, id volume.ID, o cluster.Object, l
 }
 
 // wholeElsewhere reports whether an object says for good that it is on another node, and whole, and that node may answer.
-func (a *Agent) wholeElsewhere(o cluster.Object, look looking) bool {
+func (a *Agent) wholeElsewhere(o cluster.Object, look straySearch) bool {
 	return o.Node() != a.local.Node() && settledOn(o, o.Node()) && !look.silent[o.Node()]
 }
 
-// hasMovedTo returns nil if a node says that it has a volume, whole, and that came from what was sealed here.
-func (a *Agent) hasMovedTo(ctx context.Context, id volume.ID, home string, sealed time.Time) error {
+// checkMovedTo returns nil if a node says that it has a volume, whole, and that came from what was sealed here.
+func (a *Agent) checkMovedTo(ctx context.Context, id volume.ID, home string, sealed time.Time) error {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	return a.atNode(ctx, home, func(c grpc.ClientConnInterface) error {

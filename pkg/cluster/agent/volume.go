@@ -40,7 +40,7 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 		return reconcile.Result{}, a.dropObject(ctx, v)
 	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
 		return reconcile.Result{}, a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.judgeAbandoned(ctx, v) })
-	case a.arrives(v):
+	case a.isArriving(v):
 		if err := a.takeOver(ctx, r, v); err != nil && !errors.Is(err, errdefs.ErrNotFound) {
 			return reconcile.Result{}, err
 		}
@@ -74,7 +74,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	working, end := a.making(ctx, r)
 	defer end()
 	switch source := cluster.SourceOf(v); {
-	case fetched(v): // its own agent holds it
+	case isFetched(v): // its own agent holds it
 	case source.Kind == blockdev.Volume:
 		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen for the cut
 	case source.Kind == blockdev.Snapshot:
@@ -94,14 +94,14 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
 			Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: cluster.EncryptionOf(v), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v),
 			Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf}
-		if fetched(v) {
+		if isFetched(v) {
 			made, err = a.fetch(ctx, v, wanted)
 		} else {
 			made, err = a.local.Create(ctx, wanted)
 		}
 		return err
 	}); err != nil {
-		if failure := a.reportWaiting(ctx, v, err); failure != nil {
+		if failure := a.reportFetchWaits(ctx, v, err); failure != nil {
 			return errors.Join(err, failure)
 		}
 		return refuse(ctx, a, v, err)
@@ -161,7 +161,7 @@ func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volum
 		v.Status.Encryption, v.Status.ReplicaOf = string(have.Encryption.Scheme), have.ReplicaOf
 		v.Status.Failure, v.Status.Progress, v.Status.ObservedGeneration = nil, nil, v.Generation
 		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, reason, "the volume is there to be used")
-		if fetched(v) {
+		if isFetched(v) {
 			setCopied(v, metav1.ConditionTrue, v1alpha1.ReasonCopied, fmt.Sprintf("all of %s is here, and node %s is not needed for it any more", cluster.SourceOf(v), v.Spec.Source.NodeName))
 		}
 		setHealth(&v.Status.Conditions, &v.Status.Health, v, nil) // it was just looked at
