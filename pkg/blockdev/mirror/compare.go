@@ -22,18 +22,18 @@ const Chunk = 1 << 20
 
 const block = 4 << 10 // what is told of
 
-// Compare reads all legs of a mirror that is in use, side by side, from an offset in whole chunks on, and returns the ranges, in blocks of 4 KiB, in which one has other bytes than the first. What is being written differs for a moment; so what differs is
-// read again with the mirror held for that (milliseconds for each MiB), and is told only if it does then. pace is called before each MiB, with where that is and
-// what was found until then, and may wait. Which leg is right nobody can tell from the bytes.
-// It ends with the first error, with what it has found until then. errdefs.ErrUnavailable while a leg joins or has failed, and when the mirror gets
-// other legs. A crash may leave the mirror held, until Recover.
+// Compare reads all legs of a mirror that is in use, in chunks from an offset on, and returns the ranges, in blocks of 4 KiB, in which a leg has other bytes than the first. A write
+// that is under way differs for a moment: so what differs is read again while the mirror is held (milliseconds for each MiB), and counts only if it differs then.
+//
+// pace is called before each chunk, with its offset and what was found so far, and may wait. Compare ends with the first error, and returns what it has found until then.
+// errdefs.ErrUnavailable while a leg joins or has failed, and when the mirror gets other legs. A crash may leave the mirror held, until Recover.
 func Compare(ctx context.Context, name string, from int64, pace func(ctx context.Context, at int64, differ []dm.Range) error) (differ []dm.Range, err error) {
 	err = of(name, "compare its legs", func() error {
 		s, err := state(name)
 		if err != nil {
 			return err
 		}
-		legs, free, err := side{}.with(s.devices())
+		legs, free, err := comparedLegs{}.allocate(s.devices())
 		defer func() { free() }()
 		for at := from; err == nil && at < s.Size; at += Chunk {
 			if err = errors.Join(ctx.Err(), pace(ctx, at, differ)); err != nil {
@@ -56,17 +56,17 @@ func Compare(ctx context.Context, name string, from int64, pace func(ctx context
 	return differ, err
 }
 
-// compared is a leg, and memory for a chunk of it. It is open only while it is read: a leg that leaves is given back.
-type compared struct {
+// comparedLeg is a leg that is compared, with memory for a chunk of it. It is open only while it is read, so that a leg that leaves can be given back.
+type comparedLeg struct {
 	leg    uint64
 	f      *os.File
 	memory []byte
 }
 
-type side []compared
+type comparedLegs []comparedLeg
 
-// with are legs with memory.
-func (legs side) with(devices []uint64) (_ side, free func(), err error) {
+// allocate returns the legs, each with memory, until free is called.
+func (legs comparedLegs) allocate(devices []uint64) (_ comparedLegs, free func(), err error) {
 	var ends []func()
 	free = func() {
 		for _, end := range ends {
@@ -78,26 +78,26 @@ func (legs side) with(devices []uint64) (_ side, free func(), err error) {
 		if err != nil {
 			return nil, free, err
 		}
-		ends, legs = append(ends, end), append(legs, compared{leg: device, memory: memory})
+		ends, legs = append(ends, end), append(legs, comparedLeg{leg: device, memory: memory})
 	}
 	return legs, free, nil
 }
 
-// are is errdefs.ErrUnavailable unless a mirror is over just these legs, and all of it is whole.
-func (legs side) are(name string) error {
+// check is errdefs.ErrUnavailable unless a mirror has just these legs, and all of them are whole.
+func (legs comparedLegs) check(name string) error {
 	s, err := state(name)
 	if err == nil {
-		err = s.whole()
+		err = s.checkWhole()
 	}
-	if err == nil && !slices.EqualFunc(legs, s.devices(), func(l compared, device uint64) bool { return l.leg == device }) {
+	if err == nil && !slices.EqualFunc(legs, s.devices(), func(l comparedLeg, device uint64) bool { return l.leg == device }) {
 		err = fmt.Errorf("%w: it has other legs by now", errdefs.ErrUnavailable)
 	}
 	return err
 }
 
 // compare compares a range of all legs.
-func (legs side) compare(name string, at, length int64) (found []dm.Range, err error) {
-	if err := legs.are(name); err != nil {
+func (legs comparedLegs) compare(name string, at, length int64) (found []dm.Range, err error) {
+	if err := legs.check(name); err != nil {
 		return nil, err
 	}
 	defer legs.close()
@@ -114,7 +114,7 @@ func (legs side) compare(name string, at, length int64) (found []dm.Range, err e
 }
 
 // close closes what is open: it was read only.
-func (legs side) close() {
+func (legs comparedLegs) close() {
 	for i := range legs {
 		if legs[i].f != nil {
 			_ = legs[i].f.Close()
@@ -158,7 +158,7 @@ func openNumber(number uint64) (*os.File, error) {
 }
 
 // differ returns the blocks of a range in which a leg has other bytes than the first.
-func (legs side) differ(at, length int64) (found []dm.Range, err error) {
+func (legs comparedLegs) differ(at, length int64) (found []dm.Range, err error) {
 	for _, l := range legs {
 		if _, err := l.f.ReadAt(l.memory[:length], at); err != nil && !errors.Is(err, io.EOF) {
 			return nil, fmt.Errorf("read leg %s at %d: %w", dm.Number(l.leg), at, errdefs.FromErrno(err))
@@ -177,9 +177,9 @@ func (legs side) differ(at, length int64) (found []dm.Range, err error) {
 }
 
 // differHeld is differ while nothing is under way.
-func (legs side) differHeld(name string, at, length int64) (found []dm.Range, err error) {
+func (legs comparedLegs) differHeld(name string, at, length int64) (found []dm.Range, err error) {
 	defer lock(name)()
-	if err := legs.are(name); err != nil {
+	if err := legs.check(name); err != nil {
 		return nil, err
 	}
 	err = still(name, func() error {

@@ -29,14 +29,15 @@ func unitOf(size int64) int64 {
 	return fit(u, size)
 }
 
-// unitsOf is of how many units a volume is, of which the last may be larger than what is left.
+// unitsOf returns how many units a volume has; the last one may end behind the volume.
 func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size) }
 
 // Join has a leg made equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror is used. What is written where it is equal goes to the leg as well, what
 // is written where it is not yet goes to the others alone, and is copied. When all is equal, State.Equal, Finish makes it one of the legs; before that nobody may take it for current. If it fails, or another leg does, writes are
 // held as ever, until Leave.
 //
-// differs tells the ranges while the mirror is held, with nothing under way: whatever was written before is on all that are current, and whatever is written after goes to the leg. It should take no longer than its users can wait.
+// differs returns the ranges. It is called while the mirror is held, and no write is under way: what was written before is on all current legs, and what is written later goes to the
+// leg too. Users of the mirror wait until it returns.
 //
 // A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror that it joins, or as it was; perhaps held, until Recover.
 func Join(ctx context.Context, name string, leg uint64, differs func(context.Context) ([]dm.Range, error)) error {
@@ -45,7 +46,7 @@ func Join(ctx context.Context, name string, leg uint64, differs func(context.Con
 		if err != nil || slices.Contains(s.devices(), leg) || s.Joining != nil && s.Joining.Device == leg {
 			return err
 		}
-		if err := s.whole(); err != nil {
+		if err := s.checkWhole(); err != nil {
 			return err
 		}
 		err = join(ctx, name, s, leg, differs)
@@ -61,7 +62,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	if err != nil || d == nil {
 		return errors.Join(err, unix.ENXIO)
 	}
-	if err := steady(append(s.devices(), leg)); err != nil { // also of a driver of before
+	if err := requireStableWrites(append(s.devices(), leg)); err != nil { // also for a mirror that an older driver made
 		return err
 	}
 	uuid := func(suffix string) string {
@@ -75,7 +76,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		return err
 	}
 	all := unitsOf(s.Size) * unitOf(s.Size)
-	if err := spare(ctx, dm.Linear(leg, s.Size), all, unitOf(s.Size), func(table []dm.Line) error {
+	if err := extended(ctx, dm.Linear(leg, s.Size), all, unitOf(s.Size), func(table []dm.Line) error {
 		return dm.Make(name+joinsSuffix, uuid(joinsSuffix), append(table, dm.Line{Start: all, Length: unitOf(s.Size), Kind: ended}))
 	}); err != nil {
 		return err
@@ -103,18 +104,18 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	})
 }
 
-// current has the table be brought of what is current in a mirror, to the device that is over that alone: while a leg joins it is larger than the volume, by the rest of its last unit and one more.
+// current calls bring with the table over the current legs alone. While a leg joins it is larger than the volume, by the rest of the last unit and one more unit.
 func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm.Line) error) error {
 	if s.Joining == nil {
 		return flat(ctx, s.Size, legs, bring)
 	}
 	return flat(ctx, s.Size, legs, func(table []dm.Line) error {
-		return spare(ctx, table, (unitsOf(s.Size)+1)*unitOf(s.Size), unitOf(s.Size), bring)
+		return extended(ctx, table, (unitsOf(s.Size)+1)*unitOf(s.Size), unitOf(s.Size), bring)
 	})
 }
 
-// spare has a table be brought that was made larger, by memory that nobody uses: a unit of it, or as much as one of a large volume may take, again and again.
-func spare(ctx context.Context, table []dm.Line, size, piece int64, bring func(table []dm.Line) error) error {
+// extended calls bring with table, extended to size by memory that nobody uses: a piece of at most 16 MiB, again and again.
+func extended(ctx context.Context, table []dm.Line, size, piece int64, bring func(table []dm.Line) error) error {
 	piece = min(piece, 16<<20)
 	held, number, err := inMemory(ctx, make([]byte, piece))
 	if err != nil {
@@ -131,13 +132,13 @@ func spare(ctx context.Context, table []dm.Line, size, piece int64, bring func(t
 	return errors.Join(bring(table), held.Close()) // it goes with the table
 }
 
-// Still waits until nothing that is being written to a mirror is under way: all of it is on all legs, or is held as one of them has failed. What comes meanwhile waits. errdefs.ErrUnavailable while a leg joins or has failed. It ends when the last leg
+// Still waits until no write to a mirror is under way: each is on all legs, or held as a leg has failed. Later writes wait. errdefs.ErrUnavailable while a leg joins or has failed. It ends when the last leg
 // has answered, or the connection to it has ended. A crash may leave the mirror held, until Recover.
 func Still(name string) error {
 	return change(name, "wait for what is under way", func() error {
 		s, err := state(name)
 		if err == nil {
-			err = s.whole()
+			err = s.checkWhole()
 		}
 		if err != nil {
 			return err
@@ -146,7 +147,7 @@ func Still(name string) error {
 	})
 }
 
-// still does something while a mirror is held, and resumes it: with the table that was loaded meanwhile, if that is without an error.
+// still calls do while a mirror is held, and then resumes it, with the table that do has loaded; if do fails, with the one that there was.
 func still(name string, do func() error) error {
 	if err := dm.Hold(name); err != nil {
 		return err
@@ -158,7 +159,7 @@ func still(name string, do func() error) error {
 	return errors.Join(err, dm.Resume(name, dm.NoScan))
 }
 
-// inMemory makes a device of what is in memory alone. It goes with its last user.
+// inMemory makes a loop device over bytes in memory. It goes with its last user, of which held is one.
 func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, err error) {
 	fd, err := unix.MemfdCreate("ashlar-mirror", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -173,7 +174,7 @@ func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, 
 	return held, unix.Mkdev(loop.Major, uint32(n)), err
 }
 
-// logOf is a log as drivers/md/dm-log.c has it: a header, and from 1 KiB on a bit for each unit that is in sync. The last is behind the volume, and is not.
+// logOf returns a log in the format of drivers/md/dm-log.c: a header, and from 1 KiB on a bit for each unit that is in sync. The last unit is behind the volume, and is not in sync.
 func logOf(size int64, differs []dm.Range) []byte {
 	const magic, version, bits = 0x4D695272, 2, 1024
 	u, units := unitOf(size), unitsOf(size)
@@ -213,6 +214,6 @@ func Finish(ctx context.Context, name string, near uint64) error {
 		if slices.Equal(legs, s.devices()) {
 			return nil
 		}
-		return settle(ctx, name, s.Size, legs)
+		return replaceAndCleanUp(ctx, name, s.Size, legs)
 	})
 }

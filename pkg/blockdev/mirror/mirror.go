@@ -96,7 +96,7 @@ func Make(ctx context.Context, name, uuid string, size int64, legs ...uint64) er
 			}
 			return err
 		}
-		if err := steady(legs); err != nil {
+		if err := requireStableWrites(legs); err != nil {
 			return err
 		}
 		return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Make(name, uuid, table) })
@@ -193,15 +193,15 @@ func stateNow(name string) (s State, err error) {
 	s.Size = size
 	s.Legs, s.Synced, s.Total = top.Legs, s.Size, s.Size
 	if top.Logged {
-		return s, s.joins(name, top)
+		return s, s.readJoin(name, top)
 	}
 	s.remembers = top.Synced < top.Total
-	return s, s.left(d)
+	return s, s.findHeld(d)
 }
 
-// joins fills in a mirror that a leg joins: it has two legs, what is current and that one. Of a driver before this one it may have them without what is written at Join: then the kernel does with failures what that is against, so the leg that joins counts as
+// readJoin fills in a mirror that a leg joins: it has two legs, what is current and that one. Of a driver before this one it may have them without what is written at Join: then the kernel does with failures what that is against, so the leg that joins counts as
 // failed, and begins anew.
-func (s *State) joins(name string, top dm.Mirror) error {
+func (s *State) readJoin(name string, top dm.Mirror) error {
 	if len(top.Legs) != 2 {
 		return fmt.Errorf("%w: it has %d legs and a log, which is none of ours", errdefs.ErrPrecondition, len(top.Legs))
 	}
@@ -220,14 +220,14 @@ func (s *State) joins(name string, top dm.Mirror) error {
 	}
 	s.Size, s.Total, s.Event.Base = size, size, base.Event
 	s.Legs, s.inner, s.remembers = below.Legs, base.Name, below.Synced < below.Total
-	if err := s.joiner(name, second, top); err != nil {
+	if err := s.readJoiner(name, second, top); err != nil {
 		return err
 	}
-	return s.left(base)
+	return s.findHeld(base)
 }
 
-// joiner fills in the leg that joins, by the device over it. All but the region that is never copied are equal on it once it is equal.
-func (s *State) joiner(name string, second Leg, top dm.Mirror) error {
+// readJoiner fills in the leg that joins, by the device over it. It is equal once all regions are in sync but the last one, which is never copied.
+func (s *State) readJoiner(name string, second Leg, top dm.Mirror) error {
 	d, err := dm.Find(name + joinsSuffix)
 	if err != nil || d == nil || d.Number != second.Device {
 		return err
@@ -244,8 +244,8 @@ func (s *State) joiner(name string, second Leg, top dm.Mirror) error {
 	return nil
 }
 
-// left looks whether a mirror is held, and marks the legs that the table for the next resume has not. One whose next table is that of a leg that joins (Join) is in the middle of that.
-func (s *State) left(d *dm.Device) error {
+// findHeld finds out whether a mirror is held, and marks the legs as failed that are not in the table for the next resume. If that table is one of Join, it is not held.
+func (s *State) findHeld(d *dm.Device) error {
 	if !d.Suspended || !d.Loaded {
 		return nil
 	}
@@ -266,7 +266,7 @@ func Size(name string) (int64, error) {
 	return s.Size, err
 }
 
-// read returns what a device says of its table in effect: one leg, which is in sync, or those of a target mirror; and how many bytes of it are the volume's: there may be a tail.
+// read returns what a device says of its table in effect (one leg, which is in sync, or those of the target mirror), and how many of its bytes are the volume's, without the tail.
 func read(name string) (m dm.Mirror, size int64, err error) {
 	table, err := dm.Status(name)
 	if err != nil || len(table) == 0 {
@@ -307,7 +307,7 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 			return err
 		}
 		if s.Joining != nil && slices.Contains(legs, s.Joining.Device) {
-			if err := settle(ctx, name, s.Size, s.devices()); err != nil {
+			if err := replaceAndCleanUp(ctx, name, s.Size, s.devices()); err != nil {
 				return err
 			}
 			s.Joining = nil
@@ -319,25 +319,25 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 		case len(rest) == len(s.Legs):
 			return nil
 		case len(rest) == 0 && s.Equal():
-			return settle(ctx, name, s.Size, []uint64{s.Joining.Device})
+			return replaceAndCleanUp(ctx, name, s.Size, []uint64{s.Joining.Device})
 		case len(rest) == 0:
 			return fmt.Errorf("%w: the last leg that is current cannot leave", errdefs.ErrPrecondition)
 		case s.Joining != nil:
 			return s.current(ctx, rest, func(table []dm.Line) error { return dm.Replace(s.inner, table) })
 		}
-		return settle(ctx, name, s.Size, rest)
+		return replaceAndCleanUp(ctx, name, s.Size, rest)
 	})
 }
 
-// settle has a mirror be one of legs that are equal, and nothing beside it.
-func settle(ctx context.Context, name string, size int64, legs []uint64) error {
+// replaceAndCleanUp makes a mirror one of legs that are equal, and removes the devices of a join.
+func replaceAndCleanUp(ctx context.Context, name string, size int64, legs []uint64) error {
 	if err := replace(ctx, name, size, legs); err != nil {
 		return err
 	}
 	return removeBelow(ctx, name)
 }
 
-// removeBelow takes the devices away that there are while a leg joins.
+// removeBelow removes the devices that there are while a leg joins.
 func removeBelow(ctx context.Context, name string) error {
 	_, err := dm.RemoveNow(ctx, name+baseSuffix)
 	_, failure := dm.RemoveNow(ctx, name+joinsSuffix)
@@ -369,15 +369,15 @@ func Resize(ctx context.Context, name string, size int64) error {
 		if err != nil || s.Size == size {
 			return err
 		}
-		if err := s.whole(); err != nil {
+		if err := s.checkWhole(); err != nil {
 			return err
 		}
 		return replace(ctx, name, size, s.devices())
 	})
 }
 
-// whole is errdefs.ErrUnavailable unless all legs are equal, and whole.
-func (s State) whole() error {
+// checkWhole is errdefs.ErrUnavailable unless all legs are equal, and whole.
+func (s State) checkWhole() error {
 	switch {
 	case s.Joining != nil:
 		return fmt.Errorf("%w: leg %s joins it", errdefs.ErrUnavailable, dm.Number(s.Joining.Device))

@@ -10,9 +10,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// steady has nobody change what is being written to a leg: each leg takes its bytes out of the same memory at another moment, and would have others. Filesystems over the mirror wait with changing a page until it is written then, as
-// the mirror is as its legs are. What a program changes itself while it writes it past the page cache is its own affair. Kernels without the setting (before 5.10) do without.
-func steady(legs []uint64) error {
+// requireStableWrites sets stable_writes of the legs, so that a filesystem over the mirror changes no page while it is written: each leg reads the page at another moment, and they would
+// differ. The mirror takes the setting over from its legs. A program that changes its own memory during a direct write is not kept from it. Kernels before 5.10 have no such setting.
+func requireStableWrites(legs []uint64) error {
 	for _, leg := range legs {
 		err := os.WriteFile("/sys/dev/block/"+dm.Number(leg)+"/queue/stable_writes", []byte("1"), 0)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {

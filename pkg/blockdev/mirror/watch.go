@@ -9,12 +9,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// forgets is how long a failure has to be one that the kernel would forget, before that is believed: of a write that failed, it says a moment later which region it was.
-const forgets = 20 * time.Millisecond
+// forgetTime is how long Watch waits before it takes a failure for one that the kernel forgets: of a write that failed, the kernel tells the region a moment later.
+const forgetTime = 20 * time.Millisecond
 
-// Watch waits until something has happened to a mirror since a look at it (State.Event) that was after the last change that the caller made, and returns how it is then: a leg has failed, or the one that joins is equal, or has
-// failed; or nothing that matters. errdefs.ErrNotFound once there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel soon forgets which leg it was, and then acknowledges what is on one leg only. Watch does not let
-// it. It has the mirror held, with the legs that may lack something as failed, which is so until Leave, also for a driver that starts later. Where the kernel has forgotten already, those are all but the one that is read from, as that has everything.
+// Watch waits until something has happened to a mirror since the event seen, and returns its state then: a leg has failed, the one that joins is equal or has failed, or nothing
+// that matters. seen is of a look after the caller's last change. errdefs.ErrNotFound once there is no mirror.
+//
+// Whoever uses a mirror has to watch it. If a flush fails alone, the kernel soon forgets on which leg, and then acknowledges what is on one leg only. Watch prevents that: it has
+// the mirror held, with the legs that may lack something as failed, until Leave, also for a driver that starts later. If the kernel has forgotten already, those are all legs but
+// the one that is read from, which has everything.
 func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 	var last Event
 	first := true
@@ -30,7 +33,7 @@ func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 	if err != nil {
 		return s, err
 	}
-	time.Sleep(forgets)
+	time.Sleep(forgetTime)
 	err = change(name, "see to what has happened", func() error {
 		if s, err = state(name); err != nil {
 			return err
@@ -38,12 +41,12 @@ func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 		if s.Held || s.remembers || len(s.Legs) <= 1 {
 			return nil
 		}
-		return s.keep(context.WithoutCancel(ctx), name, seen)
+		return s.holdForgotten(context.WithoutCancel(ctx), name, seen)
 	})
 	return s, err
 }
 
-// events are those of what a mirror is made of.
+// events returns the counts of events of the devices that a mirror consists of.
 func events(name string) (e Event, err error) {
 	for part, n := range map[string]*uint32{name: &e.Top, name + baseSuffix: &e.Base} {
 		d, err := dm.Find(part)
@@ -57,8 +60,9 @@ func events(name string) (e Event, err error) {
 	return e, nil
 }
 
-// keep has a mirror held if the kernel would forget, or has forgotten, that a leg has failed. When all regions of a table are found to be equal, which is soon after it was loaded, there is one event; a failure that is forgotten makes two.
-func (s *State) keep(ctx context.Context, name string, seen Event) (err error) {
+// holdForgotten has a mirror held if the kernel is about to forget, or has forgotten, that a leg has failed. Soon after a table was loaded there is one event, when all its regions
+// are found to be equal; a forgotten failure shows as a second one.
+func (s *State) holdForgotten(ctx context.Context, name string, seen Event) (err error) {
 	var has uint64
 	switch failed := len(s.Failed()); {
 	case failed == 0 && (s.Joining == nil && s.Event.Top-seen.Top > 1 || s.Joining != nil && s.Event.Base-seen.Base > 1):
