@@ -17,29 +17,29 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// follows reports whether a volume is to be where it is used, and is not.
-func follows(v *v1alpha1.Volume) bool {
+// isToFollow reports whether a volume is to move to the node that uses it (it follows its pod), and is not there.
+func isToFollow(v *v1alpha1.Volume) bool {
 	c := v.Spec.Claim
 	return c != nil && v.Spec.ReplicaOf == "" && c.Node != v.Spec.NodeName && volume.Access(v.Spec.Access) == volume.AccessAny && volume.Follows(v.Spec.Mutable) &&
 		v.Status.Created != nil && !v.Spec.Abandoned && !v1alpha1.Going(v)
 }
 
-// followsNoMore reports whether a volume is about to move to where it was used, and is used elsewhere by now or is to stay. Nobody uses it for a moment when its pod
-// comes back: then the move goes on.
-func followsNoMore(v *v1alpha1.Volume) bool {
+// isNotToFollow reports whether a volume is about to follow its pod to a node, and is used on another one by now, or is not to follow any more. A volume that is not used for a moment,
+// as its pod restarts, still follows.
+func isNotToFollow(v *v1alpha1.Volume) bool {
 	m, c := v.Spec.Move, v.Spec.Claim
 	return m != nil && m.Follows && !m.Left && (c != nil && c.Node != m.Node || !volume.Follows(v.Spec.Mutable))
 }
 
-// follow reports whether a volume that follows is to move to the node that uses it: it has been used there for long enough, and could come. again is when to
-// look again if not: what keeps it from coming says nothing to this object.
+// follow reports whether a volume that is to follow can move now: it was used on that node for long enough, and nothing keeps it from moving. If not, again is when to look
+// again, as no event of the object will tell.
 func (m *Mover) follow(ctx context.Context, v *v1alpha1.Volume) (follow bool, again time.Duration, err error) {
 	if since := v.Spec.Claim.Since; since != nil { // one of an older controller is as old as that
 		if left := m.after - time.Since(since.Time); left > 0 {
 			return false, left, nil
 		}
 	}
-	why, err := m.stays(ctx, v)
+	why, err := m.whyNotFollow(ctx, v)
 	if err != nil {
 		return false, 0, err
 	}
@@ -50,8 +50,8 @@ func (m *Mover) follow(ctx context.Context, v *v1alpha1.Volume) (follow bool, ag
 	return true, 0, nil
 }
 
-// stays is why a volume cannot come to the node that uses it; empty if it can.
-func (m *Mover) stays(ctx context.Context, v *v1alpha1.Volume) (why string, err error) {
+// whyNotFollow returns why a volume cannot move to the node that uses it; empty if it can.
+func (m *Mover) whyNotFollow(ctx context.Context, v *v1alpha1.Volume) (why string, err error) {
 	to := v.Spec.Claim.Node
 	var pools [2]v1alpha1.Pool // of its home, and there
 	for i, node := range []string{v.Spec.NodeName, to} {

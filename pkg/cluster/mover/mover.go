@@ -53,7 +53,7 @@ func New(c kube.Connection, followAfter time.Duration) *Mover {
 
 // VolumeChanged looks at a volume that moves.
 func (m *Mover) VolumeChanged(o client.Object, gone bool) {
-	if v, is := o.(*v1alpha1.Volume); is && !gone && (v.Spec.Move != nil || follows(v)) {
+	if v, is := o.(*v1alpha1.Volume); is && !gone && (v.Spec.Move != nil || isToFollow(v)) {
 		m.pending.Add(v.Name)
 	}
 }
@@ -99,7 +99,7 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 	}
 	before := v.DeepCopy()
 	switch {
-	case v.Spec.Move == nil && !follows(v):
+	case v.Spec.Move == nil && !isToFollow(v):
 		return 0, nil
 	case v.Spec.Move == nil:
 		follow, again, err := m.follow(ctx, v)
@@ -108,11 +108,11 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 		}
 		klog.FromContext(ctx).Info("A volume is to be where it is used", "volume", cluster.VolumeID(v).String(), "from", v.Spec.NodeName, "to", v.Spec.Claim.Node)
 		v.Spec.Move = &v1alpha1.Move{Node: v.Spec.Claim.Node, Follows: true}
-	case followsNoMore(v):
+	case isNotToFollow(v):
 		klog.FromContext(ctx).Info("A volume no longer follows to where it was used", "volume", cluster.VolumeID(v).String(), "home", v.Spec.NodeName, "node", v.Spec.Move.Node)
 		v.Spec.Move = nil
 	case v.Spec.Move.Left:
-		ended, err := m.ended(ctx, cluster.VolumeID(v), v.Spec.Move.Node, v.Status.Move)
+		ended, err := m.hasEnded(ctx, cluster.VolumeID(v), v.Spec.Move.Node, v.Status.Move)
 		if err != nil || !ended {
 			return lastRetry, err
 		}
@@ -121,7 +121,7 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 		if gone, err := m.gone(ctx, cluster.VolumeID(v), v.Spec.Move.Node); err != nil || gone {
 			return lastRetry, err
 		}
-		if together, err := m.together(ctx, v); err != nil || together {
+		if together, err := m.sharesNode(ctx, v); err != nil || together {
 			return lastRetry, err
 		}
 		if err := m.labelSnapshots(ctx, v); err != nil {
@@ -136,8 +136,8 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 	return 0, kube.APIError("move volume "+key, client.IgnoreNotFound(err))
 }
 
-// together reports whether a leg would come to where another one of its volume is. Both of two that move there at once find the other.
-func (m *Mover) together(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+// sharesNode reports whether a leg would come to where another one of its volume is. Both of two that move there at once find the other.
+func (m *Mover) sharesNode(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
 	if v.Spec.ReplicaOf == "" {
 		return false, nil
 	}
@@ -152,8 +152,8 @@ func (m *Mover) together(ctx context.Context, v *v1alpha1.Volume) (bool, error) 
 	return other != nil, nil
 }
 
-// ended reports whether the new node of what has moved has taken it over, and the old one has given its bytes back, or will never come back.
-func (m *Mover) ended(ctx context.Context, id volume.ID, old string, s *v1alpha1.MoveStatus) (bool, error) {
+// hasEnded reports whether the new node of what has moved has taken it over, and the old one has given its bytes back, or will never come back.
+func (m *Mover) hasEnded(ctx context.Context, id volume.ID, old string, s *v1alpha1.MoveStatus) (bool, error) {
 	if s == nil || !s.Arrived {
 		return false, nil
 	}

@@ -36,7 +36,7 @@ func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Durati
 	case s.Spec.Move == nil:
 		return 0, m.labelAdopted(ctx, s)
 	case s.Spec.Move.Left:
-		ended, err := m.ended(ctx, cluster.SnapshotID(s), s.Spec.Move.Node, s.Status.Move)
+		ended, err := m.hasEnded(ctx, cluster.SnapshotID(s), s.Spec.Move.Node, s.Status.Move)
 		if err != nil || !ended {
 			return lastRetry, err
 		}
