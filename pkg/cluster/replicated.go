@@ -96,9 +96,9 @@ func NextReplicatedClaim(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) 
 	return next
 }
 
-// TendLeg makes of the object of a leg what that of its volume asks for, and reports whether that changes it. A leg has a claim if its volume has one, for the same node, and of the same generation or a
-// later one. One of before goes first: while the leg's node still gives it to anybody, it gets no other. A leg is as large as its volume at least.
-func TendLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
+// SyncLeg gives the object of a leg the claim and the size that its volume asks for, and reports whether that changes it. The claim is for the same node, with the same generation or a
+// later one. An earlier claim is taken off first: while the leg's node still exports it, it gets no other. A leg is at least as large as its volume.
+func SyncLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
 	want := r.Spec.Claim
 	if have := v.Spec.Claim; have != nil && !claimedAs(have, want) {
 		v.Spec.Claim, changed = nil, true

@@ -11,7 +11,7 @@ import (
 // mostLegs is how many legs an object can name.
 const mostLegs = 6
 
-// state is what can be expected of a leg.
+// state is whether a leg can be kept.
 type state int
 
 const (
@@ -20,8 +20,8 @@ const (
 	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, it has not been current for too long, or it is to move
 )
 
-// judgement is what is thought of a leg.
-type judgement struct {
+// assessment is what the replicator knows of a leg.
+type assessment struct {
 	name    string
 	state   state
 	current bool
@@ -29,14 +29,14 @@ type judgement struct {
 	ahead   bool // it may have what the others lack (v1alpha1.LegAhead)
 }
 
-// judge looks at the legs that a volume is to have.
-func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (all []judgement, _ error) {
+// assess assesses the legs that a volume is to have (spec.legs).
+func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (all []assessment, _ error) {
 	for _, name := range r.Spec.Legs {
 		l, v := r.Leg(name), legs[name]
-		one := judgement{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead}
+		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead}
 		switch {
 		case v == nil && l == nil:
-			one.state = missing // nobody has ever used it
+			one.state = missing // it was never used
 		case v == nil || v1alpha1.Going(v) || v1alpha1.IsLost(v):
 			one.state = bad
 		default:
@@ -45,11 +45,11 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 			} else if due, replaced := replaceAt(r, l, v); gone || replaced && !time.Now().Before(due) {
 				one.state = bad
 			}
-			if leaves(r, v, legs) {
+			if isToLeave(r, v, legs) {
 				one.state = bad
 			}
 			if refused := v.Common().Refused(v.Generation); one.state == good && v.Status.Created == nil && (refused != nil || !one.current && v.Spec.Make && l == nil) {
-				one.state = missing // it is asked for elsewhere, if its node cannot make it
+				one.state = missing // if its node cannot make it, another node is asked
 			}
 			one.home = r.Spec.Claim != nil && r.Spec.Claim.Node == v.Spec.NodeName
 		}
@@ -58,9 +58,9 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 	return all, nil
 }
 
-// leaves reports whether a leg is to be replaced as it was asked to move, and its volume is used. While nobody uses that, nothing makes another leg equal, and the leg's bytes are moved as those of any volume (package mover). It stays if
-// another one is where it is to go, but for one that is there beside as many as there are to be.
-func leaves(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume) bool {
+// isToLeave reports whether a leg is to be replaced, as it was asked to move and its volume is used. While the volume is not used, nothing can make another leg equal, and the bytes of
+// the leg are moved instead (package mover). The leg stays if another leg is on the node where it is to move, unless the volume has more legs than it is to have.
+func isToLeave(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume) bool {
 	return r.Spec.Claim != nil && v.Moving() && (len(r.Spec.Legs) > r.Spec.Replicas || !isAt(r, legs, v.Spec.Move.Node))
 }
 
@@ -69,17 +69,17 @@ func isAt(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, node s
 	return slices.ContainsFunc(r.Spec.Legs, func(name string) bool { return legs[name] != nil && legs[name].Spec.NodeName == node })
 }
 
-// insteadOf is the leg whose place one that is not made yet is to take: it leaves, and no other leg is where it is to go; nil if there is none.
-func insteadOf(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) *v1alpha1.Volume {
+// legToReplace returns the leg whose place the next new leg takes: it is to leave, and no leg is where it is to move; nil if there is none.
+func legToReplace(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) *v1alpha1.Volume {
 	for _, name := range r.Spec.Legs {
-		if v := legs[name]; v != nil && leaves(r, v, legs) && !isAt(r, legs, v.Spec.Move.Node) {
+		if v := legs[name]; v != nil && isToLeave(r, v, legs) && !isAt(r, legs, v.Spec.Move.Node) {
 			return v
 		}
 	}
 	return nil
 }
 
-// replaceAt is when a leg was not current for so long that it is to be replaced; ok is false if it is not. That takes somebody who uses the volume by a mirror: nobody else can make it, or another one, current.
+// replaceAt returns when a leg is to be replaced, as it was not current for too long by then; ok is false if it is not to be. Only a volume that is used by a mirror can get other current legs.
 func replaceAt(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) (_ time.Time, ok bool) {
 	c := r.Spec.Claim
 	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || r.Status.Opened != c.Generation || l != nil && (l.Current || l.State == v1alpha1.LegJoining || l.State == v1alpha1.LegAhead) {
@@ -95,8 +95,8 @@ func replaceAt(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume
 	return since.Add(time.Duration(r.Spec.ReplaceAfter) * time.Second), true
 }
 
-// lookIn is after which time a volume is to be looked at, though nothing is told of it: a leg may have been away for too long by then, or its node be gone.
-func lookIn(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) time.Duration {
+// untilNextLook returns when to look at a volume again without an event: a leg may be due for replacement by then, or its node be gone.
+func untilNextLook(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) time.Duration {
 	in := lookAgain
 	for _, name := range r.Spec.Legs {
 		if v := legs[name]; v != nil {
@@ -108,8 +108,8 @@ func lookIn(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) time
 	return in
 }
 
-// lacks reports whether a volume has fewer good legs than it is to have, all of which are there.
-func lacks(r *v1alpha1.ReplicatedVolume, all []judgement) bool {
+// lacksLegs reports whether a volume has fewer good legs than it is to have, all of which are there.
+func lacksLegs(r *v1alpha1.ReplicatedVolume, all []assessment) bool {
 	n := 0
 	for _, l := range all {
 		if l.state == missing {
@@ -122,24 +122,24 @@ func lacks(r *v1alpha1.ReplicatedVolume, all []judgement) bool {
 	return n < r.Spec.Replicas
 }
 
-// kind is how a leg goes.
-type kind int
+// removal is how a leg goes.
+type removal int
 
 const (
-	stays   kind = iota
-	takeOut      // of those that the volume is to have
-	unlist       // of the current ones, before that
+	stays   removal = iota
+	takeOut         // out of spec.legs
+	unlist          // off the list of current legs, before that
 )
 
-// excess is a leg that a volume which has more than it is to have does without: one that is not current, once there are enough others that are; or one of more current ones than that, which the user of the volume has not on its own
-// node. So the last current one is never among them, nor one that may have what the others lack.
-func excess(r *v1alpha1.ReplicatedVolume, all []judgement) (name string, _ kind) {
+// surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current. One that is not current goes first,
+// then one that is bad, and last the one on the node that uses the volume. A leg that may have what the others lack stays.
+func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ removal) {
 	if len(all) <= r.Spec.Replicas {
 		return "", stays
 	}
 	victim := &all[0]
 	for i := range all {
-		if l := &all[i]; l.before(victim) {
+		if l := &all[i]; l.goesBefore(victim) {
 			victim = l
 		}
 	}
@@ -158,8 +158,8 @@ func excess(r *v1alpha1.ReplicatedVolume, all []judgement) (name string, _ kind)
 	return victim.name, takeOut
 }
 
-// before reports whether a leg goes before another one; of two that are alike the later one goes.
-func (l *judgement) before(other *judgement) bool {
+// goesBefore reports whether a leg goes before another one; of two that are alike the later one goes.
+func (l *assessment) goesBefore(other *assessment) bool {
 	switch {
 	case l.current != other.current:
 		return !l.current

@@ -96,7 +96,7 @@ func (p *Replicator) work(ctx context.Context) {
 		if shutdown {
 			return
 		}
-		again, err := p.look(ctx, key)
+		again, err := p.step(ctx, key)
 		switch {
 		case err != nil && ctx.Err() == nil:
 			klog.FromContext(ctx).Error(err, "Could not look after the replicas of a volume; trying again", "volume", key)
@@ -111,8 +111,8 @@ func (p *Replicator) work(ctx context.Context) {
 	}
 }
 
-// look does what is to be done of a volume now. again is when it is to be looked at though nothing is told of it; 0: not before that.
-func (p *Replicator) look(ctx context.Context, key string) (again time.Duration, err error) {
+// step does what is to be done of a volume now. again is when it is to be looked at though nothing is told of it; 0: not before that.
+func (p *Replicator) step(ctx context.Context, key string) (again time.Duration, err error) {
 	r := &v1alpha1.ReplicatedVolume{}
 	if err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r); apierrors.IsNotFound(err) {
 		return p.convertAsked(ctx, key)
@@ -142,10 +142,10 @@ func (p *Replicator) look(ctx context.Context, key string) (again time.Duration,
 	if first := legs[r.Name]; first != nil && first.Spec.Replicas > 0 {
 		return 0, p.convert(ctx, key)
 	}
-	if err := p.tend(ctx, r, legs); err != nil {
+	if err := p.syncLegs(ctx, r, legs); err != nil {
 		return 0, err
 	}
-	return lookIn(r, legs), p.keepUp(ctx, r, legs)
+	return untilNextLook(r, legs), p.adjustLegs(ctx, r, legs)
 }
 
 // convertAsked is convert of what may be a volume that is asked to have replicas.
@@ -158,7 +158,7 @@ func (p *Replicator) convertAsked(ctx context.Context, key string) (again time.D
 	return lookAgain, p.convert(ctx, key) // what the node that uses it can do, its own events do not tell
 }
 
-// remove goes on with a deletion.
+// remove takes the next step of a deletion.
 func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	left := 0
 	for _, name := range union(r.Spec.Legs, legs) {
@@ -177,7 +177,7 @@ func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 	return kube.APIError("delete replicated volume "+r.Name, kube.IgnoreConflict(err))
 }
 
-// union are the names that an object has, and those of other legs that are there.
+// union returns names, and those of the other legs that are there.
 func union(names []string, legs map[string]*v1alpha1.Volume) []string {
 	all := slices.Clone(names)
 	for name := range legs {
@@ -188,12 +188,12 @@ func union(names []string, legs map[string]*v1alpha1.Volume) []string {
 	return all
 }
 
-// tend has each leg claimed, and as large, as its volume asks for.
-func (p *Replicator) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
+// syncLegs gives each leg the claim and the size that its volume asks for.
+func (p *Replicator) syncLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	sure, like := false, template(r, legs)
 	for _, name := range r.Spec.Legs {
 		v := legs[name]
-		if v == nil || !tendLeg(r, v.DeepCopy(), like) {
+		if v == nil || !syncLeg(r, v.DeepCopy(), like) {
 			continue
 		}
 		if !sure { // nobody gets a leg by a claim that has gone
@@ -203,7 +203,7 @@ func (p *Replicator) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume, leg
 			}
 			r, sure = now, true
 		}
-		if before := v.DeepCopy(); tendLeg(r, v, like) {
+		if before := v.DeepCopy(); syncLeg(r, v, like) {
 			if err := kube.IgnoreConflict(p.kube.Client.Patch(ctx, v, kube.LockingPatch(before))); err != nil {
 				return kube.APIError("change leg "+name, err)
 			}
@@ -212,21 +212,21 @@ func (p *Replicator) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume, leg
 	return nil
 }
 
-// tendLeg is cluster.TendLeg, and has a leg that is not current, as it was away, be as the current ones in what may be changed.
-func tendLeg(r *v1alpha1.ReplicatedVolume, v, like *v1alpha1.Volume) (changed bool) {
-	changed = cluster.TendLeg(r, v)
+// syncLeg is cluster.SyncLeg; it also gives a leg that is not current the mutable parameters of like, a current one.
+func syncLeg(r *v1alpha1.ReplicatedVolume, v, like *v1alpha1.Volume) (changed bool) {
+	changed = cluster.SyncLeg(r, v)
 	if l := r.Leg(v.Name); (l == nil || !l.Current) && like != nil && v.Status.Created != nil && !v1alpha1.Going(v) && !maps.Equal(v.Spec.Mutable, like.Spec.Mutable) {
 		v.Spec.Mutable, changed = maps.Clone(like.Spec.Mutable), true
 	}
 	return changed
 }
 
-// keepUp has a volume have as many legs as it is to have, and no others.
-func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
+// adjustLegs takes the next step to as many legs as a volume is to have, and no others.
+func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	if dropped, err := p.dropLeft(ctx, r, legs); dropped || err != nil {
 		return err
 	}
-	judged, err := p.judge(ctx, r, legs)
+	judged, err := p.assess(ctx, r, legs)
 	if err != nil {
 		return err
 	}
@@ -238,25 +238,25 @@ func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		if like == nil {
 			return nil // nobody knows what it is to be
 		}
-		why, err := p.room(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like, insteadOf(r, legs)))
+		why, err := p.reportNoRoom(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like, legToReplace(r, legs)))
 		if err != nil {
 			return err
 		}
 		without = cmp.Or(without, why)
 	}
-	switch victim, kind := excess(r, judged); kind {
+	switch victim, kind := surplusLeg(r, judged); kind {
 	case takeOut:
 		return p.takeOut(ctx, r, victim, legs[victim])
 	case unlist:
 		return p.unlist(ctx, r, victim)
 	}
-	if like == nil || !lacks(r, judged) {
-		return p.say(ctx, r, without)
+	if like == nil || !lacksLegs(r, judged) {
+		return p.reportWithout(ctx, r, without)
 	}
-	return p.add(ctx, r, like, insteadOf(r, legs))
+	return p.add(ctx, r, like, legToReplace(r, legs))
 }
 
-// template is a leg that another one is to be as: a current one.
+// template returns a current leg, which a new one is made like.
 func template(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (like *v1alpha1.Volume) {
 	for _, name := range r.Spec.Legs {
 		v := legs[name]
@@ -271,8 +271,8 @@ func template(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (l
 	return like
 }
 
-// room takes the error by which a leg cannot be made now: where no node has room it says so, and that is tried again after a time.
-func (p *Replicator) room(ctx context.Context, r *v1alpha1.ReplicatedVolume, err error) (without string, _ error) {
+// reportNoRoom takes the error by which a leg could not be made: if no node has room, it returns that as text, and the volume is tried again after a time.
+func (p *Replicator) reportNoRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, err error) (without string, _ error) {
 	if !errors.Is(err, errdefs.ErrNoSpace) {
 		return "", err
 	}
@@ -283,8 +283,8 @@ func (p *Replicator) room(ctx context.Context, r *v1alpha1.ReplicatedVolume, err
 	return r.Status.Lacks, nil
 }
 
-// say writes down why a volume has fewer legs than it is to have; empty: it has not, or they are being made. It is nobody else's to write, so nothing is lost by it.
-func (p *Replicator) say(ctx context.Context, r *v1alpha1.ReplicatedVolume, without string) error {
+// reportWithout writes why a volume has fewer legs than it is to have; empty if it has enough, or they are being made. Nobody else writes that field.
+func (p *Replicator) reportWithout(ctx context.Context, r *v1alpha1.ReplicatedVolume, without string) error {
 	if r.Status.Lacks == without {
 		return nil
 	}
@@ -293,25 +293,25 @@ func (p *Replicator) say(ctx context.Context, r *v1alpha1.ReplicatedVolume, with
 	return kube.APIError("change the status of replicated volume "+r.Name, client.IgnoreNotFound(p.kube.Client.Status().Patch(ctx, r, client.MergeFrom(before))))
 }
 
-// add names one more leg; it is made when the object is seen again. If no node has room it is tried again after a time.
+// add adds the name of one more leg to the object; the leg is made when that is seen again. If no node has room it is tried again after a time.
 func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume) error {
 	if len(r.Spec.Legs) >= mostLegs {
 		return nil
 	}
 	before := r.DeepCopy()
 	name := cluster.AddLeg(r)
-	without, err := p.room(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead))
+	without, err := p.reportNoRoom(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead))
 	if err != nil {
 		return err
 	}
 	if without != "" {
-		return p.say(ctx, before, without)
+		return p.reportWithout(ctx, before, without)
 	}
 	klog.FromContext(ctx).Info("A volume gets another replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
 	return p.patch(ctx, r, before)
 }
 
-// takeOut takes a leg, whose Volume is v if there is one, that is not current, or whose volume is used, out of those that the volume is to have. Who uses it does without it then.
+// takeOut takes a leg out of spec.legs: one that is not current, or of a volume in use, whose consumer then goes on without it. v is its Volume, or nil.
 func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, v *v1alpha1.Volume) error {
 	before := r.DeepCopy()
 	r.Spec.Legs = slices.DeleteFunc(slices.Clone(r.Spec.Legs), func(one string) bool { return one == name })
@@ -329,7 +329,7 @@ func (p *Replicator) patch(ctx context.Context, r, before *v1alpha1.ReplicatedVo
 	return kube.APIError("change replicated volume "+r.Name, kube.IgnoreConflict(p.kube.Client.Patch(ctx, r, kube.LockingPatch(before))))
 }
 
-// unlist says that a leg of a volume which nobody uses is not current any more, as it is to go.
+// unlist takes a leg off the list of current legs, of a volume that nobody uses, as it is to go.
 func (p *Replicator) unlist(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) error {
 	before := r.DeepCopy()
 	l := r.Leg(name)
@@ -342,7 +342,8 @@ func (p *Replicator) patchStatus(ctx context.Context, r, before *v1alpha1.Replic
 	return kube.APIError("change the status of replicated volume "+r.Name, kube.IgnoreConflict(p.kube.Client.Status().Patch(ctx, r, kube.LockingPatch(before))))
 }
 
-// dropLeft deletes the legs that the volume does not have any more, once its user does without them, and reports whether there was any. They stay while no current leg is there that the volume has. A leg is named before it is made, so the API server's own word on the names is the last.
+// dropLeft deletes the legs that are not in spec.legs any more, once the consumer is without them, and reports whether there was any. They stay while no current leg is left. As a leg is
+// named before it is made, the names are checked with the API server itself.
 func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (dropped bool, err error) {
 	extra := union(r.Spec.Legs, legs)[len(r.Spec.Legs):]
 	stale := staleStatus(r)
@@ -380,7 +381,7 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 	return dropped, nil
 }
 
-// staleStatus reports whether the status has legs that the volume does not have any more, beside a current one that it has.
+// staleStatus reports whether the status has legs that are not in spec.legs any more, beside a current one that is.
 func staleStatus(r *v1alpha1.ReplicatedVolume) bool {
 	left := listedLegs(r)
 	if len(left) == len(r.Status.Legs) {
@@ -389,7 +390,7 @@ func staleStatus(r *v1alpha1.ReplicatedVolume) bool {
 	return slices.ContainsFunc(left, func(l v1alpha1.Leg) bool { return l.Current })
 }
 
-// listedLegs are those of the status that the volume is to have.
+// listedLegs returns the legs of the status that are in spec.legs.
 func listedLegs(r *v1alpha1.ReplicatedVolume) (left []v1alpha1.Leg) {
 	for _, l := range r.Status.Legs {
 		if slices.Contains(r.Spec.Legs, l.Name) {

@@ -115,7 +115,7 @@ func (s *Store) tendLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 		if client.IgnoreNotFound(err) != nil {
 			return nil, kube.APIError("read leg "+name, err)
 		}
-		if before := v.DeepCopy(); err == nil && cluster.TendLeg(r, v) {
+		if before := v.DeepCopy(); err == nil && cluster.SyncLeg(r, v) {
 			err := s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
 			if err == nil {
 				return v, nil
