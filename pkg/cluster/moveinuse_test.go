@@ -33,8 +33,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// consumer stands for the node that uses a volume while it moves: it asks the two others over their ports, as its account may, and writes the object as that. Its kernel's part, the mirror, is
-// a copy of what the old node has.
+// consumer stands for the node that uses a volume while it moves: it asks the two others over their ports, as its account may, and writes the object as that.
+// Its kernel's part, the mirror, is a copy of what the old node has.
 type consumer struct {
 	*environment
 	as      client.Client // of its account
@@ -47,7 +47,8 @@ type consumer struct {
 	id      volume.ID
 }
 
-// newConsumer is a cluster of two nodes in a network, and a volume of the first that a third one uses, which moves it to the second. The controller, which would name that, is stopped.
+// newConsumer is a cluster of two nodes in a network, and a volume of the first that a third one uses, which moves it to the second. The controller, which
+// would name that, is stopped.
 func newConsumer(t *testing.T) (c *consumer, stop func()) {
 	t.Helper()
 	return newConsumerTo(t, "")

@@ -96,8 +96,9 @@ func NextReplicatedClaim(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) 
 	return next
 }
 
-// SyncLeg gives the object of a leg the claim and the size that its volume asks for, and reports whether that changes it. The claim is for the same node, with the same generation or a
-// later one. An earlier claim is taken off first: while the leg's node still exports it, it gets no other. A leg is at least as large as its volume.
+// SyncLeg gives the object of a leg the claim and the size that its volume asks for, and reports whether that changes it. The claim is for the same node,
+// with the same generation or a later one. An earlier claim is taken off first: while the leg's node still exports it, it gets no other. A leg is at least as
+// large as its volume.
 func SyncLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
 	want := r.Spec.Claim
 	if have := v.Spec.Claim; have != nil && !claimedAs(have, want) {

@@ -9,8 +9,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The mirror of a volume that moves while this node uses it (docs/decisions/moving-in-use.md): writes go to its old home and to the new one, either of which may be this
-// node. What is mounted or handed out keeps its device, and the number of that.
+// The mirror of a volume that moves while this node uses it (docs/decisions/moving-in-use.md): writes go to its old home and to the new one, either of which
+// may be this node. What is mounted or handed out keeps its device, and the number of that.
 
 // Mirrored is how far a volume is written to both of its homes.
 type Mirrored = device.Mirrored
@@ -41,8 +41,8 @@ func (l *Local) mayBeSeated(id ID) bool {
 	return seated || err != nil
 }
 
-// Seats reports where the seat of a volume is that this node uses: among the devices of its own pools (home), or those of volumes of other nodes (away). It is in both
-// only if a Switch was cut short. A volume that is not attached has none, nor has one that an older driver attached.
+// Seats reports where the seat of a volume is that this node uses: among the devices of its own pools (home), or those of volumes of other nodes (away). It
+// is in both only if a Switch was cut short. A volume that is not attached has none, nor has one that an older driver attached.
 func (e *Everywhere) Seats(ctx context.Context, id ID) (home, away bool, err error) {
 	if home, err = e.Local.seated(ctx, id); err == nil {
 		away, err = e.others.seated(ctx, id)
@@ -141,7 +141,8 @@ func (e *Everywhere) Mirrors(ctx context.Context) (ids []ID, err error) {
 // Throttle sets for how much of the time, in per cent, the kernel may copy: see device.Throttle.
 func (e *Everywhere) Throttle(percent int) error { return device.Throttle(percent) }
 
-// AttachLeg attaches what this node's own pool has of a volume that moves here. The caller closes the device once the mirror is over it; it then goes with the mirror.
+// AttachLeg attaches what this node's own pool has of a volume that moves here. The caller closes the device once the mirror is over it; it then goes with
+// the mirror.
 func (e *Everywhere) AttachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	pool, ref, err := e.Local.object(id, blockdev.Volume)
 	if err != nil {

@@ -17,15 +17,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume moves to another node while nobody uses it (docs/decisions/moving.md). Its home seals it (Seal): from then on nothing here uses it before it is certain that it
-// stays. The new node copies the bytes (CopyIn), as an unfinished copy that nobody can use. When the cluster says that the volume is the new node's, that node makes the copy a
-// volume (Arrive), and only then the old one removes its own (Depart).
+// A volume moves to another node while nobody uses it (docs/decisions/moving.md). Its home seals it (Seal): from then on nothing here uses it before it is
+// certain that it stays. The new node copies the bytes (CopyIn), as an unfinished copy that nobody can use. When the cluster says that the volume is the new
+// node's, that node makes the copy a volume (Arrive), and only then the old one removes its own (Depart).
 
 // Moves knows whether volumes move.
 type Moves interface {
-	// Stays returns nil if a volume that is sealed in a pool of this node will not move before its use has ended. ErrPrecondition if it is not there any more; ErrUnavailable if
-	// that cannot be found out now, or it is about to move. used is the generation of the claim of its consumer, if it is sealed for that (SealFor), else 0: then a pin of the
-	// volume by that consumer is refused from now on.
+	// Stays returns nil if a volume that is sealed in a pool of this node will not move before its use has ended. ErrPrecondition if it is not there any more;
+	// ErrUnavailable if that cannot be found out now, or it is about to move. used is the generation of the claim of its consumer, if it is sealed for that
+	// (SealFor), else 0: then a pin of the volume by that consumer is refused from now on.
 	Stays(ctx context.Context, id ID, pool string, used int64) error
 	// IsHere returns nil if a volume that is sealed in a pool of this node is still there: it may move right after that. Errors are those of Stays.
 	IsHere(ctx context.Context, id ID, pool string) error
@@ -48,10 +48,10 @@ var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelD
 // AnyClaims, as the claims of Seal, leaves a seal as it is, whatever count it is for.
 const AnyClaims = -1
 
-// Seal seals a volume, unless it is sealed, and returns it as the origin of its move. Origin.Created is when it was sealed: as long as that is the same, so are the bytes. A
-// seal is for a count of claims, and is made anew after a further claim, as an older driver, which knows no seals, may have written then. ErrInUse while the volume is attached
-// or exported. ErrPrecondition for what has left this node (Left); and with AnyClaims, if it is sealed for its consumer (SealFor), who went on elsewhere. The caller has the lock, now and
-// while it reads.
+// Seal seals a volume, unless it is sealed, and returns it as the origin of its move. Origin.Created is when it was sealed: as long as that is the same, so
+// are the bytes. A seal is for a count of claims, and is made anew after a further claim, as an older driver, which knows no seals, may have written then.
+// ErrInUse while the volume is attached or exported. ErrPrecondition for what has left this node (Left); and with AnyClaims, if it is sealed for its consumer
+// (SealFor), who went on elsewhere. The caller has the lock, now and while it reads.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -271,9 +271,9 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 	return l.Unseal(ctx, id)
 }
 
-// Left records durably that a volume has moved to another node by the seal of a time. The API server may be restored to before the move, and say that the volume is here, while
-// what was written since is on that node alone. So from now on nobody uses what is here, whatever the API server says, before a person adopts it (Readopt). If it is not sealed, or
-// by another seal, it is not what has moved, and stays as it is. The caller has the lock.
+// Left records durably that a volume has moved to another node by the seal of a time. The API server may be restored to before the move, and say that the
+// volume is here, while what was written since is on that node alone. So from now on nobody uses what is here, whatever the API server says, before a person
+// adopts it (Readopt). If it is not sealed, or by another seal, it is not what has moved, and stays as it is. The caller has the lock.
 func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) error {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -420,8 +420,8 @@ func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockde
 	return l.dropUnfinished(ctx, pool, record.Ref)
 }
 
-// CopyIn copies the bytes of a volume that moves here to a pool, whatever pool its ID names. Nobody can use them before Arrive. A call after one that was cut short resumes it, if
-// the seal is still the same. The caller has the lock of the volume.
+// CopyIn copies the bytes of a volume that moves here to a pool, whatever pool its ID names. Nobody can use them before Arrive. A call after one that was cut
+// short resumes it, if the seal is still the same. The caller has the lock of the volume.
 func (l *Local) CopyIn(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
 	if err := from.checkMove(name); err != nil {
 		return err
@@ -541,8 +541,8 @@ func (o Origin) checkLabels(known func(label string) bool) error {
 	return nil
 }
 
-// Arrive makes a volume, or a snapshot, of what was copied here. The cluster says that it is this node's. That it is one already is success; ErrNotFound if it is
-// neither, also while bytes are missing.
+// Arrive makes a volume, or a snapshot, of what was copied here. The cluster says that it is this node's. That it is one already is success; ErrNotFound if
+// it is neither, also while bytes are missing.
 func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 	ctx, end := trace.Start(ctx, "take over what has moved", "id", id.String())
 	defer func() { end(err) }()

@@ -22,11 +22,12 @@ const Chunk = 1 << 20
 
 const block = 4 << 10 // what is told of
 
-// Compare reads all legs of a mirror that is in use, in chunks from an offset on, and returns the ranges, in blocks of 4 KiB, in which a leg has other bytes than the first. A write
-// that is under way differs for a moment: so what differs is read again while the mirror is held (milliseconds for each MiB), and counts only if it differs then.
+// Compare reads all legs of a mirror that is in use, in chunks from an offset on, and returns the ranges, in blocks of 4 KiB, in which a leg has other bytes
+// than the first. A write that is under way differs for a moment: so what differs is read again while the mirror is held (milliseconds for each MiB), and
+// counts only if it differs then.
 //
-// pace is called before each chunk, with its offset and what was found so far, and may wait. Compare ends with the first error, and returns what it has found until then.
-// errdefs.ErrUnavailable while a leg joins or has failed, and when the mirror gets other legs. A crash may leave the mirror held, until Recover.
+// pace is called before each chunk, with its offset and what was found so far, and may wait. Compare ends with the first error, and returns what it has found
+// until then. errdefs.ErrUnavailable while a leg joins or has failed, and when the mirror gets other legs. A crash may leave the mirror held, until Recover.
 func Compare(ctx context.Context, name string, from int64, pace func(ctx context.Context, at int64, differ []dm.Range) error) (differ []dm.Range, err error) {
 	err = of(name, "compare its legs", func() error {
 		s, err := state(name)

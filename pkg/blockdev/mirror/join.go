@@ -32,14 +32,16 @@ func unitOf(size int64) int64 {
 // unitsOf returns how many units a volume has; the last one may end behind the volume.
 func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size) }
 
-// Join has a leg made equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror is used. What is written where it is equal goes to the leg as well, what
-// is written where it is not yet goes to the others alone, and is copied. When all is equal, State.Equal, Finish makes it one of the legs; before that nobody may take it for current. If it fails, or another leg does, writes are
-// held as ever, until Leave.
+// Join has a leg made equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror is used.
+// What is written where it is equal goes to the leg as well, what is written where it is not yet goes to the others alone, and is copied. When all is equal,
+// State.Equal, Finish makes it one of the legs; before that nobody may take it for current. If it fails, or another leg does, writes are held as ever, until
+// Leave.
 //
-// differs returns the ranges. It is called while the mirror is held, and no write is under way: what was written before is on all current legs, and what is written later goes to the
-// leg too. Users of the mirror wait until it returns.
+// differs returns the ranges. It is called while the mirror is held, and no write is under way: what was written before is on all current legs, and what is
+// written later goes to the leg too. Users of the mirror wait until it returns.
 //
-// A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror that it joins, or as it was; perhaps held, until Recover.
+// A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror
+// that it joins, or as it was; perhaps held, until Recover.
 func Join(ctx context.Context, name string, leg uint64, differs func(context.Context) ([]dm.Range, error)) error {
 	return change(name, "have "+dm.Number(leg)+" join it", func() error {
 		s, err := state(name)
@@ -104,7 +106,8 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	})
 }
 
-// current calls bring with the table over the current legs alone. While a leg joins it is larger than the volume, by the rest of the last unit and one more unit.
+// current calls bring with the table over the current legs alone. While a leg joins it is larger than the volume, by the rest of the last unit and one more
+// unit.
 func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm.Line) error) error {
 	if s.Joining == nil {
 		return flat(ctx, s.Size, legs, bring)
@@ -132,8 +135,8 @@ func extended(ctx context.Context, table []dm.Line, size, piece int64, bring fun
 	return errors.Join(bring(table), held.Close()) // it goes with the table
 }
 
-// Still waits until no write to a mirror is under way: each is on all legs, or held as a leg has failed. Later writes wait. errdefs.ErrUnavailable while a leg joins or has failed. It ends when the last leg
-// has answered, or the connection to it has ended. A crash may leave the mirror held, until Recover.
+// Still waits until no write to a mirror is under way: each is on all legs, or held as a leg has failed. Later writes wait. errdefs.ErrUnavailable while a
+// leg joins or has failed. It ends when the last leg has answered, or the connection to it has ended. A crash may leave the mirror held, until Recover.
 func Still(name string) error {
 	return change(name, "wait for what is under way", func() error {
 		s, err := state(name)
@@ -174,7 +177,8 @@ func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, 
 	return held, unix.Mkdev(loop.Major, uint32(n)), err
 }
 
-// logOf returns a log in the format of drivers/md/dm-log.c: a header, and from 1 KiB on a bit for each unit that is in sync. The last unit is behind the volume, and is not in sync.
+// logOf returns a log in the format of drivers/md/dm-log.c: a header, and from 1 KiB on a bit for each unit that is in sync. The last unit is behind the
+// volume, and is not in sync.
 func logOf(size int64, differs []dm.Range) []byte {
 	const magic, version, bits = 0x4D695272, 2, 1024
 	u, units := unitOf(size), unitsOf(size)

@@ -199,8 +199,8 @@ func stateNow(name string) (s State, err error) {
 	return s, s.findHeld(d)
 }
 
-// readJoin fills in a mirror that a leg joins: it has two legs, what is current and that one. Of a driver before this one it may have them without what is written at Join: then the kernel does with failures what that is against, so the leg that joins counts as
-// failed, and begins anew.
+// readJoin fills in a mirror that a leg joins: it has two legs, what is current and that one. Of a driver before this one it may have them without what is
+// written at Join: then the kernel does with failures what that is against, so the leg that joins counts as failed, and begins anew.
 func (s *State) readJoin(name string, top dm.Mirror) error {
 	if len(top.Legs) != 2 {
 		return fmt.Errorf("%w: it has %d legs and a log, which is none of ours", errdefs.ErrPrecondition, len(top.Legs))
@@ -244,7 +244,8 @@ func (s *State) readJoiner(name string, second Leg, top dm.Mirror) error {
 	return nil
 }
 
-// findHeld finds out whether a mirror is held, and marks the legs as failed that are not in the table for the next resume. If that table is one of Join, it is not held.
+// findHeld finds out whether a mirror is held, and marks the legs as failed that are not in the table for the next resume. If that table is one of Join, it
+// is not held.
 func (s *State) findHeld(d *dm.Device) error {
 	if !d.Suspended || !d.Loaded {
 		return nil
@@ -266,7 +267,8 @@ func Size(name string) (int64, error) {
 	return s.Size, err
 }
 
-// read returns what a device says of its table in effect (one leg, which is in sync, or those of the target mirror), and how many of its bytes are the volume's, without the tail.
+// read returns what a device says of its table in effect (one leg, which is in sync, or those of the target mirror), and how many of its bytes are the
+// volume's, without the tail.
 func read(name string) (m dm.Mirror, size int64, err error) {
 	table, err := dm.Status(name)
 	if err != nil || len(table) == 0 {

@@ -9,15 +9,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// forgetTime is how long Watch waits before it takes a failure for one that the kernel forgets: of a write that failed, the kernel tells the region a moment later.
+// forgetTime is how long Watch waits before it takes a failure for one that the kernel forgets: of a write that failed, the kernel tells the region a moment
+// later.
 const forgetTime = 20 * time.Millisecond
 
-// Watch waits until something has happened to a mirror since the event seen, and returns its state then: a leg has failed, the one that joins is equal or has failed, or nothing
-// that matters. seen is of a look after the caller's last change. errdefs.ErrNotFound once there is no mirror.
+// Watch waits until something has happened to a mirror since the event seen, and returns its state then: a leg has failed, the one that joins is equal or has
+// failed, or nothing that matters. seen is of a look after the caller's last change. errdefs.ErrNotFound once there is no mirror.
 //
-// Whoever uses a mirror has to watch it. If a flush fails alone, the kernel soon forgets on which leg, and then acknowledges what is on one leg only. Watch prevents that: it has
-// the mirror held, with the legs that may lack something as failed, until Leave, also for a driver that starts later. If the kernel has forgotten already, those are all legs but
-// the one that is read from, which has everything.
+// Whoever uses a mirror has to watch it. If a flush fails alone, the kernel soon forgets on which leg, and then acknowledges what is on one leg only. Watch
+// prevents that: it has the mirror held, with the legs that may lack something as failed, until Leave, also for a driver that starts later. If the kernel has
+// forgotten already, those are all legs but the one that is read from, which has everything.
 func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 	var last Event
 	first := true
@@ -60,8 +61,8 @@ func events(name string) (e Event, err error) {
 	return e, nil
 }
 
-// holdForgotten has a mirror held if the kernel is about to forget, or has forgotten, that a leg has failed. Soon after a table was loaded there is one event, when all its regions
-// are found to be equal; a forgotten failure shows as a second one.
+// holdForgotten has a mirror held if the kernel is about to forget, or has forgotten, that a leg has failed. Soon after a table was loaded there is one
+// event, when all its regions are found to be equal; a forgotten failure shows as a second one.
 func (s *State) holdForgotten(ctx context.Context, name string, seen Event) (err error) {
 	var has uint64
 	switch failed := len(s.Failed()); {

@@ -18,8 +18,8 @@ import (
 // AwayEvery is how often ReportAway looks, and how long a home may be silent before that is reported: a cable that is replugged is not.
 const AwayEvery = 10 * time.Second
 
-// ReportAway reports, until ctx ends, which volumes of other nodes that are used here wait for their homes, and since when, and also when one no longer does. It writes
-// `away` of status.export, or of the reader. away returns all that wait (remotepool.Pool).
+// ReportAway reports, until ctx ends, which volumes of other nodes that are used here wait for their homes, and since when, and also when one no longer does.
+// It writes `away` of status.export, or of the reader. away returns all that wait (remotepool.Pool).
 func (a *Agent) ReportAway(ctx context.Context, away func() (map[blockdev.Ref]time.Time, error), pause time.Duration) {
 	ticks := time.NewTicker(pause)
 	defer ticks.Stop()
@@ -61,8 +61,8 @@ func (a *Agent) reportAway(ctx context.Context, away func() (map[blockdev.Ref]ti
 	return errors.Join(failures...)
 }
 
-// setAway sets or clears `away` of the exports of a volume to a node, and reports whether that changes anything. A home that has been silent for less than least is not
-// away.
+// setAway sets or clears `away` of the exports of a volume to a node, and reports whether that changes anything. A home that has been silent for less than
+// least is not away.
 func setAway(v *v1alpha1.Volume, node string, since time.Time, is bool, least time.Duration) (changed bool) {
 	given := []*v1alpha1.Export{v.Status.Export}
 	for i := range v.Status.Readers {

@@ -32,8 +32,8 @@ type WriteHolder interface {
 	LongestHold() time.Duration
 }
 
-// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. A node may ask for its own volumes only. others works on these volumes; the
-// agent sets their limits by it too.
+// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. A node may ask for its own volumes only. others works on these
+// volumes; the agent sets their limits by it too.
 func (a *Agent) Uses(others UsedVolumes) export.User {
 	select {
 	case a.others.using <- others:
@@ -76,8 +76,8 @@ func (u users) Modified(ctx context.Context, id volume.ID, generation int64, mut
 	})
 }
 
-// Hold: see export.User. The lock of the volume is held until the writes go on. If the home does not release them, they go on after LongestHold, so that the volume can be
-// unstaged.
+// Hold: see export.User. The lock of the volume is held until the writes go on. If the home does not release them, they go on after LongestHold, so that the
+// volume can be unstaged.
 func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error) {
 	if err := u.checkUsed(ctx, id, generation); err != nil {
 		return nil, err
@@ -89,7 +89,8 @@ func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (releas
 	return u.hold(ctx, u.others, id, []string{keylock.Volume(id.Key)})
 }
 
-// hold holds back the writes to a volume that is used here, and keeps locks until release; both end by themselves after LongestHold. release is nil if nothing is held.
+// hold holds back the writes to a volume that is used here, and keeps locks until release; both end by themselves after LongestHold. release is nil if
+// nothing is held.
 func (a *Agent) hold(ctx context.Context, in WriteHolder, id volume.ID, locks []string) (release func() error, err error) {
 	unlock, busy := a.options.Locks.TryLock(locks, nil)
 	if unlock == nil {

@@ -10,9 +10,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// copyThrottle keeps the copies that the kernel makes for volumes that this node uses, of moves and to legs that join, within one bandwidth on average. The kernel has one
-// number for all of them: for how many per cent of the time it may copy. What that yields depends on disks, network and other load, and changes. So the number is adjusted
-// by what was copied since the last time, and what was copied above the limit is made up for later.
+// copyThrottle keeps the copies that the kernel makes for volumes that this node uses, of moves and to legs that join, within one bandwidth on average. The
+// kernel has one number for all of them: for how many per cent of the time it may copy. What that yields depends on disks, network and other load, and
+// changes. So the number is adjusted by what was copied since the last time, and what was copied above the limit is made up for later.
 type copyThrottle struct {
 	limit int64 // bytes per second; 0: none
 
@@ -104,7 +104,8 @@ func (p *copyThrottle) adjust(ctx context.Context, now time.Time) {
 	p.adjustedAt, p.copiedSince = now, 0
 }
 
-// stop ends the copy of a kind with a key, or all of that kind if the key is empty. When no copy is left, the kernel has its usual number again, for mirrors of others.
+// stop ends the copy of a kind with a key, or all of that kind if the key is empty. When no copy is left, the kernel has its usual number again, for mirrors
+// of others.
 func (p *copyThrottle) stop(ctx context.Context, kind, key string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -126,8 +127,8 @@ func (p *copyThrottle) set(ctx context.Context, percent int) {
 	p.failed = err != nil
 }
 
-// nextPercent returns the number to set after percent yielded rate, when wanted is to be yielded, both in bytes per second. It stays the same if nothing was copied, and at
-// most doubles: the copy may have waited for something else.
+// nextPercent returns the number to set after percent yielded rate, when wanted is to be yielded, both in bytes per second. It stays the same if nothing was
+// copied, and at most doubles: the copy may have waited for something else.
 func nextPercent(percent int, rate, wanted float64) int {
 	if rate <= 0 {
 		return percent

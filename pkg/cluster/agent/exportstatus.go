@@ -30,9 +30,9 @@ type Exporter interface {
 	EndReaders(ctx context.Context, id volume.ID, keep func(generation int64) bool) error
 }
 
-// wantsExport reports whether a volume is to be exported to a node, by its object: it is claimed for that node, or the object was made anew or restored, and so
-// does not know of such a claim, nor has another one. In that case the user goes on until somebody claims or releases the volume. Nothing is exported to the home
-// itself: it was another node, before the disk came into this one.
+// wantsExport reports whether a volume is to be exported to a node, by its object: it is claimed for that node, or the object was made anew or restored, and
+// so does not know of such a claim, nor has another one. In that case the user goes on until somebody claims or releases the volume. Nothing is exported to
+// the home itself: it was another node, before the disk came into this one.
 func wantsExport(v *v1alpha1.Volume, to volume.Grant) bool {
 	if to.Node == v.Spec.NodeName {
 		return false
@@ -79,8 +79,8 @@ func setExport(v *v1alpha1.Volume, to volume.Grant, is bool) {
 	}
 }
 
-// endExportOfDamaged ends the exports of a volume whose record is damaged, if the API server itself says that nobody wants one of them any more. Until then its users
-// go on: the bytes are there. A node without a network cannot end them.
+// endExportOfDamaged ends the exports of a volume whose record is damaged, if the API server itself says that nobody wants one of them any more. Until then
+// its users go on: the bytes are there. A node without a network cannot end them.
 func (a *Agent) endExportOfDamaged(ctx context.Context, v *v1alpha1.Volume) error {
 	given := func(v *v1alpha1.Volume) bool {
 		e := v.Status.Export
@@ -97,8 +97,8 @@ func (a *Agent) endExportOfDamaged(ctx context.Context, v *v1alpha1.Volume) erro
 	return a.endExportOfMissing(ctx, v)
 }
 
-// endExportOfMissing ends the exports of a volume that is missing, so that it can be released and deleted. A node without an Exporter has nothing to end: should the
-// volume's record come back, that says to which node it was exported, and keeps all others from it.
+// endExportOfMissing ends the exports of a volume that is missing, so that it can be released and deleted. A node without an Exporter has nothing to end:
+// should the volume's record come back, that says to which node it was exported, and keeps all others from it.
 func (a *Agent) endExportOfMissing(ctx context.Context, v *v1alpha1.Volume) error {
 	if a.options.Exporter == nil || len(v.Given()) == 0 {
 		return nil
@@ -117,8 +117,8 @@ func statusHasExport(v *v1alpha1.Volume, to volume.Grant) bool {
 	return have != nil && have.Generation == to.Generation && have.Node == to.Node
 }
 
-// ignoreWithoutNetwork ignores ErrUnavailable on a node without a network: what it exported since the machine started, when its driver still had one, cannot be ended.
-// The health of the volume says so.
+// ignoreWithoutNetwork ignores ErrUnavailable on a node without a network: what it exported since the machine started, when its driver still had one, cannot
+// be ended. The health of the volume says so.
 func (a *Agent) ignoreWithoutNetwork(err error) error {
 	if a.options.Network == nil && errors.Is(err, errdefs.ErrUnavailable) {
 		return nil

@@ -19,8 +19,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A volume that is a copy of a volume or snapshot of another node is made by the agent of its own node. It fetches the bytes from the agent of the source's node, which
-// sends them as long as the object of the copy says that they are for that node (docs/decisions/copies-elsewhere.md).
+// A volume that is a copy of a volume or snapshot of another node is made by the agent of its own node. It fetches the bytes from the agent of the source's
+// node, which sends them as long as the object of the copy says that they are for that node (docs/decisions/copies-elsewhere.md).
 
 // takesPart reports whether a volume is of this node, or copied from it.
 func (a *Agent) takesPart(v *v1alpha1.Volume) bool {
@@ -90,8 +90,8 @@ func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec)
 	return made, nil
 }
 
-// checkStillWanted asks the API server itself whether an object is still to be made: ErrBusy if not. This node may have been away, and the copy be made on another one
-// by now: what is not whole is removed, what is whole nobody removes.
+// checkStillWanted asks the API server itself whether an object is still to be made: ErrBusy if not. This node may have been away, and the copy be made on
+// another one by now: what is not whole is removed, what is whole nobody removes.
 func (a *Agent) checkStillWanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
@@ -104,8 +104,9 @@ func (a *Agent) checkStillWanted(ctx context.Context, v *v1alpha1.Volume) error 
 	return nil
 }
 
-// OpenCopy opens the source of a copy on another node, or what moves there, for the agent of that node: it is a transfer.Source. Of a volume a snapshot is taken first, and
-// kept until the copy is made, or nobody wants it any more. ErrNotFound unless the object of the copy says that it is to be made by the caller.
+// OpenCopy opens the source of a copy on another node, or what moves there, for the agent of that node: it is a transfer.Source. Of a volume a snapshot is
+// taken first, and kept until the copy is made, or nobody wants it any more. ErrNotFound unless the object of the copy says that it is to be made by the
+// caller.
 func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin, error) {
 	if !blockdev.ValidKey(r.Copy) {
 		return volume.Origin{}, fmt.Errorf("%w: %q is not the key of a volume", errdefs.ErrInvalid, r.Copy)

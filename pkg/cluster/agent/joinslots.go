@@ -25,7 +25,8 @@ type waiter struct {
 	at      time.Time // when it asked last
 }
 
-// acquire takes a slot for a volume until it is set free (set), and reports whether the volume has one. Whoever has none asks again before stale is over, or is forgotten.
+// acquire takes a slot for a volume until it is set free (set), and reports whether the volume has one. Whoever has none asks again before stale is over, or
+// is forgotten.
 func (t *joinSlots) acquire(ref blockdev.Ref, current int, now time.Time, stale time.Duration) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -24,8 +24,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume moves in steps (docs/decisions/moving.md): the agent of the home seals it, and that of the new node copies it; the controller names the new node; that one takes the
-// volume over; the old one gives its bytes back. movein.go has the steps of the new node, moveout.go those of the old one.
+// A volume moves in steps (docs/decisions/moving.md): the agent of the home seals it, and that of the new node copies it; the controller names the new node;
+// that one takes the volume over; the old one gives its bytes back. movein.go has the steps of the new node, moveout.go those of the old one.
 
 // aMove is the kind of the requests of moves.
 const aMove = "move"
@@ -41,8 +41,8 @@ func (a *Agent) runMoves(ctx context.Context) error {
 	return runMoveQueues(ctx, a, "mover", a.moves, &v1alpha1.Volume{}, aMove, a.moveChanged)
 }
 
-// runMoveQueues reconciles what moves here, or has left here, in the cache of a connection, as requests of a kind, until the context ends. It has two queues, as one waits for the
-// other otherwise: what moves here may take hours, and others wait for what is given back. changed is called with each change first.
+// runMoveQueues reconciles what moves here, or has left here, in the cache of a connection, as requests of a kind, until the context ends. It has two queues,
+// as one waits for the other otherwise: what moves here may take hours, and others wait for what is given back. changed is called with each change first.
 func runMoveQueues[T cluster.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup

@@ -97,8 +97,8 @@ func (a *Agent) checkApart(ctx context.Context, v *v1alpha1.Volume) error {
 	return nil
 }
 
-// checkKnowsPools is ErrUnavailable if a volume is to move to a pool of another name, and the driver of its home, or of the node that uses it, is too old for that. from is
-// what that driver has said of the volume.
+// checkKnowsPools is ErrUnavailable if a volume is to move to a pool of another name, and the driver of its home, or of the node that uses it, is too old for
+// that. from is what that driver has said of the volume.
 func checkKnowsPools(v *v1alpha1.Volume, from volume.Origin) error {
 	if v.Spec.Move.Pool == "" || from.Pool == v.Spec.Pool {
 		return nil
@@ -107,8 +107,8 @@ func checkKnowsPools(v *v1alpha1.Volume, from volume.Origin) error {
 		cluster.VolumeID(v), v.Spec.NodeName)
 }
 
-// reportCopiedIn writes that all bytes of a volume are here (status.move.copied). If somebody used the volume since the object was read, the write is refused, as the object
-// has changed. If somebody used it before that, the home has another seal by now: ErrUnavailable.
+// reportCopiedIn writes that all bytes of a volume are here (status.move.copied). If somebody used the volume since the object was read, the write is
+// refused, as the object has changed. If somebody used it before that, the home has another seal by now: ErrUnavailable.
 func (a *Agent) reportCopiedIn(ctx context.Context, v *v1alpha1.Volume, agent grpc.ClientConnInterface, sealed time.Time) error {
 	now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, func(now cluster.Object) bool { return now.Node() == v.Node() && a.movesHere(now) })
 	if err != nil {
@@ -181,12 +181,13 @@ func (a *Agent) followCopy(ctx context.Context, o cluster.Object, pool string, w
 	}
 }
 
-// copyRest makes sure that all bytes of a volume that has moved here are here, and returns their seal; zero if they are a volume already. What is sealed here, or is in another
-// pool, is left of an earlier move, and does not count.
+// copyRest makes sure that all bytes of a volume that has moved here are here, and returns their seal; zero if they are a volume already. What is sealed
+// here, or is in another pool, is left of an earlier move, and does not count.
 //
-// As a rule all bytes are here. If not (the disk of the copy failed, or the API server was restored to an earlier move), the node that the volume has left still has them, and is
-// asked. If that one does not answer, or cannot read them, what the object says of the copy holds. If the object says nothing (it was restored without its status), and the old
-// node has bytes that its user went on from, the copy has to be of just those. ErrNotFound if neither node has the bytes; errPoolBusy as of arrival.withoutSlot.
+// As a rule all bytes are here. If not (the disk of the copy failed, or the API server was restored to an earlier move), the node that the volume has left
+// still has them, and is asked. If that one does not answer, or cannot read them, what the object says of the copy holds. If the object says nothing (it was
+// restored without its status), and the old node has bytes that its user went on from, the copy has to be of just those. ErrNotFound if neither node has the
+// bytes; errPoolBusy as of arrival.withoutSlot.
 func (a *Agent) copyRest(ctx context.Context, r request, v *v1alpha1.Volume, one *arrival) (sealed metav1.MicroTime, err error) {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
@@ -227,8 +228,8 @@ func (a *Agent) copyRest(ctx context.Context, r request, v *v1alpha1.Volume, one
 	return sealed, err
 }
 
-// mayKnowBetter reports whether the node that a volume has left answered err because the volume is used there, or needed now: then what the object says of the copy may be out of
-// date. If that node does not answer, has nothing, or cannot read what it has, it holds.
+// mayKnowBetter reports whether the node that a volume has left answered err because the volume is used there, or needed now: then what the object says of
+// the copy may be out of date. If that node does not answer, has nothing, or cannot read what it has, it holds.
 func mayKnowBetter(err error) bool {
 	return errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse) || errors.Is(err, errdefs.ErrPrecondition)
 }

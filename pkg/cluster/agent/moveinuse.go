@@ -21,9 +21,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// The consumer's part in the move of a volume in use (docs/decisions/moving-in-use.md). The kernel of the node that has the claim writes to the old home and to the
-// new one. When both have everything, the object says so: the volume is pinned. After that it either has moved, or the pin is taken away again.
-// Each step finds out anew, from the kernel and the object, how far the move is.
+// The consumer's part in the move of a volume in use (docs/decisions/moving-in-use.md). The kernel of the node that has the claim writes to the old home and
+// to the new one. When both have everything, the object says so: the volume is pinned. After that it either has moved, or the pin is taken away again. Each
+// step finds out anew, from the kernel and the object, how far the move is.
 
 // MoveMirrors makes the mirrors of volumes that this node uses, and switches their devices from one home to the other: volume.Everywhere.
 type MoveMirrors interface {
@@ -59,8 +59,8 @@ const (
 	moveWorkers = 4
 	// moveCopies is how many of them are copied at once (Options.MoveCopies): each copy slows the others down, and none is useful before it is complete.
 	moveCopies = 1
-	// lookEvery is the longest time between two looks at a volume that has a mirror (Options.LookEvery). The shortest is lookEvery/shortestLook, for a copy that is
-	// nearly complete.
+	// lookEvery is the longest time between two looks at a volume that has a mirror (Options.LookEvery). The shortest is lookEvery/shortestLook, for a copy that
+	// is nearly complete.
 	lookEvery    = time.Second
 	shortestLook = 16
 	// searchEvery is how often the kernel is searched for mirrors that no object mentions.
@@ -336,8 +336,9 @@ func (c *inUseMover) forget(key string) {
 	delete(c.moves, key)
 }
 
-// withVolumeLock does work under the lock of a volume; ErrBusy if somebody else has it. If a leg has failed, the holder of the lock may itself wait for that leg, and
-// only work can end that: so after longestBusy work is done without the lock. It may then only load whole tables, and rename devices, which others look up anew.
+// withVolumeLock does work under the lock of a volume; ErrBusy if somebody else has it. If a leg has failed, the holder of the lock may itself wait for that
+// leg, and only work can end that: so after longestBusy work is done without the lock. It may then only load whole tables, and rename devices, which others
+// look up anew.
 func (c *inUseMover) withVolumeLock(key string, failed bool, work func() error) error {
 	err := c.withLocks([]string{keylock.Volume(key)}, func() error {
 		c.update(key, func(k *inUseMove) { k.busySince = time.Time{} })

@@ -24,8 +24,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// What the old and the new home do for the consumer of a volume that moves while it is used (docs/decisions/moving-in-use.md). Each call is checked against the object as
-// the API server has it, under the lock of the volume.
+// What the old and the new home do for the consumer of a volume that moves while it is used (docs/decisions/moving-in-use.md). Each call is checked against
+// the object as the API server has it, under the lock of the volume.
 
 // Moving answers the agents of nodes that use volumes which move from here, or to here, or that those here have left: it is a move.Old, a move.New and a move.Home.
 func (a *Agent) Moving() *Moving { return &Moving{Agent: a} }
@@ -176,15 +176,15 @@ func (m *Moving) Drop(ctx context.Context, of move.Of, nqn string) error {
 	})
 }
 
-// pinned reports whether the consumer has written that the new home has everything (status.move.copied, by the claim of now). The controller may then move the volume at
-// any moment, so the consumer keeps both legs.
+// pinned reports whether the consumer has written that the new home has everything (status.move.copied, by the claim of now). The controller may then move
+// the volume at any moment, so the consumer keeps both legs.
 func pinned(v *v1alpha1.Volume) bool {
 	s, c := v.Status.Move, v.Spec.Claim
 	return v.Spec.Move != nil && c != nil && s != nil && s.Copied != nil && s.Copied.Claim != 0 && s.Copied.Claim == c.Generation
 }
 
-// undo takes the pin of a volume away. The write always changes the object, so a write that pins it, and is still under way, is refused. v has to be the object as the API
-// server has it now; ErrBusy if it was changed meanwhile.
+// undo takes the pin of a volume away. The write always changes the object, so a write that pins it, and is still under way, is refused. v has to be the
+// object as the API server has it now; ErrBusy if it was changed meanwhile.
 func (a *Agent) undo(ctx context.Context, v *v1alpha1.Volume) error {
 	err := a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Undone, s.Copied = s.Undone+1, nil })
 	if apierrors.IsConflict(err) {
@@ -248,9 +248,10 @@ func settledOn(o cluster.Object, node string) bool {
 	return o.Node() == node && moves == nil && o.Common().Created != nil && !v1alpha1.Going(o) && !v1alpha1.IsLost(o)
 }
 
-// checkCopiedInUse checks the copy of a volume that has moved here while it was used, and returns its seal. The volume is never copied again, as the old node lacks what was
-// written since. ErrNotFound if the copy is gone. ErrUnavailable if the old node has another seal by now, or none: then the API server was restored to a move that was undone
-// later, and the volume was used there since. An old node that does not answer, or cannot read what it has, is not waited for.
+// checkCopiedInUse checks the copy of a volume that has moved here while it was used, and returns its seal. The volume is never copied again, as the old node
+// lacks what was written since. ErrNotFound if the copy is gone. ErrUnavailable if the old node has another seal by now, or none: then the API server was
+// restored to a move that was undone later, and the volume was used there since. An old node that does not answer, or cannot read what it has, is not waited
+// for.
 func (a *Agent) checkCopiedInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime, one *arrival) (metav1.MicroTime, error) {
 	id := cluster.VolumeID(v)
 	here, err := a.local.IsCopiedIn(ctx, id, sealed.Time)
@@ -282,7 +283,8 @@ func (a *Agent) checkCopiedInUse(ctx context.Context, v *v1alpha1.Volume, sealed
 	return sealed, nil
 }
 
-// reportMoveInUse writes the status of the move of a volume that this node uses, if edit changes it. It fails with a conflict if the object was changed since it was read.
+// reportMoveInUse writes the status of the move of a volume that this node uses, if edit changes it. It fails with a conflict if the object was changed since
+// it was read.
 func (a *Agent) reportMoveInUse(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
 	return a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Claim = v.Spec.Claim.Generation

@@ -20,7 +20,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// isToMove reports whether a volume is claimed for this node, and is to move. A leg does not move while it is used: its volume gets another one (package replicator).
+// isToMove reports whether a volume is claimed for this node, and is to move. A leg does not move while it is used: its volume gets another one (package
+// replicator).
 func (c *inUseMover) isToMove(v *v1alpha1.Volume) bool {
 	return c.isClaimedHere(v) && v.Spec.ReplicaOf == "" && v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Move.Node != v.Spec.NodeName && !v1alpha1.Going(v) && !v.Spec.Abandoned
 }
@@ -96,8 +97,8 @@ func (c *inUseMover) backOff(k *inUseMove) (pause time.Duration) {
 	return pause
 }
 
-// cleanUp removes what a crash or an earlier step left of a volume without a mirror: unused connections of other claims, and device names from before the volume
-// moved.
+// cleanUp removes what a crash or an earlier step left of a volume without a mirror: unused connections of other claims, and device names from before the
+// volume moved.
 func (c *inUseMover) cleanUp(ctx context.Context, now *observed) error {
 	home, away, err := c.volumes.Seats(ctx, now.id)
 	if err != nil {
@@ -182,8 +183,8 @@ func (c *inUseMover) startMirror(ctx context.Context, now *observed) error {
 	return nil
 }
 
-// growToSize grows the seat of a volume to the volume's size, which is larger if the volume has moved in use to a pool of coarser granularity. The part of an encrypted
-// volume that needs its key to grow stays as it is until the volume is staged again.
+// growToSize grows the seat of a volume to the volume's size, which is larger if the volume has moved in use to a pool of coarser granularity. The part of an
+// encrypted volume that needs its key to grow stays as it is until the volume is staged again.
 func (c *inUseMover) growToSize(ctx context.Context, now *observed) error {
 	_, err := c.volumes.Grow(ctx, now.id, nil)
 	if err != nil && !errors.Is(err, volume.ErrNoKey) {
@@ -323,8 +324,8 @@ func (c *inUseMover) releasePinned(ctx context.Context, now *observed) (again ti
 // errChanged is why a pin is taken away of an object that is another one than when it was pinned.
 var errChanged = fmt.Errorf("%w: the volume's object was changed", errdefs.ErrUnavailable)
 
-// hasMoved reports whether a mirrored volume has moved to the new home, by its object. That is not known if an earlier process made the mirror, and the claim that
-// it was made for has ended: then either home may have the volume.
+// hasMoved reports whether a mirrored volume has moved to the new home, by its object. That is not known if an earlier process made the mirror, and the claim
+// that it was made for has ended: then either home may have the volume.
 func (c *inUseMover) hasMoved(ctx context.Context, now *observed) (moved, known bool, err error) {
 	v := now.v
 	switch to := c.stateOf(now.id.Key).to; {
@@ -409,8 +410,9 @@ func (c *inUseMover) undoMove(ctx context.Context, now *observed, why error) (ag
 	return pause, c.reportInUseWaits(ctx, now.v, why)
 }
 
-// unpin writes that the new home does not have everything (it takes status.move.copied away). The caller has just read the object. The write always changes it, so a
-// write that pins it, and is still under way, is refused. If the object has another move or claim by now, it has changed already, and nothing is written.
+// unpin writes that the new home does not have everything (it takes status.move.copied away). The caller has just read the object. The write always changes
+// it, so a write that pins it, and is still under way, is refused. If the object has another move or claim by now, it has changed already, and nothing is
+// written.
 func (c *inUseMover) unpin(ctx context.Context, now *observed, why error) error {
 	v := now.v
 	if !c.isToMove(v) || v.Spec.Claim.Generation != now.generation {
@@ -446,8 +448,8 @@ func (c *inUseMover) stepCopying(ctx context.Context, now *observed, at time.Tim
 	return again, c.reportCopied(ctx, now)
 }
 
-// untilNextLook returns when to look at a copy again: when it should be complete, if took was needed for copied bytes and left bytes are left; but after every at the
-// latest, and after every/shortestLook at the soonest.
+// untilNextLook returns when to look at a copy again: when it should be complete, if took was needed for copied bytes and left bytes are left; but after
+// every at the latest, and after every/shortestLook at the soonest.
 func untilNextLook(every, took time.Duration, copied, left int64) time.Duration {
 	if copied <= 0 {
 		return every / shortestLook
@@ -468,8 +470,8 @@ func (c *inUseMover) reportCopied(ctx context.Context, now *observed) error {
 	}))
 }
 
-// pin has the old home seal the volume and the new one complete its copy, holds the volume, and writes that both have everything (steps 5 and 6). From then on no leg is
-// dropped before the object says which home has the volume.
+// pin has the old home seal the volume and the new one complete its copy, holds the volume, and writes that both have everything (steps 5 and 6). From then
+// on no leg is dropped before the object says which home has the volume.
 func (c *inUseMover) pin(ctx context.Context, now *observed) error {
 	return c.withVolumeLock(now.id.Key, false, func() error {
 		v, err := c.live(ctx, now.id.Key)
@@ -505,8 +507,8 @@ func (c *inUseMover) pin(ctx context.Context, now *observed) error {
 	})
 }
 
-// holdMirror holds all I/O of a volume until it has moved, or the pin is taken away: so a leg that fails from now on loses nothing. It then looks once more whether both
-// legs have everything; ErrBusy, and the I/O goes on, if not.
+// holdMirror holds all I/O of a volume until it has moved, or the pin is taken away: so a leg that fails from now on loses nothing. It then looks once more
+// whether both legs have everything; ErrBusy, and the I/O goes on, if not.
 func (c *inUseMover) holdMirror(ctx context.Context, now *observed) error {
 	if now.new != nil { // the hold waits for I/O that is under way, and the new home may not answer by now
 		end := time.AfterFunc(longestSwitch, func() { _ = c.legs.End(ctx, now.new.NQN) })

@@ -53,8 +53,8 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 	return from, nil
 }
 
-// leavesFor returns the object, from the API server, of a volume that moves from here to node and is not used, or that has moved there and not arrived yet. ErrNotFound if
-// it does not; errWaits while it is used.
+// leavesFor returns the object, from the API server, of a volume that moves from here to node and is not used, or that has moved there and not arrived yet.
+// ErrNotFound if it does not; errWaits while it is used.
 func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, v)
@@ -70,9 +70,9 @@ func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volu
 	return v, checkUnclaimed(v)
 }
 
-// Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes written by then. Without a claim it is refused: the
-// new node may be about to report that it has everything. The claim of the consumer that copies the volume itself is not enough, as that may be about to pin it: so its pin is
-// taken away, which refuses that write.
+// Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes written by then. Without a claim
+// it is refused: the new node may be about to report that it has everything. The claim of the consumer that copies the volume itself is not enough, as that
+// may be about to pin it: so its pin is taken away, which refuses that write.
 func (a *Agent) Stays(ctx context.Context, id volume.ID, pool string, used int64) error {
 	v, err := a.hereNow(ctx, id, pool)
 	if err != nil || v.Spec.Move == nil || len(v.Spec.Readers) > 0 {
@@ -120,7 +120,8 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alph
 	return v, nil
 }
 
-// giveBack deletes the bytes of a volume that has left this node, once the new node has taken it over. Before that it notes in the record that the volume has left.
+// giveBack deletes the bytes of a volume that has left this node, once the new node has taken it over. Before that it notes in the record that the volume has
+// left.
 func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
 	if !hasArrived(v) {
 		err := a.noteLeft(ctx, v)
@@ -140,7 +141,8 @@ func copiedAt(v *v1alpha1.Volume) time.Time {
 	return time.Time{}
 }
 
-// noteLeft has the record of a volume say that it has left this node (volume.Left), as soon as the API server says so: who uses it may write on the new node before that has taken it over. errPoolBusy as of giveBack.
+// noteLeft has the record of a volume say that it has left this node (volume.Left), as soon as the API server says so: who uses it may write on the new node
+// before that has taken it over. errPoolBusy as of giveBack.
 func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
 	end, err := a.leaving.acquire(a.local.Node(), oldPool(v))
 	if err != nil {

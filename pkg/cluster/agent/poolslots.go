@@ -10,8 +10,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// maxPerPool is how many volumes and snapshots are copied at once from one pool of another node, and maxMoves from all pools: so a pool whose disk hangs does not delay moves
-// from others. As many are taken over, and given back, of each pool at once.
+// maxPerPool is how many volumes and snapshots are copied at once from one pool of another node, and maxMoves from all pools: so a pool whose disk hangs does
+// not delay moves from others. As many are taken over, and given back, of each pool at once.
 const (
 	maxPerPool = 4
 	maxMoves   = 4 * maxPerPool

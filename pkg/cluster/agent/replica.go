@@ -23,9 +23,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A volume with several legs is used through the node of its claim (docs/replication.md). That node has the mirror over the legs, and alone writes which legs are current. Here is
-// what its agent knows of such volumes. replicalegs.go: how it reaches the legs. replicaopen.go: how it opens them for a claim. replicalist.go: which list of current legs it
-// writes. replicamirror.go: what it does while the volume is used.
+// A volume with several legs is used through the node of its claim (docs/replication.md). That node has the mirror over the legs, and alone writes which legs
+// are current. Here is what its agent knows of such volumes. replicalegs.go: how it reaches the legs. replicaopen.go: how it opens them for a claim.
+// replicalist.go: which list of current legs it writes. replicamirror.go: what it does while the volume is used.
 
 // replicas has the volumes with several legs that are claimed for this node.
 type replicas struct {
@@ -152,8 +152,8 @@ func (a *Agent) UseReplicated(using UsedVolumes) {
 	a.replicas.using = using
 }
 
-// holdReplicated holds back the writes to the volume of a leg, if the volume is used here, also if it is about to become one with several legs; release is nil if it is not. locked
-// is the leg whose lock the caller has, empty for none: the first leg shares its lock with the volume.
+// holdReplicated holds back the writes to the volume of a leg, if the volume is used here, also if it is about to become one with several legs; release is
+// nil if it is not. locked is the leg whose lock the caller has, empty for none: the first leg shares its lock with the volume.
 func (a *Agent) holdReplicated(ctx context.Context, leg *v1alpha1.Volume, locked string) (release func() error, err error) {
 	key, id := cmp.Or(leg.Spec.ReplicaOf, leg.Name), cluster.VolumeID(leg) // the watch of legs may be behind that of volumes
 	v, is := a.replicated(key)

@@ -14,8 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume can become one with several legs while this node uses it (docs/replication.md, "Add legs to a volume in use"). Its devices, which are over its one leg, are then laid over
-// a mirror: the volume is adopted.
+// A volume can become one with several legs while this node uses it (docs/replication.md, "Add legs to a volume in use"). Its devices, which are over its one
+// leg, are then laid over a mirror: the volume is adopted.
 
 // adopter adopts such volumes, each in a goroutine of its own: one whose home does not answer may wait for ever, for I/O that is under way.
 type adopter struct {
@@ -128,8 +128,8 @@ func (m *mirrorReconciler) bypassesMirror(ctx context.Context, v *v1alpha1.Repli
 	return astray, err
 }
 
-// comparable reports whether the legs of a volume can be compared. Not if it was mounted before it was adopted: its filesystem may then change a page while it is written, and each leg
-// takes it at another moment.
+// comparable reports whether the legs of a volume can be compared. Not if it was mounted before it was adopted: its filesystem may then change a page while
+// it is written, and each leg takes it at another moment.
 func (m *mirrorReconciler) comparable(ctx context.Context, v *v1alpha1.ReplicatedVolume) bool {
 	adopted, _, err := m.volumes.Adopted(ctx, cluster.ReplicatedID(v))
 	return err == nil && !adopted

@@ -72,8 +72,8 @@ func (m *mirrorReconciler) noteCurrent(ctx context.Context, now *mirrorView, nam
 // errNotFlushed: the disk of a leg could not make durable what was written to it.
 var errNotFlushed = errors.New("it cannot be flushed")
 
-// complete flushes a leg that is equal, writes into its record that it is sound, with the labels of the current legs, and calls list, all under the lock of the volume: so the
-// labels stay the same until the leg is on the list. errNotFlushed if it cannot be flushed.
+// complete flushes a leg that is equal, writes into its record that it is sound, with the labels of the current legs, and calls list, all under the lock of
+// the volume: so the labels stay the same until the leg is on the list. errNotFlushed if it cannot be flushed.
 func (m *mirrorReconciler) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64, list func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
@@ -123,8 +123,8 @@ func (m *mirrorReconciler) stepJoining(ctx context.Context, now *mirrorView) err
 	})
 }
 
-// finishJoin puts a leg on the list that is equal, and then makes it a leg of the mirror like the others. The order matters: as long as it joins, the kernel acknowledges
-// nothing that it alone has, whichever leg fails (mirror.Join). It may be on the list already, if an earlier process ended in between.
+// finishJoin puts a leg on the list that is equal, and then makes it a leg of the mirror like the others. The order matters: as long as it joins, the kernel
+// acknowledges nothing that it alone has, whichever leg fails (mirror.Join). It may be on the list already, if an earlier process ended in between.
 func (m *mirrorReconciler) finishJoin(ctx context.Context, now *mirrorView, name string) error {
 	if err := m.tellLastList(ctx, now.v, now.names(), name); err != nil {
 		return err
@@ -207,7 +207,8 @@ func (m *mirrorReconciler) endJoin(ctx context.Context, now *mirrorView, name st
 	})
 }
 
-// joinLeg opens a leg, and has the kernel start to copy what it lacks. The caller has the lock of the volume. ErrBusy or errMirrorChanged if it is to be tried again soon.
+// joinLeg opens a leg, and has the kernel start to copy what it lacks. The caller has the lock of the volume. ErrBusy or errMirrorChanged if it is to be
+// tried again soon.
 func (m *mirrorReconciler) joinLeg(ctx context.Context, now *mirrorView, name string, tries int) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()

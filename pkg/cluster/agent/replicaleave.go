@@ -24,7 +24,8 @@ import (
 // legSilence is for how many looks the node of a leg may not answer before the others go on without it.
 const legSilence = 5
 
-// dropSilent takes legs that have failed, or do not answer, off the list, and ends the connections to them, if another leg is current. They leave the mirror in the next step.
+// dropSilent takes legs that have failed, or do not answer, off the list, and ends the connections to them, if another leg is current. They leave the mirror
+// in the next step.
 func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 	v, is := m.replicated(m.ref.Key)
 	if !is || v.Spec.Claim.Generation != m.generation || v.Status.Opened != m.generation {
@@ -53,8 +54,8 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 	}
 }
 
-// findFailed fills now.failing with the legs that have to leave, and why: they failed; they do not answer for too long; they are to be legs no more; or they are listed, and not
-// in the mirror, so that nobody may take them for current.
+// findFailed fills now.failing with the legs that have to leave, and why: they failed; they do not answer for too long; they are to be legs no more; or they
+// are listed, and not in the mirror, so that nobody may take them for current.
 func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	for _, l := range now.legs() {
 		name := now.leg[l.Device]
@@ -81,8 +82,8 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 // connectionEnded is why a leg is unreachable for good, for this mirror: its machine was restarted, or somebody else has it.
 const connectionEnded = "the connection to its node has ended"
 
-// isSevered reports whether every current leg has failed a write, or is unreachable for good, while the kernel may hold writes all the same. It does not hold those to a
-// single leg: that one's users get errors.
+// isSevered reports whether every current leg has failed a write, or is unreachable for good, while the kernel may hold writes all the same. It does not hold
+// those to a single leg: that one's users get errors.
 func (m *mirrorReconciler) isSevered(now *mirrorView) bool {
 	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.legs(), func(l mirror.Leg) bool {
 		return !(l.Failed && !l.OnlyReads) && m.whyUnreachable(now, now.leg[l.Device]) != connectionEnded
@@ -94,8 +95,9 @@ func (n *mirrorView) onlyReadsFailed() bool {
 	return !slices.ContainsFunc(n.legs(), func(l mirror.Leg) bool { return !l.OnlyReads })
 }
 
-// endSevered ends a mirror that is severed: its users get errors. Otherwise the kernel would hold writes for ever, for the sake of a leg that joins, or of one whose end it has
-// not noticed, and the volume could not be unstaged. What is held is not tried again: a disk that has failed a flush may take the next one, and lack what was written before.
+// endSevered ends a mirror that is severed: its users get errors. Otherwise the kernel would hold writes for ever, for the sake of a leg that joins, or of
+// one whose end it has not noticed, and the volume could not be unstaged. What is held is not tried again: a disk that has failed a flush may take the next
+// one, and lack what was written before.
 func (m *mirrorReconciler) endSevered(ctx context.Context, now *mirrorView) error {
 	klog.FromContext(ctx).Info("All legs of a replicated volume that are current have failed, or the connections to them have ended; its users get errors until it is staged again", "current", now.names(), "why", reasons(now.failing))
 	return m.changeMirror(ctx, func() error { return mirror.End(ctx, m.name) })
@@ -126,7 +128,8 @@ func (m *mirrorReconciler) whyUnreachable(now *mirrorView, name string) string {
 	return ""
 }
 
-// dropFailed takes the failing legs off the list, and then out of the mirror. The last current one stays. If only reads fail, on all of them, the leg that joins leaves instead.
+// dropFailed takes the failing legs off the list, and then out of the mirror. The last current one stays. If only reads fail, on all of them, the leg that
+// joins leaves instead.
 func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) error {
 	if now.s.Joining != nil && now.onlyReadsFailed() {
 		return m.cancelJoin(ctx, now, now.s.Joining.Device, "it got not all, as a part of the others cannot be read")
@@ -151,8 +154,8 @@ func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) erro
 	return nil
 }
 
-// delist takes the failing legs off the list, ends the connections to those that do not answer, and returns the devices that have to leave the mirror. ErrUnavailable if no
-// current leg would be left.
+// delist takes the failing legs off the list, ends the connections to those that do not answer, and returns the devices that have to leave the mirror.
+// ErrUnavailable if no current leg would be left.
 func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
 	if len(rest) == 0 {
@@ -182,7 +185,8 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 	return devices, nil
 }
 
-// disconnectSilent ends the connections to a leg that does not answer: I/O that is under way ends with errors, which the mirror holds. Otherwise it would be waited for.
+// disconnectSilent ends the connections to a leg that does not answer: I/O that is under way ends with errors, which the mirror holds. Otherwise it would be
+// waited for.
 func (m *mirrorReconciler) disconnectSilent(ctx context.Context, name string) {
 	legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
 	for _, c := range legs {

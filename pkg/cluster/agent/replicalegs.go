@@ -191,8 +191,8 @@ func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref)
 // askAgain is after which time a leg that answered with an error is asked again.
 const askAgain = 100 * time.Millisecond
 
-// currentLeg returns a current leg, as its node has it: that of this node, or else the first one that answers. All are asked at once, as a node that is gone takes until the end of ctx.
-// A leg that answers with an error is asked again until each has failed: its node may not have heard of a new claim yet.
+// currentLeg returns a current leg, as its node has it: that of this node, or else the first one that answers. All are asked at once, as a node that is gone
+// takes until the end of ctx. A leg that answers with an error is asked again until each has failed: its node may not have heard of a new claim yet.
 func (l *ReplicaLegs) currentLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume) (leg volume.Leg, err error) {
 	err = fmt.Errorf("%w: no leg of the replicated volume %s is current", errdefs.ErrDataLoss, v.Name)
 	names := l.nearFirst(ctx, v)

@@ -13,11 +13,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The mutable parameters of a volume with several legs are those of its legs: their homes write them down, but have no devices over all of them. So the node that uses the volume applies
-// them to what is over the mirror, as the objects of the legs have them.
+// The mutable parameters of a volume with several legs are those of its legs: their homes write them down, but have no devices over all of them. So the node
+// that uses the volume applies them to what is over the mirror, as the objects of the legs have them.
 
-// applyMutable applies the mutable parameters to what is over the mirror, when they change, and once in each process, as an earlier one may have been cut short. It does nothing while a
-// call has the lock of the volume: that call applies them, or the next step does.
+// applyMutable applies the mutable parameters to what is over the mirror, when they change, and once in each process, as an earlier one may have been cut
+// short. It does nothing while a call has the lock of the volume: that call applies them, or the next step does.
 func (m *mirrorReconciler) applyMutable(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
 	m.replicas.mu.Lock()
 	using := m.replicas.using

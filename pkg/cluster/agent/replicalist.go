@@ -23,12 +23,14 @@ import (
 
 // An object that was restored from a backup has an older list of current legs. It may name a leg that has left since, and lacks what was written. So:
 //
-//   - Each list has a number (status.lists), and the records of the legs on it know that number. Before the list is written, its legs are told that it is due: so none of them is
-//     taken for an older copy once it is written. After that they are told that it was written, before anything is written that only they have.
+//   - Each list has a number (status.lists), and the records of the legs on it know that number. Before the list is written, its legs are told that it is
+//     due: so none of them is taken for an older copy once it is written. After that they are told that it was written, before anything is written that only
+//     they have.
 //   - A record that knows of a later list than the object has shows that the object was restored.
-//   - A record has beside the number how many legs are on the list. All of them together have everything, as none goes on without another one that knows the next number.
-//   - A list that is due may never be written, or be lost with the object that had it. So it shows only that the list before it was written, and no other list that one of its legs
-//     is told of gets its number.
+//   - A record has beside the number how many legs are on the list. All of them together have everything, as none goes on without another one that knows the
+//     next number.
+//   - A list that is due may never be written, or be lost with the object that had it. So it shows only that the list before it was written, and no other
+//     list that one of its legs is told of gets its number.
 
 // errLaterList: the record of a leg knows that number, or a later one.
 var errLaterList = errors.New("it knows of a later list")
@@ -47,8 +49,8 @@ type lastList struct {
 	legs   []string
 }
 
-// announceList tells the legs of the next list that it is due. It returns the number of that list, which is number or a later one that none of them knows, and the number of the
-// last list that one of them knows.
+// announceList tells the legs of the next list that it is due. It returns the number of that list, which is number or a later one that none of them knows,
+// and the number of the last list that one of them knows.
 func (l *ReplicaLegs) announceList(ctx context.Context, v *v1alpha1.ReplicatedVolume, names []string, last lastList, number int64) (_, after int64, _ error) {
 	after = last.number
 	more := slices.ContainsFunc(names, func(name string) bool { return !slices.Contains(last.legs, name) })
@@ -92,8 +94,8 @@ func (l *ReplicaLegs) tellList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	return due, nil
 }
 
-// tellLastList tells a leg that is about to join of the last list that the legs of the mirror (in) know. A restored object may name that leg already, so that no list is written
-// that would tell it. And should the other legs fail, its record alone has the number that the next list comes after.
+// tellLastList tells a leg that is about to join of the last list that the legs of the mirror (in) know. A restored object may name that leg already, so that
+// no list is written that would tell it. And should the other legs fail, its record alone has the number that the next list comes after.
 func (m *mirrorReconciler) tellLastList(ctx context.Context, v *v1alpha1.ReplicatedVolume, in []string, name string) error {
 	var knows int64
 	for _, other := range in {
@@ -115,8 +117,8 @@ func (m *mirrorReconciler) tellLastList(ctx context.Context, v *v1alpha1.Replica
 	})
 }
 
-// tellAll is tellList, unless all legs were told. If one of them knows of another list that is due, the list first gets a later number than that: the object may have had that
-// list, and may be restored to it.
+// tellAll is tellList, unless all legs were told. If one of them knows of another list that is due, the list first gets a later number than that: the object
+// may have had that list, and may be restored to it.
 func (m *mirrorReconciler) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
 	if m.last.number == v.Status.Lists {
 		return nil
@@ -134,7 +136,8 @@ func (m *mirrorReconciler) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVo
 	return nil
 }
 
-// writeLists is writeReplicasAfter. If the list changed, or may have, the last list is not known until all its legs are told: the object may be restored meanwhile.
+// writeLists is writeReplicasAfter. If the list changed, or may have, the last list is not known until all its legs are told: the object may be restored
+// meanwhile.
 func (m *mirrorReconciler) writeLists(ctx context.Context, v *v1alpha1.ReplicatedVolume, last *lastList, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	number := v.Status.Lists
 	err := m.writeReplicasAfter(ctx, v, last, edit)
@@ -144,7 +147,8 @@ func (m *mirrorReconciler) writeLists(ctx context.Context, v *v1alpha1.Replicate
 	return err
 }
 
-// noteUntold notes, if err is an untoldError, since when the record of that leg cannot be written; it returns err. Writes to the other legs are held meanwhile: see findUntold.
+// noteUntold notes, if err is an untoldError, since when the record of that leg cannot be written; it returns err. Writes to the other legs are held
+// meanwhile: see findUntold.
 func (m *mirrorReconciler) noteUntold(err error) error {
 	var of untoldError
 	if errors.As(err, &of) {
@@ -155,8 +159,8 @@ func (m *mirrorReconciler) noteUntold(err error) error {
 	return err
 }
 
-// findUntold adds legs to now.failing whose records cannot be written for too long, if others fail: they would not know that these have left. A current leg is added only if
-// another current one stays, one that is not on the list in any case.
+// findUntold adds legs to now.failing whose records cannot be written for too long, if others fail: they would not know that these have left. A current leg
+// is added only if another current one stays, one that is not on the list in any case.
 func (m *mirrorReconciler) findUntold(now *mirrorView) {
 	var late []string
 	stays := false
@@ -194,8 +198,8 @@ func (m *mirrorReconciler) clearUntold() {
 	}
 }
 
-// isRestored reports whether the object has an older list than the last known one, another list of the same number, or a list without any leg of the mirror: it was restored while
-// the volume is used, or a person has named legs that are not written to.
+// isRestored reports whether the object has an older list than the last known one, another list of the same number, or a list without any leg of the mirror:
+// it was restored while the volume is used, or a person has named legs that are not written to.
 func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (bool, error) {
 	last, err := m.lastKnownList(ctx, now)
 	if err != nil {
@@ -208,7 +212,8 @@ func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (boo
 	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
 }
 
-// lastKnownList returns the last list. If this process does not know it, the legs of the mirror are asked, once for each mirrorView. ErrUnavailable if none answers.
+// lastKnownList returns the last list. If this process does not know it, the legs of the mirror are asked, once for each mirrorView. ErrUnavailable if none
+// answers.
 func (m *mirrorReconciler) lastKnownList(ctx context.Context, now *mirrorView) (last lastList, err error) {
 	if m.last.number > 0 {
 		return m.last, nil
@@ -267,7 +272,8 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	})
 }
 
-// noteList changes what the record of a leg knows of lists. It takes no lock: the holder of that may wait for a write that waits for this. An error is an untoldError.
+// noteList changes what the record of a leg knows of lists. It takes no lock: the holder of that may wait for a write that waits for this. An error is an
+// untoldError.
 func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, change func(*volume.LegState) error) error {
 	ctx, cancel := context.WithTimeout(ctx, legSilence*l.options.LookEvery)
 	defer cancel()
@@ -300,12 +306,13 @@ func isEditedByPerson(v *v1alpha1.ReplicatedVolume) bool {
 	return v.Status.Lists > 0 && slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.Current && leg.Sound == 0 })
 }
 
-// personGap is how far the number of the next list is from one that a person has written, so that it is later than all that a leg may know which did not answer then.
+// personGap is how far the number of the next list is from one that a person has written, so that it is later than all that a leg may know which did not
+// answer then.
 const personGap = 1000
 
-// findFork returns the name of a leg whose record shows that the object was restored, although the number of its list is no lower: empty if there is none. It is so if all legs of
-// the last list that was told are among legs, none of them knows of a later list with one more leg, and the object's list has a leg that is not one of them. For each list has a leg
-// of the one before it, and that leg knows of it.
+// findFork returns the name of a leg whose record shows that the object was restored, although the number of its list is no lower: empty if there is none. It
+// is so if all legs of the last list that was told are among legs, none of them knows of a later list with one more leg, and the object's list has a leg that
+// is not one of them. For each list has a leg of the one before it, and that leg knows of it.
 func findFork(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
 	last := slices.MaxFunc(legs, func(a, b openedLeg) int { return cmp.Compare(a.List, b.List) }).List
 	members := slices.DeleteFunc(slices.Clone(legs), func(leg openedLeg) bool { return leg.List != last })
@@ -320,9 +327,9 @@ func findFork(v *v1alpha1.ReplicatedVolume, legs []openedLeg) string {
 	return ""
 }
 
-// isLast reports whether the opened legs show that the object has the last list: they are all legs of it, were told of it, and know of no list that is due. For each list has a leg
-// of the one before it that was told that it is due; so no other leg can be on a later one. A list that is due counts also if it adds no leg: in a record it may have replaced
-// another one that did.
+// isLast reports whether the opened legs show that the object has the last list: they are all legs of it, were told of it, and know of no list that is due.
+// For each list has a leg of the one before it that was told that it is due; so no other leg can be on a later one. A list that is due counts also if it adds
+// no leg: in a record it may have replaced another one that did.
 func isLast(v *v1alpha1.ReplicatedVolume, opened []openedLeg) bool {
 	many := len(v.Current())
 	return len(opened) == many && !slices.ContainsFunc(opened, func(leg openedLeg) bool {
@@ -330,8 +337,9 @@ func isLast(v *v1alpha1.ReplicatedVolume, opened []openedLeg) bool {
 	})
 }
 
-// upToDate returns those of the opened legs that have everything that was acknowledged. That is all of them, unless one of them or of others (legs that are not on the list) knows
-// of a later list than the object. Then it is the legs of the last known list; ErrPrecondition if not all of them are opened, as the others may have what these lack.
+// upToDate returns those of the opened legs that have everything that was acknowledged. That is all of them, unless one of them or of others (legs that are
+// not on the list) knows of a later list than the object. Then it is the legs of the last known list; ErrPrecondition if not all of them are opened, as the
+// others may have what these lack.
 func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]openedLeg, error) {
 	all := slices.Concat(opened, others)
 	if by := findFork(v, all); by != "" {
@@ -352,8 +360,8 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]opene
 	return members, nil
 }
 
-// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is an older copy. A leg that a person put there (sound by no claim) need not have been on
-// the lists before.
+// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is an older copy. A leg that a person put there (sound by no claim)
+// need not have been on the lists before.
 func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
 	listed := v.Leg(leg.name)
 	switch {
@@ -373,9 +381,10 @@ func hasLists(v *v1alpha1.ReplicatedVolume) bool {
 	return slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.List > 0 })
 }
 
-// isAhead is errAhead for a leg that is to join, and whose record says that it was on a later list than the object knows of it: the object was restored, and no leg that answered when
-// the volume was opened knew. What only this leg has would be overwritten. It is nil if a person has said since which legs are current: then the object's number is far
-// ahead of the leg's (personGap). An older driver did not write on which list a leg was last; it was then on none with the object's number or a later one.
+// isAhead is errAhead for a leg that is to join, and whose record says that it was on a later list than the object knows of it: the object was restored, and
+// no leg that answered when the volume was opened knew. What only this leg has would be overwritten. It is nil if a person has said since which legs are
+// current: then the object's number is far ahead of the leg's (personGap). An older driver did not write on which list a leg was last; it was then on none
+// with the object's number or a later one.
 func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 	last := max(0, v.Status.Lists-1)
 	if hasLists(v) {
@@ -449,8 +458,8 @@ func (l *ReplicaLegs) numberList(ctx context.Context, before, v *v1alpha1.Replic
 	return nil
 }
 
-// writeReplicas writes the status of a volume with several legs, if edit changes it. If the current legs change, it is a new list: its legs are told before that it is due, and
-// the caller tells them that it was written (tellList) before it relies on that. ErrBusy if the object was changed since v was read.
+// writeReplicas writes the status of a volume with several legs, if edit changes it. If the current legs change, it is a new list: its legs are told before
+// that it is due, and the caller tells them that it was written (tellList) before it relies on that. ErrBusy if the object was changed since v was read.
 func (l *ReplicaLegs) writeReplicas(ctx context.Context, v *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolumeStatus)) error {
 	return l.writeReplicasAfter(ctx, v, nil, edit)
 }

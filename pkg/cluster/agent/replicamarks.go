@@ -19,9 +19,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A leg that comes back gets what was written while it was away, and not the whole volume (docs/replication.md, "Resynchronisation"). The node of each leg marks what is
-// written to it. Two legs can differ only where one of them was written to since they were equal. Such a common moment has a name, which is in the records of all legs; beside
-// it each record has the number of an era of the leg's own marks that began before the moment.
+// A leg that comes back gets what was written while it was away, and not the whole volume (docs/replication.md, "Resynchronisation"). The node of each leg
+// marks what is written to it. Two legs can differ only where one of them was written to since they were equal. Such a common moment has a name, which is in
+// the records of all legs; beside it each record has the number of an era of the leg's own marks that began before the moment.
 
 const (
 	// commonEvery is how often, in looks (Options.LookEvery), a common moment is recorded, if anything was written since the last one.
@@ -32,11 +32,11 @@ const (
 	marksTries = 4
 )
 
-// missingRanges reads what a leg that joins may lack, and returns a function that completes this while all writes are held (mirror.Join). legs are the IDs of those in the mirror
-// and of the one that joins, by name; the caller has their locks.
+// missingRanges reads what a leg that joins may lack, and returns a function that completes this while all writes are held (mirror.Join). legs are the IDs of
+// those in the mirror and of the one that joins, by name; the caller has their locks.
 //
-// Two legs that were equal differ only where one of them was written to since: that is in the marks of the leg that joins, and of one of the others. Two that were made empty
-// differ only where one was ever written to.
+// Two legs that were equal differ only where one of them was written to since: that is in the marks of the leg that joins, and of one of the others. Two that
+// were made empty differ only where one was ever written to.
 func (m *mirrorReconciler) missingRanges(ctx context.Context, v *v1alpha1.ReplicatedVolume, joins openedLeg, legs map[string]volume.ID, size int64, tries int) (func(context.Context) ([]dm.Range, error), error) {
 	all := func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: size}}, nil }
 	listed := v.Leg(joins.name)
@@ -90,8 +90,8 @@ func (m *mirrorReconciler) missingByMarks(ctx context.Context, joins openedLeg, 
 	return nil, err
 }
 
-// marksOf returns the marks of a leg of the mirror since its last common moment with the one that joins, or since ever if that was never current (known is false). era begins
-// before the marks are read, so what is written later is in the marks since era. same is false if the two have no last common moment.
+// marksOf returns the marks of a leg of the mirror since its last common moment with the one that joins, or since ever if that was never current (known is
+// false). era begins before the marks are read, so what is written later is in the marks since era. same is false if the two have no last common moment.
 func (m *mirrorReconciler) marksOf(ctx context.Context, id volume.ID, joins openedLeg, known bool) (ranges []dm.Range, era uint32, same bool, err error) {
 	leg, err := m.volumes.Leg(ctx, id)
 	if err != nil || known && leg.Common != joins.Common {
@@ -195,7 +195,8 @@ func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, leg
 // errMirrorChanged: the mirror has changed since it was looked at. The caller begins anew.
 var errMirrorChanged = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
 
-// checkUnchanged is errMirrorChanged if anything has happened to the mirror since now: it has other legs, or one has failed, which the kernel may have forgotten.
+// checkUnchanged is errMirrorChanged if anything has happened to the mirror since now: it has other legs, or one has failed, which the kernel may have
+// forgotten.
 func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
 	s, err := mirror.Look(m.name)
 	if err == nil && (s.Event != now.s.Event || s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device })) {
@@ -204,7 +205,8 @@ func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
 	return err
 }
 
-// checkNotRestarted is ErrUnavailable if the machine of a leg was restarted since the leg was opened: what it had acknowledged and flushed may be lost (docs/reliability.md).
+// checkNotRestarted is ErrUnavailable if the machine of a leg was restarted since the leg was opened: what it had acknowledged and flushed may be lost
+// (docs/reliability.md).
 func (m *mirrorReconciler) checkNotRestarted(ctx context.Context, name string, id volume.ID) error {
 	leg, err := m.volumes.Leg(ctx, id)
 	if err == nil && leg.LostPower() {

@@ -16,9 +16,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The mirror of a volume with several legs that is used here is reconciled: a leg that fails is taken off the list of current legs, and then out of the mirror
-// (replicaleave.go); a leg that lacks something is resynchronised, and then put on the list (replicajoin.go). What the kernel holds until then, and what it forgets, is told in
-// package mirror. Each step finds out anew, from the kernel and the object, what there is.
+// The mirror of a volume with several legs that is used here is reconciled: a leg that fails is taken off the list of current legs, and then out of the
+// mirror (replicaleave.go); a leg that lacks something is resynchronised, and then put on the list (replicajoin.go). What the kernel holds until then, and
+// what it forgets, is told in package mirror. Each step finds out anew, from the kernel and the object, what there is.
 
 // Mirrors are the mirrors of replicated volumes on this node: replicapool.Pool.
 type Mirrors interface {
@@ -130,8 +130,8 @@ func (m *mirrorReconciler) markSeen() {
 	}
 }
 
-// runWatched runs work that waits for I/O in the mirror, and calls look again and again meanwhile: a leg may not answer, and then only the end of its connection ends the wait.
-// When ctx ends, work is waited for no longer than endTime. The next process finishes or repairs what it leaves (mirror.Recover).
+// runWatched runs work that waits for I/O in the mirror, and calls look again and again meanwhile: a leg may not answer, and then only the end of its
+// connection ends the wait. When ctx ends, work is waited for no longer than endTime. The next process finishes or repairs what it leaves (mirror.Recover).
 func (m *mirrorReconciler) runWatched(ctx context.Context, look func(context.Context), work func() error) error {
 	done := make(chan error, 1)
 	go func() { done <- work() }()
@@ -198,8 +198,8 @@ type mirrorView struct {
 	last    *lastList // what lastKnownList has found; nil: nothing yet
 }
 
-// step takes the next step with the mirror in state s. If the claim that it was made for has ended, the mirror ends; as long as that is not known nothing is done: what failed is
-// held by the kernel, and the rest is fenced by the nodes of the legs.
+// step takes the next step with the mirror in state s. If the claim that it was made for has ended, the mirror ends; as long as that is not known nothing is
+// done: what failed is held by the kernel, and the rest is fenced by the nodes of the legs.
 func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	v, is := m.replicated(m.ref.Key)
 	switch {
@@ -280,8 +280,8 @@ func (m *mirrorReconciler) startNext(ctx context.Context, now *mirrorView) error
 	return nil
 }
 
-// startBackground runs a task beside the steps: it may wait for a leg that does not answer, which only a step finds out. What work returns is called by a later step, with what
-// that one has found.
+// startBackground runs a task beside the steps: it may wait for a leg that does not answer, which only a step finds out. What work returns is called by a
+// later step, with what that one has found.
 func (m *mirrorReconciler) startBackground(work func() (end func(*mirrorView) error)) {
 	done := make(chan func(*mirrorView) error, 1)
 	m.background = done
@@ -299,8 +299,8 @@ func (m *mirrorReconciler) endBackground(now *mirrorView) error {
 	}
 }
 
-// endUnclaimed ends a mirror if the API server itself says that its claim has ended: nothing that its users write will ever count. They get errors, and the leg of this node is
-// free for the next user of the volume.
+// endUnclaimed ends a mirror if the API server itself says that its claim has ended: nothing that its users write will ever count. They get errors, and the
+// leg of this node is free for the next user of the volume.
 func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
 	asking, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()

@@ -20,7 +20,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// How a node opens a volume with several legs for a claim: it opens the current legs, chooses those that have everything, and writes them down as current before anything is read.
+// How a node opens a volume with several legs for a claim: it opens the current legs, chooses those that have everything, and writes them down as current
+// before anything is read.
 
 // legPatience is for how many looks (Options.LookEvery) a current leg that does not answer is waited for, before the volume is opened without it.
 const legPatience = 5
@@ -33,7 +34,8 @@ type openedLeg struct {
 	near   bool // it is on this node
 }
 
-// Open: see replicapool.Legs. A leg that is opened is fenced from its earlier user, to whom nothing is acknowledged any more. The list is written before anything is read.
+// Open: see replicapool.Legs. A leg that is opened is fenced from its earlier user, to whom nothing is acknowledged any more. The list is written before
+// anything is read.
 func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (_ replicapool.Opened, err error) {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
@@ -87,8 +89,8 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	return out, err
 }
 
-// openAll opens the current legs, and returns that of this node first. Those that fail are tried again for legPatience, and then until one is open. failed is why some are not
-// open; away are the names of those of them that may have everything all the same.
+// openAll opens the current legs, and returns that of this node first. Those that fail are tried again for legPatience, and then until one is open. failed is
+// why some are not open; away are the names of those of them that may have everything all the same.
 func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, away []string, failed error) {
 	left := v.Current()
 	var end time.Time // also over several calls: a caller has less time, and calls again
@@ -161,8 +163,8 @@ func unlisted(v *v1alpha1.ReplicatedVolume) []string {
 	return slices.DeleteFunc(slices.Clone(v.Spec.Legs), func(name string) bool { return slices.Contains(v.Current(), name) })
 }
 
-// chooseCurrent chooses which of the opened legs are current from now on. others are legs that are not on the list; away are listed ones that are not open, for the reason failed.
-// ErrPrecondition or ErrUnavailable if none of the opened ones is known to have everything.
+// chooseCurrent chooses which of the opened legs are current from now on. others are legs that are not on the list; away are listed ones that are not open,
+// for the reason failed. ErrPrecondition or ErrUnavailable if none of the opened ones is known to have everything.
 func chooseCurrent(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, away []string, failed error) ([]openedLeg, error) {
 	latest, err := upToDate(v, opened, others)
 	if err != nil {
@@ -244,9 +246,9 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 	return leg, nil
 }
 
-// equalOrBest returns all legs, if they were closed by the same claim, so that they are equal. Otherwise it returns one: each of them has everything that was acknowledged, but they
-// may differ in what was not. A leg whose machine has lost power comes last, as it may lack what was not flushed. Of legs of different claims, those of the last one have
-// everything: the object was restored, and its list is older.
+// equalOrBest returns all legs, if they were closed by the same claim, so that they are equal. Otherwise it returns one: each of them has everything that was
+// acknowledged, but they may differ in what was not. A leg whose machine has lost power comes last, as it may lack what was not flushed. Of legs of different
+// claims, those of the last one have everything: the object was restored, and its list is older.
 func equalOrBest(opened []openedLeg) []openedLeg {
 	if !slices.ContainsFunc(opened, func(leg openedLeg) bool { return !leg.Closed || leg.Sound != opened[0].Sound }) {
 		return opened

@@ -17,8 +17,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// The node that uses a volume with several legs scrubs it from time to time: it compares the legs, to find bit rot and misplaced writes before they are read. It is slow, takes one volume
-// at a time, and resumes where it was: progress, end and findings are in the object. What differs is reported, and left as it is: nobody can tell which leg is right.
+// The node that uses a volume with several legs scrubs it from time to time: it compares the legs, to find bit rot and misplaced writes before they are read.
+// It is slow, takes one volume at a time, and resumes where it was: progress, end and findings are in the object. What differs is reported, and left as it
+// is: nobody can tell which leg is right.
 
 const (
 	// scrubLooks is how often, in looks (Options.LookEvery), it is checked whether a scrub is due, or can go on.
@@ -142,7 +143,8 @@ func (s *scrub) limitRate(ctx context.Context) error {
 	return pause(ctx, time.Duration(float64(mirror.Chunk)/float64(s.options.ScrubBandwidth)*float64(time.Second)))
 }
 
-// reportInterrupted writes down how far a scrub was when err ended it. A part that could not be read scrubTries times, while no leg has failed, counts as differing, and is skipped.
+// reportInterrupted writes down how far a scrub was when err ended it. A part that could not be read scrubTries times, while no leg has failed, counts as
+// differing, and is skipped.
 func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1.Differences, err error) error {
 	if ctx.Err() != nil || errors.Is(err, errdefs.ErrNotFound) {
 		return err

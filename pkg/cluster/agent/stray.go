@@ -191,8 +191,9 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 	})
 }
 
-// endStrayExport ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has counted that: what its user writes is no part of the volume. Its user goes on for as long
-// as the object never heard of such a claim (as of wantsExport): it may be one that was adopted, or went back, by mistake, and then this is what was written last.
+// endStrayExport ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has
+// counted that: what its user writes is no part of the volume. Its user goes on for as long as the object never heard of such a claim (as of wantsExport): it
+// may be one that was adopted, or went back, by mistake, and then this is what was written last.
 func (a *Agent) endStrayExport(ctx context.Context, id volume.ID) {
 	to, is, err := a.currentExport(ctx, id)
 	if err == nil && is {

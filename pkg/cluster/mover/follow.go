@@ -24,15 +24,15 @@ func isToFollow(v *v1alpha1.Volume) bool {
 		v.Status.Created != nil && !v.Spec.Abandoned && !v1alpha1.Going(v)
 }
 
-// isNotToFollow reports whether a volume is about to follow its pod to a node, and is used on another one by now, or is not to follow any more. A volume that is not used for a moment,
-// as its pod restarts, still follows.
+// isNotToFollow reports whether a volume is about to follow its pod to a node, and is used on another one by now, or is not to follow any more. A volume that
+// is not used for a moment, as its pod restarts, still follows.
 func isNotToFollow(v *v1alpha1.Volume) bool {
 	m, c := v.Spec.Move, v.Spec.Claim
 	return m != nil && m.Follows && !m.Left && (c != nil && c.Node != m.Node || !volume.Follows(v.Spec.Mutable))
 }
 
-// follow reports whether a volume that is to follow can move now: it was used on that node for long enough, and nothing keeps it from moving. If not, again is when to look
-// again, as no event of the object will tell.
+// follow reports whether a volume that is to follow can move now: it was used on that node for long enough, and nothing keeps it from moving. If not, again
+// is when to look again, as no event of the object will tell.
 func (m *Mover) follow(ctx context.Context, v *v1alpha1.Volume) (follow bool, again time.Duration, err error) {
 	if since := v.Spec.Claim.Since; since != nil { // one of an older controller is as old as that
 		if left := m.after - time.Since(since.Time); left > 0 {

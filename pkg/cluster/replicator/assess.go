@@ -58,8 +58,9 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 	return all, nil
 }
 
-// isToLeave reports whether a leg is to be replaced, as it was asked to move and its volume is used. While the volume is not used, nothing can make another leg equal, and the bytes of
-// the leg are moved instead (package mover). The leg stays if another leg is on the node where it is to move, unless the volume has more legs than it is to have.
+// isToLeave reports whether a leg is to be replaced, as it was asked to move and its volume is used. While the volume is not used, nothing can make another
+// leg equal, and the bytes of the leg are moved instead (package mover). The leg stays if another leg is on the node where it is to move, unless the volume
+// has more legs than it is to have.
 func isToLeave(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume) bool {
 	return r.Spec.Claim != nil && v.Moving() && (len(r.Spec.Legs) > r.Spec.Replicas || !isAt(r, legs, v.Spec.Move.Node))
 }
@@ -79,7 +80,8 @@ func legToReplace(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	return nil
 }
 
-// replaceAt returns when a leg is to be replaced, as it was not current for too long by then; ok is false if it is not to be. Only a volume that is used by a mirror can get other current legs.
+// replaceAt returns when a leg is to be replaced, as it was not current for too long by then; ok is false if it is not to be. Only a volume that is used by a
+// mirror can get other current legs.
 func replaceAt(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) (_ time.Time, ok bool) {
 	c := r.Spec.Claim
 	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || r.Status.Opened != c.Generation || l != nil && (l.Current || l.State == v1alpha1.LegJoining || l.State == v1alpha1.LegAhead) {
@@ -131,8 +133,8 @@ const (
 	unlist          // off the list of current legs, before that
 )
 
-// surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current. One that is not current goes first,
-// then one that is bad, and last the one on the node that uses the volume. A leg that may have what the others lack stays.
+// surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current. One that
+// is not current goes first, then one that is bad, and last the one on the node that uses the volume. A leg that may have what the others lack stays.
 func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ removal) {
 	if len(all) <= r.Spec.Replicas {
 		return "", stays

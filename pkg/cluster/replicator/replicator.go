@@ -342,8 +342,8 @@ func (p *Replicator) patchStatus(ctx context.Context, r, before *v1alpha1.Replic
 	return kube.APIError("change the status of replicated volume "+r.Name, kube.IgnoreConflict(p.kube.Client.Status().Patch(ctx, r, kube.LockingPatch(before))))
 }
 
-// dropLeft deletes the legs that are not in spec.legs any more, once the consumer is without them, and reports whether there was any. They stay while no current leg is left. As a leg is
-// named before it is made, the names are checked with the API server itself.
+// dropLeft deletes the legs that are not in spec.legs any more, once the consumer is without them, and reports whether there was any. They stay while no
+// current leg is left. As a leg is named before it is made, the names are checked with the API server itself.
 func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (dropped bool, err error) {
 	extra := union(r.Spec.Legs, legs)[len(r.Spec.Legs):]
 	stale := staleStatus(r)
