@@ -184,19 +184,19 @@ func (m *moving) run(ctx context.Context, name string) error {
 	title := following(v, seen, place{}).title
 	if m.cancel {
 		if m.snapshots && v.Spec.Move == nil {
-			return m.takeBackSnapshots(ctx, v)
+			return m.cancelSnapshotsOf(ctx, v)
 		}
-		if err := m.takeBack(ctx, v, title); err != nil || !m.snapshots {
+		if err := m.cancelMove(ctx, v, title); err != nil || !m.snapshots {
 			return err
 		}
-		return m.takeBackSnapshots(ctx, v)
+		return m.cancelSnapshotsOf(ctx, v)
 	}
 	to, err := placeOf(m.to)
 	if err != nil {
 		return err
 	}
 	if m.snapshots && to.has(v) && v.Spec.Move == nil { // it has moved, or was always there
-		return m.bringSnapshots(ctx, o, v, to)
+		return m.moveSnapshotsOf(ctx, o, v, to)
 	}
 	r, err := m.look(ctx, o)
 	if err != nil {
@@ -215,7 +215,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil || !m.snapshots {
 		return err
 	}
-	return m.bringSnapshots(ctx, o, v, to)
+	return m.moveSnapshotsOf(ctx, o, v, to)
 }
 
 // may is why a volume may not be asked to move to a place, beside that it does so already.
@@ -347,8 +347,8 @@ func refusal(err error) error {
 	return fmt.Errorf("the API server refuses that: %s", strings.Join(words, "; "))
 }
 
-// takeBack takes a move back that has not been done yet.
-func (m *moving) takeBack(ctx context.Context, o mobile, title string) error {
+// cancelMove cancels a move that has not been done yet.
+func (m *moving) cancelMove(ctx context.Context, o mobile, title string) error {
 	home, tried := o.Node(), false
 	err := m.change(ctx, o, func() (bool, error) {
 		switch w, _ := o.Moves(); {

@@ -37,7 +37,7 @@ type cut struct {
 
 func (s *cut) title() string { return "snapshot " + cli.Line(s.s.Spec.Name) }
 
-// along are at once so many as a node brings.
+// along is how many snapshots move at once: as many as a node copies.
 const along = 4
 
 // snapshotsOf are all snapshots that a condition is true for, the largest first.
@@ -132,7 +132,7 @@ func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id strin
 		return err
 	}
 	if m.cancel {
-		return m.takeBack(ctx, s, (&cut{s: s}).title())
+		return m.cancelMove(ctx, s, (&cut{s: s}).title())
 	}
 	to, err := placeOf(m.to)
 	if err != nil {
@@ -141,11 +141,11 @@ func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id strin
 	if to.of(s) != s.Spec.Pool {
 		return fmt.Errorf("move snapshot %s to %s: it is in pool %s, and stays in pools of that name, as its ID has it; give --to %s", id, to, s.Spec.Pool, to.node)
 	}
-	return m.bring(ctx, o, all, to.node)
+	return m.moveAll(ctx, o, all, to.node)
 }
 
-// bringSnapshots moves the snapshots of a volume to the node of a place: each to the pool of its own name there, which need not be that of the volume.
-func (m *moving) bringSnapshots(ctx context.Context, o *overview.Overview, v *v1alpha1.Volume, to place) error {
+// moveSnapshotsOf moves the snapshots of a volume to the node of a place: each to the pool of its own name there, which need not be that of the volume.
+func (m *moving) moveSnapshotsOf(ctx context.Context, o *overview.Overview, v *v1alpha1.Volume, to place) error {
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
 		return s.SourceID() == v.ID() && (s.Spec.NodeName != to.node || s.Spec.Move != nil) && !v1alpha1.Going(s)
 	})
@@ -161,22 +161,22 @@ func (m *moving) bringSnapshots(ctx context.Context, o *overview.Overview, v *v1
 			return err
 		}
 	}
-	return m.bring(ctx, o, all, to.node)
+	return m.moveAll(ctx, o, all, to.node)
 }
 
-// takeBackSnapshots takes back what moves of the snapshots of a volume, and has not moved yet.
-func (m *moving) takeBackSnapshots(ctx context.Context, v *v1alpha1.Volume) error {
+// cancelSnapshotsOf cancels the moves of the snapshots of a volume that have not been done yet.
+func (m *moving) cancelSnapshotsOf(ctx context.Context, v *v1alpha1.Volume) error {
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
 		return s.SourceID() == v.ID() && s.Spec.Move != nil && !s.Spec.Move.Left
 	})
 	for _, s := range all {
-		err = errors.Join(err, m.takeBack(ctx, s, (&cut{s: s}).title()))
+		err = errors.Join(err, m.cancelMove(ctx, s, (&cut{s: s}).title()))
 	}
 	return err
 }
 
-// bring moves snapshots to a node, and as long as it waits says how far they are.
-func (m *moving) bring(ctx context.Context, o *overview.Overview, all []*v1alpha1.Snapshot, node string) error {
+// moveAll moves snapshots to a node, and as long as it waits says how far they are.
+func (m *moving) moveAll(ctx context.Context, o *overview.Overview, all []*v1alpha1.Snapshot, node string) error {
 	r, err := m.look(ctx, o)
 	if err != nil {
 		return err

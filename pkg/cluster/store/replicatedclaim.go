@@ -60,7 +60,7 @@ func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	if err != nil {
 		return err
 	}
-	legs, err := s.tend(ctx, r)
+	legs, err := s.syncLegs(ctx, r)
 	if err != nil {
 		return fmt.Errorf("claim the replicas of volume %s for node %s: %w", id, claim.Node, err)
 	}
@@ -90,10 +90,10 @@ func (s *Store) mayUseAny(ctx context.Context, r *v1alpha1.ReplicatedVolume, leg
 	return errors.Join(failures...)
 }
 
-// tend has the legs of a volume claimed, and as large, as that asks for, as far as they can be now, and returns them. The last look at each was at the API server itself.
-func (s *Store) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []*v1alpha1.Volume, err error) {
+// syncLegs claims the legs of a volume, and asks for their size, as its object does, as far as they can be now. It returns the legs that are there, each as the API server had it last.
+func (s *Store) syncLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []*v1alpha1.Volume, err error) {
 	for _, name := range r.Spec.Legs {
-		v, err := s.tendLeg(ctx, r, name)
+		v, err := s.syncLeg(ctx, r, name)
 		if err != nil {
 			return nil, err
 		}
@@ -104,8 +104,8 @@ func (s *Store) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []
 	return legs, nil
 }
 
-// tendLeg is tend of one leg; nil if it is not there.
-func (s *Store) tendLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
+// syncLeg is syncLegs for one leg. It returns nil if the leg is not there.
+func (s *Store) syncLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: name}, v)
 	for live := false; ; live = true {
@@ -216,7 +216,7 @@ func (s *Store) waitFree(ctx context.Context, r *v1alpha1.ReplicatedVolume) erro
 	}
 	w := s.hub.Open(watched...)
 	defer w.Close()
-	legs, err := s.tend(ctx, r)
+	legs, err := s.syncLegs(ctx, r)
 	if err != nil {
 		return err
 	}
