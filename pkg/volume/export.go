@@ -20,17 +20,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume of this node, its home, may be used by another one, its consumer (docs/decisions/any-node.md). What is exported is the lower
-// part of its stack: the pool's device and the top, never what is behind a header of encryption, for which the key is on the consumer alone.
+// A volume of this node, its home, may be exported to another node, its consumer (docs/decisions/any-node.md). Exported is the lower part of its stack:
+// the pool's device and the top. The consumer alone has the key of an encrypted volume, so the layer of encryption is never exported.
 //
-// The record says to whom (labelExport), before anything is exported and until all of it has ended. So at most one node can write:
-// a volume that is attached here is not exported, one that is exported is not attached here before that has ended, and to
-// another node it is exported only when the export before has ended.
+// The label labelExport of the record names the consumer. It is set before anything is exported, and stays until all of the export has ended. So at most
+// one node can write: an exported volume is attached here only after its export has ended, an attached volume is not exported, and an export to another
+// consumer begins after the one before has ended.
 //
-// As for all of Local, the caller serialises the calls for a volume, by its lock (keylock.Volume) in the table that CSI calls and the
-// agent take theirs from. Who asks in the name of another node takes it too.
+// As for all of Local, the caller holds the lock of the volume (keylock.Volume), in the table that CSI calls and the agent take their locks from. So does
+// who calls for another node.
 
-// Grant is to whom a volume is exported: a node, for one generation of its claim.
+// Grant names the consumer of an export, for one generation of its claim.
 type Grant struct {
 	Generation int64
 	Node       string
@@ -38,89 +38,90 @@ type Grant struct {
 
 func (g Grant) String() string { return fmt.Sprintf("node %s (generation %d)", g.Node, g.Generation) }
 
-// Exported is all that a consumer needs to use a volume. It prints without the secrets.
+// Exported is what a consumer needs to use a volume. It prints without the secrets.
 type Exported struct {
 	Grant
 	NQN    string      // of the subsystem
-	Host   string      // NQN that the consumer has to have
-	Secret secret.Text // of the consumer, for DH-HMAC-CHAP; empty: none is asked for
-	PSK    secret.Text // of both, for TLS; empty: all goes in plain text
+	Host   string      // NQN that the consumer has to connect with
+	Secret secret.Text // of the consumer, for DH-HMAC-CHAP; empty: the target does not authenticate
+	PSK    secret.Text // of both sides, for TLS; empty: no TLS
 	UUID   string      // of the namespace; its NGUID has the same bytes
 	Size   int64       // bytes of the device
 	Record blockdev.Record
-	// Otherwise is for one that is exported since before this node was to do so with TLS, or without, and is as it was: it stays so until it ends, for who is connected.
+	// Otherwise: the export was made before TLS was switched on or off on this node, and keeps what it had, as its consumer is connected. It stays so
+	// until it ends.
 	Otherwise bool
 }
 
 // GoString is for %#v.
 func (e Exported) GoString() string { return e.String() }
 
-// Exporter gives devices to other nodes: nvmet.Target, of which see what each of them does.
+// Exporter exports devices to other nodes. nvmet.Target is one, and has the contracts of its methods.
 type Exporter interface {
 	Authenticates() bool
-	// Add: what has to be there when a machine starts belongs into one call.
+	// Add exports devices. All that a machine exports when it starts has to be in one call.
 	Add(ctx context.Context, exports ...nvmet.Export) error
-	// Remove is the fence: when it has returned without an error, nothing of the consumer comes any more.
+	// Remove ends an export. It is the fence: after success no I/O of the consumer arrives any more.
 	Remove(ctx context.Context, nqn string) error
 	Resized(ctx context.Context, nqn string) error
-	// Exports are all that there are, whoever made them.
+	// Exports returns all exports of the kernel, whoever made them.
 	Exports(ctx context.Context) ([]nvmet.Export, error)
 }
 
-// Consumers are the nodes that volumes of this one are exported to, as it reaches them. ErrUnavailable for one that does not answer.
+// Consumers calls the nodes that volumes of this node are exported to. ErrUnavailable if a node does not answer.
 type Consumers interface {
 	Holder
-	// Modified has a consumer set all mutable parameters of a volume (Local.Modified). With an error nothing has changed there.
+	// Modified has the consumer set all mutable parameters of a volume (Local.Modified). With an error nothing has changed there.
 	Modified(ctx context.Context, id ID, to Grant, mutable map[string]string) error
 }
 
-// Holder holds back the writes of the consumers of volumes.
+// Holder holds back the writes of consumers.
 type Holder interface {
-	// Hold has a consumer write out what it holds of a volume, and hold back its writes until release is called, as Local.Hold there does.
-	// If ctx ends first, or nobody can be asked any more, they go on by themselves. ErrUnavailable from release: they were not held back until then.
-	// release is nil where nothing is held back.
+	// Hold has the consumer write out what it has cached of a volume, and hold back its writes until release is called: Local.Hold on that node. If ctx
+	// ends first, or this node cannot be reached any more, the consumer resumes its writes by itself. release returns ErrUnavailable if the writes were
+	// not held back until then. It is nil if there was nothing to hold back.
 	Hold(ctx context.Context, id ID, to Grant) (release func() error, err error)
 }
 
 // Exporting is what a node needs to export volumes.
 type Exporting struct {
-	// Open is asked for the exporter when it is needed, until it is there. Nil for a node that gives nothing to others: with Boot alone it ends what has ended with an earlier start of
-	// the machine.
+	// Open returns the exporter. It is called when the exporter is first needed, and again after an error. Nil for a node that exports nothing: with Boot
+	// it still ends the exports of earlier starts of the machine.
 	Open func() (Exporter, error)
-	// Key is the node's own, of 32 random bytes, the same at each start: the names and secrets of consumers follow from it, and so are in
-	// no record. Records get about: lvm2 shows them to all its tools, archives and support bundles.
+	// Key is the node's own: 32 random bytes, the same at each start. The consumers' names and secrets are derived from it, so no record has them: lvm2
+	// copies records to its tools, archives and support bundles.
 	Key []byte
-	// TLS is whether all that is exported goes over TLS. What was exported without it before goes on as it is until it ends.
+	// TLS: exports go over TLS. Exports that were made without it stay as they are until they end.
 	TLS bool
-	// Boot is the word of this start of the machine: another start has another one. What was exported before it does not go on.
+	// Boot identifies this start of the machine. Exports with another one end.
 	Boot string
-	// Consumers may be nil: no copy is made then of a volume that is exported, and its parameters stay.
+	// Consumers may be nil: then an exported volume cannot be copied, and its parameters cannot be changed.
 	Consumers Consumers
-	// Locks are those of the volumes: see keylock.Volume.
+	// Locks is the table of the volumes' locks: see keylock.Volume.
 	Locks *keylock.Table
 }
 
-// place is where a record of a volume is: beside the volume itself another pool may have what is left of it, which may be exported too.
+// place names the record of a volume in one pool. Another pool may have what is left of the same volume after a move, and that may be exported too.
 type place struct {
 	id   ID
 	pool string
 }
 
-// exports is what a Local has of its exports beside the records.
+// exports is the state of the exports of a Local, beside the records.
 type exports struct {
-	starting sync.Mutex // held while those of a pool are made again
+	starting sync.Mutex // held while the exports of pools are made again
 
 	mu     sync.Mutex
-	how    *Exporting // nil: nothing is exported
+	how    *Exporting // nil: before ServeExports
 	opened Exporter   // nil until it was needed
 	failed map[place]error
-	given  map[ID]map[string]string // what this process exported, or found exported for reading, and has not begun to end: the names, and those of the hosts
+	given  map[ID]map[string]string // names of exports and their hosts; what this process exported, or found exported for reading, and has not begun to end
 }
 
 // notServing is why a node exports nothing.
 const notServing = "its driver was started without --remote-address, or cannot use that, as its log says"
 
-// exporting is how the node exports volumes: nothing, if Open is nil. is: it was told.
+// exporting returns how the node exports volumes; false before ServeExports. If Open is nil, the node exports nothing.
 func (l *Local) exporting() (how Exporting, is bool) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
@@ -130,7 +131,8 @@ func (l *Local) exporting() (how Exporting, is bool) {
 	return *l.exports.how, true
 }
 
-// exporter returns what exports; ErrUnavailable without, and how the node exports all the same, as far as it was told.
+// exporter returns the exporter, which it opens at the first call, and how the node exports; the latter with an error too. ErrUnavailable if the node
+// exports nothing.
 func (l *Local) exporter() (Exporter, Exporting, error) {
 	how, _ := l.exporting()
 	if how.Open == nil {
@@ -149,16 +151,17 @@ func (l *Local) exporter() (Exporter, Exporting, error) {
 	return x.opened, how, nil
 }
 
-// earlier reports whether something is of an earlier start of the machine, by the word of its own: whatever the kernel had of it went with that.
+// earlier reports whether an export, whose boot is given, was made before this start of the machine. The kernel has forgotten it then. False if the node
+// does not know its own boot.
 func (how Exporting) earlier(boot string) bool { return how.Boot != "" && boot != how.Boot }
 
-// consumers returns those who reach consumers; nil if there are none.
+// consumers returns how to call consumers; nil if there is no way to.
 func (l *Local) consumers() Consumers {
 	how, _ := l.exporting()
 	return how.Consumers
 }
 
-// setFailed notes how it stands with an export that should be there, and reports whether it had failed before.
+// setFailed notes that an export that should be there failed, or with nil that it did not. It reports whether it had failed before.
 func (l *Local) setFailed(at place, err error) (before bool) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
@@ -171,7 +174,7 @@ func (l *Local) setFailed(at place, err error) (before bool) {
 	return before
 }
 
-// setGiven notes that a volume is exported by a name to a host.
+// setGiven notes that a volume is exported as nqn to host.
 func (l *Local) setGiven(id ID, nqn, host string) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
@@ -181,7 +184,7 @@ func (l *Local) setGiven(id ID, nqn, host string) {
 	l.exports.given[id][nqn] = host
 }
 
-// ending notes that what a record says is exported by some names begins to end: nothing exports it again.
+// ending notes that exports of a record begin to end, or have ended: KeepExports does not make them again.
 func (l *Local) ending(at place, nqns ...string) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
@@ -194,7 +197,7 @@ func (l *Local) ending(at place, nqns ...string) {
 	}
 }
 
-// endingAll is ending of all that is exported of a volume, whatever record says so.
+// endingAll is ending for all exports of a volume, in whichever pool its record is.
 func (l *Local) endingAll(id ID) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
@@ -202,21 +205,21 @@ func (l *Local) endingAll(id ID) {
 	delete(l.exports.given, id)
 }
 
-// givenOf are the names by which a volume is exported, as far as this process knows, with those of the hosts.
+// givenOf returns the exports of a volume that this process knows of: the names and their hosts.
 func (l *Local) givenOf(id ID) map[string]string {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
 	return maps.Clone(l.exports.given[id])
 }
 
-// failure is why what a record says is exported is not; nil if it is, or is about to end.
+// failure returns why an export that should be there is not; nil if it is there, or about to end.
 func (l *Local) failure(at place) error {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
 	return l.exports.failed[at]
 }
 
-// ExportOf says to whom a volume is exported, by its record; false if to nobody.
+// ExportOf returns to whom the record of a volume says that it is exported; false if to nobody.
 func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
 	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -226,8 +229,9 @@ func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
 	return e.Grant, is, err
 }
 
-// Export exports a volume to a consumer, or finds that it is, also if that was cut short. An export to another one is ended first;
-// ErrPrecondition if that has a later generation. ErrInUse while the volume is attached here. ErrUnavailable where nothing can be exported now.
+// Export exports a volume to a consumer. It may be called again, also after it was cut short. An export to another consumer is ended first. Errors:
+// ErrPrecondition if that is of a later generation, ErrInUse while the volume is attached here, ErrInvalid for a consumer that cannot have it, and
+// ErrUnavailable if this node cannot export now.
 func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err error) {
 	if err := l.mayExport(id, to); err != nil {
 		return Exported{}, err
@@ -250,7 +254,7 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 		return Exported{}, fmt.Errorf("%w: volume %s is exported to %s, later than %s", errdefs.ErrPrecondition, id, e.Grant, to)
 	}
 	if is && e.Grant == to && e.boot == how.Boot {
-		err = l.unsealUsed(ctx, pool, record) // whoever asks does not mirror it
+		err = l.unsealUsed(ctx, pool, record) // a consumer that calls Export does not mirror the volume
 	} else {
 		if is {
 			err = l.unexport(ctx, pool, record, e)
@@ -266,7 +270,8 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 	return l.export(ctx, pool, record, e)
 }
 
-// recordExport has the record of a volume say that it is exported, once nobody else uses it.
+// recordExport writes the export into the record of a volume. Before that it ends all exports for reading and the seal; ErrInUse if the volume is attached
+// here.
 func (l *Local) recordExport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (blockdev.Record, error) {
 	if err := l.endAllReading(ctx, IDOf(pool.Name(), record)); err != nil {
 		return record, err
@@ -283,7 +288,7 @@ func (l *Local) recordExport(ctx context.Context, pool blockdev.Pool, record blo
 	})
 }
 
-// mayExport is ErrInvalid for whom nothing can be exported to.
+// mayExport returns ErrInvalid for a consumer that nothing can be exported to: no generation, no valid name, or this node.
 func (l *Local) mayExport(id ID, to Grant) error {
 	if to.Generation <= 0 || !exportPattern.MatchString(export{to, "0123456789abcdef", "0"}.label()) || to.Node == l.node {
 		return fmt.Errorf("%w: volume %s cannot be exported from node %s to %s", errdefs.ErrInvalid, id, l.node, to)
@@ -291,8 +296,8 @@ func (l *Local) mayExport(id ID, to Grant) error {
 	return nil
 }
 
-// unusedHere is ErrInUse while a volume is attached on this node, for whoever that is: also for a pod that has it still although its claim is
-// gone. What is attached for reading is the driver's own, for a moment.
+// unusedHere returns ErrInUse while a volume is attached on this node, also for a pod that outlived its claim. A device for reading that nobody has
+// mounted is left out: the driver itself has it, for a moment.
 func (l *Local) unusedHere(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	devices, err := l.stacks.Of(pool, ref).Attached(ctx)
 	if err != nil {
@@ -309,7 +314,7 @@ func (l *Local) unusedHere(ctx context.Context, pool blockdev.Pool, ref blockdev
 	return nil
 }
 
-// export brings about what the record of a volume says.
+// export makes the export that the record of a volume says there is.
 func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (out Exported, err error) {
 	id := IDOf(pool.Name(), record)
 	defer func() {
@@ -332,7 +337,7 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 	return out.add(ctx, exporter, attached.Path, e.psk(how.Key, record.Key))
 }
 
-// attachExport attaches what is to be exported. The caller closes the device.
+// attachExport attaches the device to be exported, and returns the export of it. The caller closes the device.
 func (l *Local) attachExport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (Exported, blockdev.Device, error) {
 	exporter, how, err := l.exporter()
 	if err != nil {
@@ -347,7 +352,7 @@ func (l *Local) attachExport(ctx context.Context, pool blockdev.Pool, record blo
 	return e.exported(exporter, how, record, attached.Size), attached, nil
 }
 
-// exported is the export of a device of a size, as a consumer is to know it.
+// exported returns the export of a device of size bytes, as its consumer gets it.
 func (e export) exported(exporter Exporter, how Exporting, record blockdev.Record, size int64) Exported {
 	out := Exported{Grant: e.Grant, NQN: e.nqn(record.Key), Host: e.host(how.Key, record.Key), UUID: e.uuid(record.Key), Size: size, Record: record}
 	if exporter.Authenticates() {
@@ -359,14 +364,15 @@ func (e export) exported(exporter Exporter, how Exporting, record blockdev.Recor
 	return out
 }
 
-// add exports it, unless the exporter has it the other way, with TLS or without: then it is returned as it is there. psk is what it has with TLS.
+// add exports the device at path. If the exporter has the export already, with TLS instead of without or the reverse, that stays and is returned, with
+// Otherwise set. psk is the key that the export has if it is with TLS.
 func (e Exported) add(ctx context.Context, exporter Exporter, path string, psk secret.Text) (Exported, error) {
 	err := exporter.Add(ctx, e.export(path))
 	if !errors.Is(err, nvmet.ErrOtherwise) {
 		return e, err
 	}
 	e.Otherwise = true
-	if e.PSK == psk { // without, all else is there already; at an address of its own it would keep from there what is with TLS
+	if e.PSK == psk { // it is there without TLS, and complete; to add it again could take an address from exports with TLS
 		e.PSK = secret.Text{}
 		return e, nil
 	}
@@ -374,15 +380,17 @@ func (e Exported) add(ctx context.Context, exporter Exporter, path string, psk s
 	return e, exporter.Add(ctx, e.export(path))
 }
 
-// export is it as the exporter takes it.
+// export returns e as the exporter takes it.
 func (e Exported) export(path string) nvmet.Export {
 	return nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: path, Secret: e.Secret, PSK: e.PSK}
 }
 
-// Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned
-// without an error, nothing of the consumer comes any more, and the volume is attached nowhere. After an error it is to be called again:
-// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends, and a node that exports nothing knows of nothing to end; so it does with 0 of one whose
-// record is damaged. Where the record is good and does not say to whom, the kernel does: ErrDataLoss if it has an export of another generation.
+// Unexport ends the export of a volume to a generation, or with 0 to any; an export to another generation stays. After success no I/O of the consumer
+// arrives any more, and the volume is attached nowhere. After an error it has to be called again: ErrInUse if a process here holds the device that was
+// exported.
+//
+// If the volume has no record, or with 0 a damaged one, all that the kernel exports of it ends; a node that exports nothing has nothing to end. If the
+// record can be read but not its export, the kernel's exports decide: they end if all are of the generation, else ErrDataLoss.
 func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	pool, record, err := l.anyRecord(ctx, id)
 	if errors.Is(err, errdefs.ErrNotFound) || generation == 0 && errors.Is(err, errdefs.ErrDataLoss) {
@@ -401,10 +409,11 @@ func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	return trace.Do(ctx, "end an export", func(ctx context.Context) error { return l.unexport(ctx, pool, record, e) }, "volume", id.String())
 }
 
-// nobodys is a generation that no export has.
+// nobodys is a generation that no export has: with it unexportUnread fails if the kernel exports anything of the volume.
 const nobodys = -1
 
-// unexportUnread ends the export of a volume whose record does not say to whom it is, which is why: that is what the kernel exports of it.
+// unexportUnread ends what the kernel exports of a volume whose record does not say to whom; why is the error of exportOf. It returns why if the kernel
+// has an export of another generation; 0 stands for all.
 func (l *Local) unexportUnread(ctx context.Context, pool blockdev.Pool, record blockdev.Record, generation int64, why error) error {
 	id := IDOf(pool.Name(), record)
 	exporter, _, err := l.exporter()
@@ -431,7 +440,8 @@ func (l *Local) unexportUnread(ctx context.Context, pool blockdev.Pool, record b
 	return changeLabel(ctx, pool, record.Ref, labelExport, "")
 }
 
-// exportedOf are the names of what the kernel exports of a volume, and of what it should: others may have taken that, and left parts.
+// exportedOf returns the names of the exports of a volume: those that the kernel has, and those that it should have. Another tool may have removed the
+// latter, and left parts.
 func (l *Local) exportedOf(ctx context.Context, exporter Exporter, id ID) (nqns []string, err error) {
 	all, err := exporter.Exports(ctx)
 	for _, e := range all {
@@ -447,7 +457,7 @@ func (l *Local) exportedOf(ctx context.Context, exporter Exporter, id ID) (nqns 
 	return nqns, err
 }
 
-// unexportMissing ends what is exported of a volume that has no record any more that could be read: only the kernel knows of it.
+// unexportMissing ends all exports of a volume whose record is gone or cannot be read. Only the kernel and this process know of them.
 func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if how, _ := l.exporting(); err != nil || id.Kind != blockdev.Volume || how.Open == nil {
@@ -467,7 +477,7 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 			return err
 		}
 	}
-	if len(exported) > 0 { // many may have read one device
+	if len(exported) > 0 { // one device may have had several readers
 		if err := l.detach(ctx, stack); err != nil {
 			return errdefs.IgnoreNotFound(err)
 		}
@@ -475,13 +485,13 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	return nil
 }
 
-// unexport ends an export by a record. From its beginning on, nothing exports it again.
+// unexport ends the export of a record. From its beginning on KeepExports does not make it again, also if it fails.
 func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) error {
-	l.ending(place{IDOf(pool.Name(), record), pool.Name()}, e.nqn(record.Key)) // what another pool has of it may be exported, by another name
+	l.ending(place{IDOf(pool.Name(), record), pool.Name()}, e.nqn(record.Key)) // of this name alone: another pool may have an export of the same volume
 	return l.endExport(ctx, pool, record, e)
 }
 
-// endExport is unexport of what KeepExports tries again.
+// endExport ends the export of a record. Unlike after unexport, KeepExports tries again what has failed.
 func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (err error) {
 	id := IDOf(pool.Name(), record)
 	defer func() {
@@ -493,7 +503,7 @@ func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockd
 	switch {
 	case err == nil:
 		err = exporter.Remove(ctx, e.nqn(id.Key))
-	case how.earlier(e.boot): // there is no target, and none that has it
+	case how.earlier(e.boot): // the kernel has forgotten the export, so no target is needed
 		err = nil
 	}
 	if err != nil {
@@ -509,7 +519,7 @@ func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockd
 	return nil
 }
 
-// resized tells the consumer of a volume that grew.
+// resized tells the consumer of a volume, if there is one, that it has grown.
 func (l *Local) resized(ctx context.Context, id ID, record blockdev.Record) error {
 	e, is, err := exportOf(record)
 	if err != nil || !is {
@@ -522,11 +532,12 @@ func (l *Local) resized(ctx context.Context, id ID, record blockdev.Record) erro
 	return exporter.Resized(ctx, e.nqn(id.Key))
 }
 
-// ReasonNotExported is the reason of the problem of a volume of which the export could not be made, or ended, when the node started. It is tried again, and its
-// end has to be told.
+// ReasonNotExported is the reason of the problem of a volume whose export could not be made again, or ended, when the node started. It is tried again.
+// When it succeeds, the end of the problem has to be reported.
 const ReasonNotExported = "NotExported"
 
-// exportHealth is what is wrong with the export of a volume that should be there.
+// exportHealth returns the problem of a volume whose export should be there and is not. There is none while only the volume's lock is waited for
+// (errLater).
 func (l *Local) exportHealth(v Volume) []blockdev.Problem {
 	err := l.failure(place{v.ID, v.Pool})
 	if errors.Is(err, errLater) {

@@ -16,10 +16,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// An export is the kernel's, which forgets it with a start of the machine, or as another tool clears it; a pool may come late, or come back. So what the records say
-// is looked for at each start, and again and again while the driver runs.
+// The kernel has the exports. It loses them when the machine starts, or when another tool clears its target. A pool may open late, or go and come back. So
+// the exports are compared with the records at each start, and every exportPause while the driver runs.
 
-// taken are the names of what the exporter does not have any more, or not whole, though nobody here has begun to end it: other tools for the kernel's target clear all of it.
+// taken returns the names of the exports that this process has made and not begun to end, and that the kernel lacks or has only in part: other tools for
+// the target clear all of it. Nil if the kernel cannot be asked, which is logged.
 func (l *Local) taken(ctx context.Context) map[ID][]string {
 	l.exports.mu.Lock()
 	given := map[ID]map[string]string{}
@@ -54,8 +55,9 @@ func (l *Local) taken(ctx context.Context) map[ID][]string {
 	return taken
 }
 
-// ServeExports has the node export volumes, and exports again what its records tell of; of pools that come later, when they come. It is to be
-// called before anybody is answered. What cannot be exported now, KeepExports tries again, and health says so. What was exported before the machine started ends.
+// ServeExports sets how the node exports volumes, and makes the exports of all records again: of the pools that are open now, and of others when they
+// open. It has to be called before the node answers any call. Exports of before the machine started end. KeepExports tries again what fails; until then
+// the health of the volume says so.
 func (l *Local) ServeExports(ctx context.Context, how Exporting) {
 	l.exports.mu.Lock()
 	l.exports.how = &how
@@ -71,20 +73,20 @@ func (l *Local) ServeExports(ctx context.Context, how Exporting) {
 	}
 }
 
-// again is an export that is made again.
+// again is an export that is about to be made again.
 type again struct {
 	Exported
 	place
 	device blockdev.Device
 }
 
-// batch is what is exported again in one call (Exporter.Add). It has the locks of the volumes until it is done.
+// batch collects the exports that one Exporter.Add makes again. It holds the locks of their volumes until done.
 type batch struct {
 	all     []again
 	unlocks map[string]func() // by the volumes' keys
 }
 
-// lock takes the lock of a volume, unless somebody else has it.
+// lock takes the lock of a volume until done. False if somebody else holds it.
 func (b *batch) lock(how Exporting, id ID) bool {
 	if b.unlocks[id.Key] != nil {
 		return true
@@ -106,11 +108,12 @@ func (b *batch) done() {
 	}
 }
 
-// errLater is why a volume is not exported again that somebody works on: by the record that is read meanwhile, what is about to end would be.
+// errLater is why a volume whose lock somebody else holds is not exported again now: its record, as it is read now, may name an export that is about to
+// end.
 var errLater = fmt.Errorf("%w: something else is done to it", errdefs.ErrBusy)
 
-// exportAgain exports what the records of pools say. The pools come with a start, or have gone and come back: there, calls for their volumes may be on their way. What cannot
-// be exported, or is being worked on, KeepExports tries again; the former is logged.
+// exportAgain makes the exports of all records of some pools again, in one Exporter.Add. It takes each volume's lock, as calls for a pool that has come
+// back may be under way. KeepExports tries again what has failed, which is logged, and volumes whose lock is held.
 func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err error) {
 	how, is := l.exporting()
 	if !is {
@@ -126,7 +129,7 @@ func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err er
 	return errors.Join(err, l.addAgain(ctx, b.all))
 }
 
-// attachAgain attaches what the records of a pool say is exported, and ends what was exported before the machine started.
+// attachAgain attaches, for b, the volumes of a pool that are exported by their records. Exports of before the machine started end. It logs failures.
 func (l *Local) attachAgain(ctx context.Context, b *batch, how Exporting, pool blockdev.Pool) error {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
@@ -152,7 +155,8 @@ func (l *Local) attachAgain(ctx context.Context, b *batch, how Exporting, pool b
 	return nil
 }
 
-// recordAgain attaches what a record says is exported by one name. Of what many read the record does not say to whom: what the kernel has of it is noted.
+// recordAgain attaches, for b, the volume that a record says is exported to one consumer. The record of a volume that many read does not name them, so the
+// kernel's exports are noted.
 func (l *Local) recordAgain(ctx context.Context, b *batch, how Exporting, pool blockdev.Pool, record blockdev.Record) error {
 	e, is, err := exportOf(record)
 	if err != nil {
@@ -168,7 +172,8 @@ func (l *Local) recordAgain(ctx context.Context, b *batch, how Exporting, pool b
 	return err
 }
 
-// attachOrEnd is attachExport of an export that goes on. One of before the machine started ends: nothing is returned then, and nothing on a node that exports nothing.
+// attachOrEnd is attachExport for an export that goes on. An export of before the machine started is ended, and nothing is returned; nor is anything on a
+// node that exports nothing.
 func (l *Local) attachOrEnd(ctx context.Context, how Exporting, pool blockdev.Pool, record blockdev.Record, e export) (Exported, blockdev.Device, error) {
 	if !how.earlier(e.boot) {
 		if how.Open == nil { // health says so
@@ -181,7 +186,7 @@ func (l *Local) attachOrEnd(ctx context.Context, how Exporting, pool blockdev.Po
 	return Exported{}, blockdev.Device{}, l.endExport(ctx, pool, record, e)
 }
 
-// addAgain exports what is attached, in one call, and closes the devices. What is exported already the other way, with TLS or without, goes on.
+// addAgain exports the attached devices in one call, and closes them. An export that is there with TLS instead of without, or the reverse, stays.
 func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 	if len(all) == 0 {
 		return nil
@@ -219,7 +224,7 @@ func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 	return nil
 }
 
-// failedAgain notes how it stands with an export that is made again.
+// failedAgain notes and logs the outcome of an export that was made again: the first failure, and the success after it.
 func (l *Local) failedAgain(ctx context.Context, at place, err error) {
 	switch before := l.setFailed(at, err); {
 	case err != nil && !before:
@@ -229,10 +234,10 @@ func (l *Local) failedAgain(ctx context.Context, at place, err error) {
 	}
 }
 
-// exportPause is after how long an export that failed is tried again.
+// exportPause is the time between two passes of KeepExports.
 const exportPause = 10 * time.Second
 
-// KeepExports exports, until ctx ends, what could not be when the node started, and what somebody else has taken out of the kernel since; and ends what is exported and in
+// KeepExports, until ctx ends, makes the exports again that have failed, or that somebody else has removed from the kernel, and ends exports that are in
 // no record.
 func (l *Local) KeepExports(ctx context.Context) {
 	ticks := time.NewTicker(exportPause)
@@ -250,7 +255,7 @@ func (l *Local) KeepExports(ctx context.Context) {
 	}
 }
 
-// retryExports tries all of them in one call, too: perhaps none could be exported.
+// retryExports makes exports again in one Exporter.Add, as at a start: perhaps none could be made then.
 func (l *Local) retryExports(ctx context.Context) {
 	taken := map[place][]string{}
 	for id, nqns := range l.taken(ctx) {
@@ -279,7 +284,8 @@ func (l *Local) retryExports(ctx context.Context) {
 	}
 }
 
-// retryExport attaches what is to be exported again by a record, the lock of whose volume the caller has: what failed, or was taken by some names; unless its end has begun meanwhile.
+// retryExport attaches, for b, what a record says is exported: an export that has failed, or the ones of these names, which the kernel has lost. It does
+// nothing if the export has begun to end meanwhile. The caller holds the lock of the volume.
 func (l *Local) retryExport(ctx context.Context, b *batch, how Exporting, at place, taken []string) error {
 	given := l.givenOf(at.id)
 	maps.DeleteFunc(given, func(nqn, _ string) bool { return !slices.Contains(taken, nqn) })

@@ -11,11 +11,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// keySize is that of Exporting.Key, in bytes.
+// keySize is the length of Exporting.Key, in bytes.
 const keySize = 32
 
-// ExportKey returns the key in a file that nobody else reads, for Exporting. If there is no file it makes one, durably: another key would be of no use to
-// consumers that are connected.
+// ExportKey returns the key for Exporting from a file. If there is no file it makes one of mode 0600, durably: with another key the consumers that are
+// connected could not connect again. ErrDataLoss for a file of another length.
 func ExportKey(path string) ([]byte, error) {
 	key, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -32,7 +32,7 @@ func ExportKey(path string) ([]byte, error) {
 	return key, nil
 }
 
-// writeKey makes a file of all of a key, or none.
+// writeKey makes the file with all of the key, or not at all.
 func writeKey(path string, key []byte) (err error) {
 	temporary := path + ".new"
 	f, err := os.OpenFile(temporary, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)

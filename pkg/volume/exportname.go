@@ -15,13 +15,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// What the record of a volume says of its export, and what follows from that: the names, and the secrets, by which a consumer knows it.
+// The export in the record of a volume, and what is derived from it: the names and secrets by which its consumer connects.
 
-// export is what the record of a volume says of its export.
+// export is the export in the record of a volume.
 //
-// It ends with the start of the machine in which it was made. A disk that loses its power loses what it had acknowledged and not flushed, and whoever
-// uses it is to know. A consumer does not: its kernel would connect again, flush, and be told that all is safe. Without the export its I/O ends
-// with errors, as that of a disk that is gone.
+// It does not outlive the start of the machine in which it was made. A disk that loses power loses writes that it acknowledged and had not flushed, and
+// its user has to notice. A consumer would not: its kernel would connect again, flush, and be told that all is safe. Without the export its I/O fails, as
+// on a disk that is gone.
 type export struct {
 	Grant
 	word string // random; the export's own
@@ -34,7 +34,7 @@ func (e export) label() string {
 	return fmt.Sprintf("%d:%s:%s:%s", e.Generation, e.word, e.boot, e.Node)
 }
 
-// exportOf is the export of an object, if its record has one. ErrDataLoss for one that cannot be read.
+// exportOf returns the export of a record; false if there is none. ErrDataLoss, and true, if the label cannot be read.
 func exportOf(r blockdev.Record) (e export, is bool, err error) {
 	label := r.Labels[labelExport]
 	if label == "" {
@@ -52,7 +52,7 @@ func exportOf(r blockdev.Record) (e export, is bool, err error) {
 	return e, true, nil
 }
 
-// IsExported reports whether the record of a volume says that another node uses it.
+// IsExported reports whether the record of a volume names a consumer on another node.
 func IsExported(r blockdev.Record) bool { return r.Labels[labelExport] != "" }
 
 func newExport(to Grant, boot string) export {
@@ -61,40 +61,41 @@ func newExport(to Grant, boot string) export {
 	return export{to, hex.EncodeToString(word), boot}
 }
 
-// nqn is the name of the subsystem: no other export has it, of whatever volume and whatever generation.
+// nqn returns the name of the subsystem. No other export has the same, of any volume or generation.
 func (e export) nqn(key string) string {
 	return fmt.Sprintf("%s%s:%d:%s", nvmet.Prefix, key, e.Generation, e.word)
 }
 
-// derived are 32 bytes for a purpose, which only who has the node's key can know.
+// derived returns 32 bytes for a purpose. Only the holder of the node's key can compute them.
 func derived(node []byte, nqn, purpose string) []byte {
 	mac := hmac.New(sha256.New, node)
 	mac.Write([]byte(purpose + "\x00" + nqn))
 	return mac.Sum(nil)
 }
 
-// hostProof is the word in the name of the host of an export.
+// hostProof returns the part of a host's name that is derived from the node's key.
 func hostProof(node []byte, nqn string) string {
 	return fmt.Sprintf("%x", derived(node, nqn, "host")[:8])
 }
 
-// host is the name of the one host that may connect.
+// host returns the name of the only host that may connect.
 func (e export) host(node []byte, volume string) string {
 	consumer := sha256.Sum256([]byte(e.Node))
 	return fmt.Sprintf("%snode:%x:%s", nvmet.Prefix, consumer[:8], hostProof(node, e.nqn(volume)))
 }
 
-// secret is what the host proves that it has.
+// secret returns the secret by which the host authenticates.
 func (e export) secret(node []byte, volume string) secret.Text {
 	return nvmet.Secret(derived(node, e.nqn(volume), "secret"))
 }
 
-// psk is what all that goes to the host and comes from it is encrypted by, for both of them.
+// psk returns the pre-shared key of TLS between this node and the host.
 func (e export) psk(node []byte, volume string) secret.Text {
 	return nvmet.PSK(derived(node, e.nqn(volume), "psk"))
 }
 
-// uuid is that of the namespace: the kernel refuses two of one UUID in different subsystems, and one of an earlier generation may be there still.
+// uuid returns the UUID of the namespace. Each export has its own: the kernel refuses a UUID that another subsystem has, as that of an earlier generation
+// may be left.
 func (e export) uuid(key string) string {
 	sum := sha256.Sum256([]byte(e.nqn(key)))
 	sum[6], sum[8] = sum[6]&0x0f|0x80, sum[8]&0x3f|0x80 // RFC 9562, version 8
