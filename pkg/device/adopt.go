@@ -11,11 +11,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume that is used can become one whose pool makes its device of other volumes, of which the first is what it was until then. Its devices go to the stack of that pool (HandOver), which then has their seat be over its own device
-// (Reseat). Who uses them notices nothing: at any moment they are over the same bytes.
+// A volume in use can become one of a pool that builds its device of other volumes; the first of these is the volume as it was until then. HandOver gives
+// its devices to the stack of that pool, and Reseat there brings the seat over the new pool's own device. Users notice nothing: their devices are over the
+// same bytes at any moment.
 
-// HandOver gives the devices of an attached volume to another stack: they have its names from then on. The highest is the last, so as long as that has its name they are this stack's to take down. It may be called again after a crash at any point of it.
-// errdefs.ErrUnsupported if the volume is attached without a seat, or what uses it does not flush it; errdefs.ErrPrecondition if it moves.
+// HandOver gives the devices of an attached volume the names of another stack. The seat is the first, the top the last: while the top has its old name,
+// the devices are still for this stack to detach. It may be called again after a crash at any point of it. errdefs.ErrUnsupported if the volume is
+// attached without a seat, or its users do not flush it; errdefs.ErrPrecondition if it moves.
 func (s Stack) HandOver(ctx context.Context, to Stack) error {
 	return s.moving("hand its devices over", func() error { return s.handOver(ctx, to) })
 }
@@ -29,7 +31,7 @@ func (s Stack) handOver(ctx context.Context, to Stack) error {
 	d, err := s.seat()
 	switch {
 	case errors.Is(err, errdefs.ErrUnsupported):
-		if _, gone := to.seat(); gone != nil { // the first one to be renamed
+		if _, gone := to.seat(); gone != nil { // the seat is renamed first, so it may have its new name
 			return err
 		}
 	case err != nil:
@@ -38,7 +40,7 @@ func (s Stack) handOver(ctx context.Context, to Stack) error {
 		if _, moves, err := mirrorOf(d.Name); err != nil || moves {
 			return errors.Join(err, fmt.Errorf("%w: it moves", errdefs.ErrPrecondition))
 		}
-		if !dm.Flushed(d.Number) { // what is over it was told so when it was made: see flushes
+		if !dm.Flushed(d.Number) { // see flushes
 			return fmt.Errorf("%w: its disk has no cache that could be lost, so what uses it does not flush it, and other disks may have one; it is to be staged again", errdefs.ErrUnsupported)
 		}
 	}
@@ -49,7 +51,7 @@ func (s Stack) handOver(ctx context.Context, to Stack) error {
 	return from.renameUp(after)
 }
 
-// renameUp gives the devices of a stack the names of another one, from the lowest.
+// renameUp gives the devices of a stack the name of another top, from the lowest.
 func (t top) renameUp(after string) error {
 	name, _, d, err := seat{t}.find()
 	if err == nil && d != nil {
@@ -64,7 +66,8 @@ func (t top) renameUp(after string) error {
 	return t.renameTop(after)
 }
 
-// Reseat has an attached volume that another stack has handed over be over the device of its own pool, which it attaches. It does nothing for any other one, and may be called again. errdefs.ErrPrecondition if that device is too small.
+// Reseat brings the seat of a volume that was handed over (HandOver) over the device of its own pool, which it attaches. For any other volume it does
+// nothing. It may be called again. errdefs.ErrPrecondition if that device is too small.
 func (s Stack) Reseat(ctx context.Context) error {
 	return s.moving("bring its devices over that of its pool", func() error { return s.reseat(ctx) })
 }
@@ -90,10 +93,11 @@ func (s Stack) reseat(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	return dm.Make(d.Name, d.UUID, dm.Linear(below.Number, size)) // as long as it was: what is over it grows when it is told to
+	return dm.Make(d.Name, d.UUID, dm.Linear(below.Number, size)) // the seat keeps its size; Grow is for growing
 }
 
-// Adopted reports whether the volume was handed over by another stack, and whether it is not over the device of its own pool yet. Only a pool whose volumes never move may be asked.
+// Adopted reports whether the volume has a seat, and so was handed over by another stack (adopted), and whether that is not over the device of its own
+// pool yet (astray). It may be called only for pools whose volumes never move.
 func (s Stack) Adopted(ctx context.Context) (adopted, astray bool, err error) {
 	d, err := s.seat()
 	if errors.Is(err, errdefs.ErrUnsupported) {

@@ -16,25 +16,24 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Encryption says how to open a volume that is encrypted.
+// Encryption is how to open an encrypted volume.
 type Encryption struct {
-	// Key opens it. What is open needs none, and grows only with one.
+	// Key opens the volume. A device that is open already needs none, but grows only with one.
 	Key luks.Key
 	// Discards are passed on to the pool's device.
 	Discards bool
 }
 
-// crypt is a device of the device mapper that shows what is behind the LUKS2 header of the pool's device. cryptsetup makes it, as the
-// kernel has the key from there. There is always a top over it, which passes no ioctls down, and can be suspended.
+// crypt is a device of the device mapper that shows what is behind the LUKS2 header of the device below it. cryptsetup makes it, and gives the kernel the
+// key. There is always a top over it, which passes no ioctls down, and can be suspended.
 //
-// It is removed while it is held open (DM_DEFERRED_REMOVE), and so goes with the top: the kernel forgets the key then, whatever
-// becomes of the driver. It is called as the top is, and a suffix; what it is over follows from its table. So it is found
-// without a record of the volume, and without a key.
+// It is removed while it is held open (DM_DEFERRED_REMOVE), and so goes with the top: the kernel then forgets the key, also if the driver has ended. Its
+// name is the top's and a suffix, and its table tells what it is over. So it is found without a record of the volume, and without a key.
 type crypt struct{ top }
 
 const cryptSuffix = "-crypt"
 
-// find returns the name of the device, and the device; nil if it is not there.
+// find returns the name of the device, and the device; nil if there is none. A device of that name that cryptsetup did not make does not count.
 func (c crypt) find() (name string, d *dm.Device, err error) {
 	top, _, _, err := c.names.Top(c.ref)
 	if err != nil {
@@ -53,7 +52,7 @@ func (c crypt) attach(ctx context.Context, below blockdev.Device, o Options) (_ 
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	if d != nil && !d.Live { // who made it was cut short
+	if d != nil && !d.Live { // a crash came before it had a table
 		if err := c.remove(name); err != nil {
 			return blockdev.Device{}, err
 		}
@@ -68,7 +67,7 @@ func (c crypt) attach(ctx context.Context, below blockdev.Device, o Options) (_ 
 				err = errors.Join(err, c.remove(name))
 			}
 		}()
-	} else if key := o.Encryption.Key; len(key) > 0 { // without, it stays as it is: publishing brings none
+	} else if key := o.Encryption.Key; len(key) > 0 { // without a key it keeps its size: publishing has none
 		if err := c.fit(ctx, d, below, key); err != nil {
 			return blockdev.Device{}, err
 		}
@@ -76,7 +75,7 @@ func (c crypt) attach(ctx context.Context, below blockdev.Device, o Options) (_ 
 	return passing(d, below)
 }
 
-// passing returns a device that goes with its last user, with a hold on it.
+// passing opens a device and returns it with that hold. It has the kernel remove the device with its last user.
 func passing(d *dm.Device, below blockdev.Device) (blockdev.Device, error) {
 	f, err := dm.Open(d, os.O_RDONLY)
 	if err != nil {
@@ -92,7 +91,7 @@ func passing(d *dm.Device, below blockdev.Device) (blockdev.Device, error) {
 	return blockdev.Device{Path: d.Path(), Number: d.Number, Size: size, Below: lowest(below)}.Held(f.Close), nil
 }
 
-// open makes the device.
+// open makes the device with cryptsetup.
 func (c crypt) open(ctx context.Context, name string, below blockdev.Device, how Encryption) (*dm.Device, error) {
 	if len(how.Key) == 0 {
 		return nil, fmt.Errorf("%w: %w", errdefs.ErrInvalid, luks.ErrNoKey)
@@ -118,16 +117,16 @@ func (c crypt) open(ctx context.Context, name string, below blockdev.Device, how
 	return d, nil
 }
 
-// remove takes the device away, now or with its last user, and the node that cryptsetup may have left.
+// remove removes the device, now or with its last user, and the node that cryptsetup may have left in /dev.
 func (c crypt) remove(name string) error {
 	_, err := dm.Remove(name)
 	return errors.Join(err, luks.ForgetNode(name))
 }
 
-// size is what the device has to have over one of some bytes.
+// size returns the size that the device has to have over one of below bytes.
 func (c crypt) size(below int64) int64 { return below - luks.HeaderSize }
 
-// fit brings the device to the size of what it is over.
+// fit brings the device to the size that fits the one below. errdefs.ErrPrecondition and luks.ErrNoKey if it has to grow and there is no key.
 func (c crypt) fit(ctx context.Context, d *dm.Device, below blockdev.Device, key luks.Key) error {
 	size, err := d.Size()
 	if err != nil || size == c.size(below.Size) {
@@ -145,7 +144,7 @@ func (c crypt) fit(ctx context.Context, d *dm.Device, below blockdev.Device, key
 	return err
 }
 
-// below returns what the device is over: the volume's seat, or else what marks, or the pool's device; false if none is it.
+// below returns the device of the volume's other layers that the device is over: the seat, what marks, or the pool's. False if it is over none of them.
 func (c crypt) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
 	return belowOf(ctx, d, seat(c), marked(c), bottom{c.pool, c.ref})
 }
@@ -184,7 +183,7 @@ func (c crypt) detach(ctx context.Context) error {
 	return errors.Join(err, luks.ForgetNode(name))
 }
 
-// health: while it is open, nothing reads the header, and one that is gone or damaged would be found out too late.
+// health reads the header: nothing else does while the device is open, so a header that is gone or damaged would be noticed too late.
 func (c crypt) health(ctx context.Context) ([]blockdev.Problem, error) {
 	_, d, err := c.find()
 	if err != nil || d == nil || !d.Live {
@@ -205,8 +204,7 @@ func (c crypt) health(ctx context.Context) ([]blockdev.Problem, error) {
 		"%s of pool %s: %v; once it is unstaged no key opens it any more: copy what is on it elsewhere while it is in use", c.ref, c.pool.Name(), err)}}, nil
 }
 
-// recover puts right what a crash left: a device without a table, suspended for a growth that was not finished, or not yet to go with its
-// last user.
+// recover repairs the device after a crash: without a table, suspended for an unfinished growth, or not yet to go with its last user.
 func (c crypt) recover(ctx context.Context) error {
 	name, d, err := c.find()
 	if err != nil || d == nil {
@@ -215,7 +213,7 @@ func (c crypt) recover(ctx context.Context) error {
 	return errors.Join(settle(d), luks.ForgetNode(name))
 }
 
-// settle puts right what a crash left of a device that is to go with its last user: the table in effect stays.
+// settle repairs, after a crash, a device that is to go with its last user. A table that is loaded and not in effect is dropped.
 func settle(d *dm.Device) (err error) {
 	if d.Loaded && d.Live {
 		err = dm.Clear(d.Name)
@@ -229,7 +227,7 @@ func settle(d *dm.Device) (err error) {
 	return err
 }
 
-// belowOf returns the device of a layer that a device of the device mapper is over; false if it is over none of it.
+// belowOf returns the device of one of the layers that d is directly over; false if it is over none of theirs.
 func belowOf(ctx context.Context, d *dm.Device, layers ...layer) (blockdev.Device, bool, error) {
 	numbers, err := dm.Below(d.Name)
 	if dm.Vanished(err) {
@@ -248,7 +246,7 @@ func belowOf(ctx context.Context, d *dm.Device, layers ...layer) (blockdev.Devic
 	return blockdev.Device{}, false, err
 }
 
-// crypts returns those of all volumes of a pool that have one, or a node of one.
+// crypts returns the open devices of all encrypted volumes of a pool, also where only a node in /dev is left of one.
 func (s *Stacks) crypts(pool blockdev.Pool) ([]crypt, error) {
 	tops, err := s.under(pool, cryptSuffix)
 	var found []crypt
@@ -258,7 +256,8 @@ func (s *Stacks) crypts(pool blockdev.Pool) ([]crypt, error) {
 	return found, err
 }
 
-// under returns the tops, be they there or not, of all volumes of a pool that have a device that is called as that and a suffix, or a node of one.
+// under returns the tops, whether they are attached or not, of all volumes of a pool that have a device with the suffix, or a node in /dev that is left of
+// one.
 func (s *Stacks) under(pool blockdev.Pool, suffix string) ([]top, error) {
 	stackable, ok := blockdev.As[blockdev.Stackable](pool)
 	if !s.hasMapper() || !ok {

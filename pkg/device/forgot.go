@@ -13,32 +13,33 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The kernel forgets that a leg of a mirror has failed if only a flush has: the next write sets all back, and from then on what is written twice to one region goes to one
-// leg alone (docs/decisions/moving-in-use.md). What tells is the count of events of the device. Each target has one event when all of it is copied, and one for each leg that
-// fails; one that forgets has the first kind once more. So the kernel has forgotten nothing where there are no more events, since the mirror was loaded, than targets that are
-// copied and legs that are said to have failed. How many there were before that, the kernel keeps for whoever asks later, in a note.
+// The kernel can forget that a leg of a mirror has failed: if only a flush failed, the next write clears the failure. From then on a region that is
+// written twice goes to one leg alone (docs/decisions/moving-in-use.md). The count of events of the device tells. Each target has one event when it is
+// copied, and one for each leg that fails; a target that forgets has the first kind once more. So nothing is forgotten if the events since the mirror was
+// loaded are no more than the copied targets and the failed legs. The count at the time of loading is kept in a note, a device without a table that
+// outlives the driver.
 
-// sinceSuffix is of the note of a mirror, which is called as the top is, and this.
+// sinceSuffix is the suffix of a note's name: it is named as the top is, and this.
 const sinceSuffix = "-since"
 
 func noteOf(seat string) string { return strings.TrimSuffix(seat, seatSuffix) + sinceSuffix }
 
 const notePrefix = "ashlar-since-"
 
-// note is what is kept of a mirror.
+// note is what is kept of a mirror, in the UUID of a device.
 type note struct {
-	event uint32 // how many events its device had before
+	event uint32 // count of events of the seat when the mirror was loaded
 	old   uint64 // its old leg
 }
 
-// noteFor is how the note of a seat begins, and no other one's does.
+// noteFor returns how the UUID of a seat's note begins. It differs between seats.
 func noteFor(d *dm.Device) string { return notePrefix + d.UUID[max(0, len(d.UUID)-8):] }
 
 func (n note) write(d *dm.Device) error {
 	return dm.Note(noteOf(d.Name), fmt.Sprintf("%s-%d-%s", noteFor(d), n.event, dm.Number(n.old)))
 }
 
-// readNote returns the note of a mirror; false if there is none, as an older driver has made the mirror.
+// readNote returns the note of a mirror; false if there is none, as of a mirror that an older driver made.
 func readNote(d *dm.Device) (n note, is bool, err error) {
 	kept, err := dm.Find(noteOf(d.Name))
 	if err != nil || kept == nil {
@@ -56,17 +57,17 @@ func readNote(d *dm.Device) (n note, is bool, err error) {
 	return n, true, nil
 }
 
-// forget takes the note of a seat away that is no mirror any more.
+// forget removes the note of a seat that is no mirror any more.
 func forget(seat string) error {
 	_, err := dm.Remove(noteOf(seat))
 	return err
 }
 
-// begins is how long the targets of a table that was loaded have, before it comes into effect, to see that they are in sync from the start: an event of that is not
-// counted before. One that is too slow counts, and the mirror begins anew.
+// begins is how long load waits before it reads the count of events. Targets that are in sync from the start have their event in that time. The event of a
+// slower one looks like a forgotten failure, and the mirror begins anew.
 const begins = 50 * time.Millisecond
 
-// load gives a seat that is held a table that is a mirror, for when it is resumed.
+// load loads the table of a mirror into a held seat, for when it is resumed, and writes its note. After an error no table is loaded.
 func load(d *dm.Device, old uint64, table []dm.Line) error {
 	if err := dm.Load(d.Name, table); err != nil {
 		return err
@@ -88,10 +89,10 @@ func load(d *dm.Device, old uint64, table []dm.Line) error {
 // part is a target of a mirror.
 type part struct {
 	dm.Line
-	dm.Mirror // without legs: it is over the old one alone
+	dm.Mirror // without legs: the part is over the old leg alone
 }
 
-// from is the leg that a part is copied from.
+// from returns the leg that a part is read from, and copied from.
 func (p part) from(m mirror) uint64 {
 	if len(p.Legs) == 0 {
 		return m.Old
@@ -99,21 +100,21 @@ func (p part) from(m mirror) uint64 {
 	return p.Legs[0].Device
 }
 
-// failed reports whether the kernel says that a leg has failed.
+// failed reports whether a leg of the part has failed, as far as the kernel says.
 func (p part) failed() bool { return len(p.Legs) > 0 && (p.Legs[0].Failed || p.Legs[1].Failed) }
 
 func (p part) synced() bool { return p.Synced == p.Total }
 
-// mirror is what the kernel tells of a seat that is one.
+// mirror is what the kernel tells of a seat that is a mirror.
 type mirror struct {
 	Mirrored
 	parts []part
 }
 
-// looks is how often a mirror is looked at in which something happens meanwhile.
+// looks is how often mirrorOf reads a mirror that has events while it is read.
 const looks = 10
 
-// mirrorOf tells of the mirror that a seat is; false if it is none.
+// mirrorOf returns the mirror that a seat is; false if it is none.
 func mirrorOf(name string) (m mirror, is bool, err error) {
 	d, err := dm.Find(name)
 	for range looks {
@@ -178,7 +179,8 @@ func readMirror(d *dm.Device) (m mirror, is bool, err error) {
 	return m, true, nil
 }
 
-// add adds what a part says, and returns how many events it has had, of those that are none of something forgotten. toCopy: it was made to be copied.
+// add adds the state of a part to m. It returns the events of the part that are explained: the end of its copy, and one for each failed leg. toCopy: the
+// part was made to be copied.
 func (m *mirror) add(p part, toCopy bool) (events uint32) {
 	old, second := p.Legs[0], p.Legs[1]
 	if old.Device != m.Old {
@@ -200,7 +202,8 @@ func (m *mirror) add(p part, toCopy bool) (events uint32) {
 	return events
 }
 
-// lacks tells of which parts the old leg may lack something that the new one has; nil: of none. errdefs.ErrBusy while that is copied to it.
+// lacks returns which parts of the old leg may lack data that the new leg has; nil if none. errdefs.ErrBusy while such data is copied back. It resumes a
+// suspended mirror, which could not be read otherwise.
 func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 	failed := m.OldFailed || m.NewFailed
 	switch {
@@ -216,7 +219,7 @@ func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 	}
 	from, unread := make([]uint64, len(m.parts)), make([]error, len(m.parts))
 	for i, p := range m.parts {
-		if from[i] = p.from(m); m.Forgot && len(p.Legs) > 0 && p.synced() && !p.failed() { // one that is not, is read from its first leg alone
+		if from[i] = p.from(m); m.Forgot && len(p.Legs) > 0 && p.synced() && !p.failed() { // others are read from their first leg
 			from[i], unread[i] = dm.ReadFrom(d, p.Start, p.Legs)
 		}
 	}
@@ -226,7 +229,7 @@ func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 	}
 	parts = make([]bool, len(m.parts))
 	for i, p := range now.parts {
-		if p.failed() { // it held what it could not write to both; or what it was read from is gone, and all that only that had
+		if p.failed() { // the part held what it could not write to both legs; or the leg that it was read from is gone with what only it had
 			from[i], unread[i] = p.from(m), nil
 		}
 		parts[i] = from[i] != m.Old && !(!m.Forgot && p.synced() && !p.failed())
@@ -237,7 +240,7 @@ func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 	return parts, nil
 }
 
-// copyBack has the kernel copy some parts of a mirror to the old leg, from the new one. All others are over the old leg from then on.
+// copyBack has the kernel copy some parts of a mirror from the new leg to the old one. All other parts are over the old leg alone from then on.
 func (m mirror) copyBack(d *dm.Device, parts []bool) error {
 	var table []dm.Line
 	for i, p := range m.parts {

@@ -13,30 +13,32 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Marking says where the marks of a volume are kept, of what is written to it and since when (package era).
+// Marking says where the marks of a volume are kept: what was written to it, and in which era (package era).
 type Marking struct {
-	Metadata blockdev.Device // which the caller holds open
-	Block    int64           // what is marked at a time, in bytes
+	Metadata blockdev.Device // the caller holds it open
+	Block    int64           // bytes that one mark is for
 }
 
-// ErrMarks is what an error of Attach and Grow is that is of the marks alone: without them, or after Unmark, there is none.
+// ErrMarks is in errors of Attach and Grow that are of the marks alone: without Marking, or after Unmark, the call succeeds.
 var ErrMarks = errors.New("marks of what is written")
 
-// ReasonMarksLost is the reason of the problem of a volume that is attached with marks, which are not kept any more. Nothing else is wrong with it for that.
+// ReasonMarksLost is the reason of the problem of a volume that is attached with marks, and whose marks are not kept any more. All else is well.
 const ReasonMarksLost = "MarksLost"
 
-// Marked is how a volume is attached.
+// Marked is how a volume is attached, and the state of its marks.
 type Marked struct {
-	Attached bool // for writing: its pool's device alone, which goes with its last user, is none that anybody was given
+	Attached bool // for writing; a pool's device counts only if it is kept, as no user was given another one
 	era.State
 }
 
-// Kept reports whether all that is written is marked, and can be asked for.
+// Kept reports whether all writes are marked, and the marks can be read.
 func (m Marked) Kept() bool { return m.Block > 0 }
 
-// marked is a device of the device mapper that shows the pool's own, and marks what is written to it. It is below all else, so that whoever writes to the volume is marked.
+// marked is a device of the device mapper over the pool's device that marks what is written to it. It is the lowest of ours, so writes through any device
+// above are marked.
 //
-// It goes with its last user, as a crypt does. It is called as the top is, and a suffix. Where marks could not be kept any more, it shows what is below and nothing else (Unmark).
+// It goes with its last user, as a crypt does. Its name is the top's and a suffix. After Unmark, where marks could not be kept any more, it only shows
+// what is below it.
 type marked struct{ top }
 
 const markedSuffix = "-marks"
@@ -48,7 +50,7 @@ func (m marked) find() (name, uuid string, d *dm.Device, err error) {
 	return name, uuid + markedSuffix, d, err
 }
 
-// ofMarks says of an error that it is of the marks.
+// ofMarks marks an error as one of the marks (ErrMarks). That a device has vanished stays as it is.
 func ofMarks(err error) error {
 	if err == nil || dm.Vanished(err) {
 		return err
@@ -84,7 +86,7 @@ func (m marked) attach(_ context.Context, below blockdev.Device, o Options) (_ b
 	return passing(d, below)
 }
 
-// fit brings the device to the size of what it is over.
+// fit brings the device to the size of the one below.
 func (m marked) fit(d *dm.Device, below blockdev.Device) error {
 	if fits, err := fitsOver(d, below, true); err != nil || fits {
 		return err
@@ -99,13 +101,13 @@ func (m marked) fit(d *dm.Device, below blockdev.Device) error {
 	return ofMarks(era.Grow(d.Name, below.Size))
 }
 
-// marks reports whether the device marks, and does not just show what is below it.
+// marks reports whether the device marks writes; after Unmark it only shows what is below it.
 func (m marked) marks(d *dm.Device) (bool, error) {
-	kind, _, err := dm.Table(d.Name) // also of one that is suspended, and so answers no more than that
+	kind, _, err := dm.Table(d.Name) // the table can be read also while the device is suspended
 	return kind != "linear", err
 }
 
-// seal makes sure that the device passes no discards down, of which all but the first block would not be marked.
+// seal has the device pass no discards down: of a discard only the first block would be marked.
 func (m marked) seal(d *dm.Device) error {
 	if marks, err := m.marks(d); err != nil || !marks {
 		return err
@@ -163,7 +165,7 @@ func (m marked) health(context.Context) ([]blockdev.Problem, error) {
 		"what is written to %s of pool %s is not marked any more (%v): should it be away for a while, all of it is copied; marks begin anew when it is attached next", m.ref, m.pool.Name(), err)}}, nil
 }
 
-// recover puts right what a crash left, as of a crypt.
+// recover repairs the device after a crash, as crypt.recover does.
 func (m marked) recover(ctx context.Context) error {
 	_, _, d, err := m.find()
 	if err != nil || d == nil {
@@ -175,7 +177,7 @@ func (m marked) recover(ctx context.Context) error {
 	return errors.Join(m.grow(ctx, nil), m.seal(d))
 }
 
-// markings returns those of all volumes of a pool that have one.
+// markings returns the devices that mark writes, of all volumes of a pool that have one.
 func (s *Stacks) markings(pool blockdev.Pool) ([]marked, error) {
 	tops, err := s.under(pool, markedSuffix)
 	var found []marked
@@ -185,7 +187,7 @@ func (s *Stacks) markings(pool blockdev.Pool) ([]marked, error) {
 	return found, err
 }
 
-// Marked tells whether marks are kept of a volume that is attached, from the kernel alone.
+// Marked returns how a volume is attached and the state of its marks, from the kernel alone. Without marks the state is zero.
 func (s Stack) Marked(ctx context.Context) (m Marked, err error) {
 	for _, l := range s.layers(ctx) {
 		devices, _, err := l.attached(ctx)
@@ -209,7 +211,7 @@ func (s Stack) Marked(ctx context.Context) (m Marked, err error) {
 	return m, nil
 }
 
-// marks is what tells of the marks of a volume that is attached with them; ErrUnsupported if there are none.
+// marks returns the name of the device that marks writes to an attached volume; ErrUnsupported if there is none.
 func (s Stack) marks() (name string, err error) {
 	t, can := s.top()
 	var d *dm.Device
@@ -234,7 +236,7 @@ func (s Stack) BeginEra() (number uint32, err error) {
 	return number, err
 }
 
-// Written is what was written to a volume since an era that there was: see era.Since.
+// Written returns what was written to a volume since an era: see era.Since. errdefs.ErrPrecondition for an era that has not begun.
 func (s Stack) Written(ctx context.Context, since uint32) (written []blockdev.Extent, err error) {
 	err = s.moving("look at what was written to it", func() error {
 		name, err := s.marks()
@@ -257,7 +259,7 @@ func (s Stack) Written(ctx context.Context, since uint32) (written []blockdev.Ex
 	return written, err
 }
 
-// Unmark has a volume that is attached go on without marks. It does nothing if there are none.
+// Unmark ends the marks of an attached volume, which stays in use. Without marks it does nothing.
 func (s Stack) Unmark() error {
 	return s.moving("end its marks", func() error {
 		t, can := s.top()
@@ -272,7 +274,7 @@ func (s Stack) Unmark() error {
 	})
 }
 
-// underSeat returns what a seat is over of the volume's own: the device that marks, or the pool's; false if it is over neither.
+// underSeat returns the device of the volume's own that a seat is over: the one that marks, or the pool's. False if it is over neither.
 func (t top) underSeat(ctx context.Context, seat *dm.Device) (blockdev.Device, bool, error) {
 	return belowOf(ctx, seat, marked{t}, bottom{t.pool, t.ref})
 }

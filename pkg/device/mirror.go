@@ -17,32 +17,32 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Mirrored is a volume that moves while it is used, as the kernel tells of it: everything is read from the old leg and copied to the new one, and what is written is
-// written to both where that is copied, and to the old one elsewhere. Of a leg that fails the kernel acknowledges no write any more: it holds what it could not
-// write to both, until Unmirror or Switch.
+// Mirrored is what the kernel tells of the mirror of a volume that moves while it is used. Reads go to the old leg, which the kernel copies to the new
+// one. Writes go to both legs where the copy is done, and elsewhere to the old one. After a leg has failed the kernel acknowledges no write that it could
+// not make to both: it holds such writes until Unmirror or Switch.
 type Mirrored struct {
 	Old, New             uint64 // device numbers, as in st_rdev (makedev(3))
-	Synced, Total        int64  // what is the same on both, and all of it, in bytes
+	Synced, Total        int64  // bytes that are the same on both legs, and all bytes
 	OldFailed, NewFailed bool
-	// Forgot: the kernel may have forgotten that one of the legs had failed, so each of them may lack what is on the other. See Unmirror.
+	// Forgot: the kernel may have forgotten that a leg had failed, so each leg may lack what is on the other. See Unmirror.
 	Forgot bool
-	// Back: what only the new leg has is copied to the old one, on its way to Unmirror.
+	// Back: the kernel copies what only the new leg has to the old one, which Unmirror has begun.
 	Back bool
-	// Held: nothing is read or written until Unmirror, Switch or ReleaseMirror: see HoldMirror.
+	// Held: all I/O waits until Unmirror, Switch or ReleaseMirror: see HoldMirror.
 	Held bool
 }
 
 const (
 	// region is what the kernel copies at a time, in bytes.
 	region = 512 << 10
-	// A range without data is left out of the copy, which costs the kernel a worker and buffers for each: not more of them, and none that is smaller, in bytes.
+	// Ranges without data are left out of the copy. Each costs the kernel a worker and buffers, so there are at most mostGaps, of at least leastGap bytes.
 	mostGaps = 32
 	leastGap = 4 << 20
-	// longestMirrorHold is how long writes are held back while it is found out which ranges hold data.
+	// longestMirrorHold is how long writes are held back while data returns the ranges that hold data.
 	longestMirrorHold = 20 * time.Second
 
 	mirrorTarget = "mirror"
-	// How a target begins: what of it is the same on both legs.
+	// The first words of a target: what is the same on both legs at its beginning.
 	copied = "core 1" // nothing yet
 	equal  = "core 2" // all
 )
@@ -50,8 +50,8 @@ const (
 // throttle is the parameter of dm-mirror that Throttle sets.
 const throttle = "/sys/module/dm_mirror/parameters/raid1_resync_throttle"
 
-// Throttle says in which part of the time the kernel may copy, in per cent, for all mirrors of the machine: also those of others, pvmove's among them.
-// errdefs.ErrUnsupported where the kernel has none.
+// Throttle sets in which part of the time the kernel may copy, in per cent. It is for all mirrors of the machine, those of others too, as pvmove's.
+// errdefs.ErrUnsupported if dm-mirror is not loaded, or has no such parameter.
 func Throttle(percent int) error {
 	err := os.WriteFile(throttle, fmt.Append(nil, percent), 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -60,12 +60,14 @@ func Throttle(percent int) error {
 	return err
 }
 
-// Mirror has the kernel copy an attached volume to another device, of the same size or larger, while it is used: see Mirrored. That has to be zeros throughout. data is
-// asked, while all writes are held back and those before are durable, for the ranges that hold anything but zeros, in order; nil: all may. A mirror to the same device that
-// is there stays, whatever data says. The caller holds the device open, and keeps it attached until after Unmirror, Switch or Detach.
+// Mirror has the kernel copy an attached volume to another device while the volume is used: see Mirrored. That device has to be as large or larger, and
+// zeros throughout. data returns the ranges that hold anything but zeros, in order. It is called while all writes are held back and earlier ones are
+// durable; nil: all is copied. If there is a mirror to the same device, it stays. The caller holds the device open, and keeps it attached until after
+// Unmirror, Switch or Detach.
 //
-// errdefs.ErrUnsupported if the volume is attached without a seat, or the kernel has no mirrors; errdefs.ErrPrecondition for a device that is
-// too small or has other sectors, or where there is a mirror to another one. With any error, all is as without Mirror.
+// errdefs.ErrUnsupported if the volume is attached without a seat, if the kernel has no mirrors, or if the device has to be flushed and the seat does not
+// pass flushes; errdefs.ErrPrecondition for a device that is too small or has other sectors, or if there is a mirror to another one. With any error all is
+// as without Mirror.
 func (s Stack) Mirror(ctx context.Context, to blockdev.Device, data func(ctx context.Context) ([]blockdev.Extent, error)) error {
 	return s.moving("mirror it", func() error { return s.mirror(ctx, to, data) })
 }
@@ -118,7 +120,7 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 	return nil
 }
 
-// fits returns an error unless a device can be mirrored to another one.
+// fits returns errdefs.ErrPrecondition if a device cannot be the new leg: it is too small, the same, or has other sectors.
 func fits(from, to blockdev.Device, size int64) error {
 	sector, err := sectorOf(from)
 	if err != nil {
@@ -132,8 +134,8 @@ func fits(from, to blockdev.Device, size int64) error {
 	return err
 }
 
-// flushes is ErrUnsupported for a device that has to be flushed below a seat that was made over one that need not. What is over the seat was told so when it was made,
-// and the kernel takes the flushes off what it is sent.
+// flushes returns ErrUnsupported if the new leg has to be flushed, and the seat was made over a device that need not be. What is over the seat was told
+// then that there is no cache, so the kernel drops its flushes.
 func flushes(seat *dm.Device, to blockdev.Device) error {
 	if !dm.Flushed(seat.Number) && dm.Flushed(to.Number) {
 		return fmt.Errorf("%w: the disk of the volume's node has no cache that could be lost, so what uses the volume does not flush it, and the disk of the new node has one; it moves when it is not used",
@@ -151,11 +153,11 @@ func sectorOf(d blockdev.Device) (string, error) {
 	return strings.TrimSpace(string(text)), nil
 }
 
-// loadMirror gives a seat that is held the table of a mirror, for when it is resumed.
+// loadMirror loads the table of a mirror into a held seat, for when it is resumed.
 func (s Stack) loadMirror(ctx context.Context, d *dm.Device, from, to blockdev.Device, size int64, data func(ctx context.Context) ([]blockdev.Extent, error)) error {
 	extents := []blockdev.Extent{{Length: size}}
 	if data != nil {
-		if err := flush(from.Path); err != nil { // those who are asked may look at what is on a disk
+		if err := flush(from.Path); err != nil { // data may read what is on the disk
 			return err
 		}
 		within, cancel := context.WithTimeout(ctx, longestMirrorHold)
@@ -168,7 +170,7 @@ func (s Stack) loadMirror(ctx context.Context, d *dm.Device, from, to blockdev.D
 	return load(d, from.Number, mirrorTable(from.Number, to.Number, size, extents))
 }
 
-// mirrorTable is the table of a mirror of which ranges without data count as copied.
+// mirrorTable returns the table of a mirror. Ranges without data count as copied.
 func mirrorTable(from, to uint64, size int64, data []blockdev.Extent) (table []dm.Line) {
 	add := func(start, end int64, begins string) {
 		if start < end {
@@ -185,7 +187,7 @@ func mirrorTable(from, to uint64, size int64, data []blockdev.Extent) (table []d
 	return table
 }
 
-// mirrorLine is a target of a mirror, at the same place of both legs. The first leg is read from, and copied.
+// mirrorLine returns one target of a mirror, at the same place of both legs. The first leg is read, and copied to the second.
 func mirrorLine(start, length int64, begins string, first, second uint64) dm.Line {
 	unit := int64(region) // not larger than the range, and a power of two
 	for unit > length {
@@ -198,7 +200,7 @@ func mirrorLine(start, length int64, begins string, first, second uint64) dm.Lin
 	return dm.Line{Start: start, Length: length, Kind: mirrorTarget, Text: fmt.Sprintf("%s 2 %s %d %s %d 1 handle_errors", log, dm.Number(first), start/512, dm.Number(second), start/512)}
 }
 
-// gaps returns the largest ranges between those that hold data, in order. They begin and end with a region, or with the volume.
+// gaps returns the largest ranges without data, in order. They begin and end at a region, or at the end of the volume.
 func gaps(size int64, data []blockdev.Extent) (found []blockdev.Extent) {
 	at := int64(0)
 	for _, e := range append(slices.Clone(data), blockdev.Extent{Offset: size}) {
@@ -217,7 +219,8 @@ func gaps(size int64, data []blockdev.Extent) (found []blockdev.Extent) {
 	return found
 }
 
-// Mirrored tells how far a mirror is, from the kernel alone; false if there is none; errdefs.ErrUnsupported if the volume is not attached with a seat.
+// Mirrored returns the mirror of a volume, from the kernel alone; false if there is none. errdefs.ErrUnsupported if the volume is not attached with a
+// seat.
 func (s Stack) Mirrored(context.Context) (m Mirrored, is bool, err error) {
 	err = s.moving("look at its mirror", func() error {
 		d, err := s.seat()
@@ -231,8 +234,8 @@ func (s Stack) Mirrored(context.Context) (m Mirrored, is bool, err error) {
 	return m, is, err
 }
 
-// HoldMirror has a mirrored volume be neither read nor written, whatever becomes of the driver: after it, Mirrored tells what both legs have for good. What is under way
-// ends first, or is held by the mirror.
+// HoldMirror holds all I/O of a mirrored volume, also after the driver has ended. I/O under way ends first, or is held by the mirror. So what Mirrored
+// returns after it does not change any more. errdefs.ErrPrecondition if there is no mirror.
 func (s Stack) HoldMirror(context.Context) error {
 	return s.moving("hold its mirror", func() error {
 		d, err := s.seat()
@@ -257,8 +260,8 @@ func (s Stack) ReleaseMirror(context.Context) error {
 	})
 }
 
-// Unmirror has a volume be its old leg alone again. What the mirror holds is written there. Without a mirror it does nothing. What the old leg may lack (Forgot) is copied
-// there first: that is errdefs.ErrBusy until it is done.
+// Unmirror brings a volume back to its old leg alone. Writes that the mirror holds go there. What the old leg may lack (Forgot) is copied there first:
+// errdefs.ErrBusy until that is done. Without a mirror it only repairs what a crash left of one.
 func (s Stack) Unmirror(context.Context) error {
 	return s.moving("end its mirror", func() error {
 		d, err := s.seat()
@@ -280,7 +283,7 @@ func (s Stack) Unmirror(context.Context) error {
 	})
 }
 
-// leave brings a mirror to one of its legs. What the mirror holds is written there.
+// leave replaces a mirror by one of its legs. Writes that the mirror holds go there.
 func (m mirror) leave(d *dm.Device, leg uint64) error {
 	size, err := d.Size()
 	if err == nil {
@@ -292,11 +295,12 @@ func (m mirror) leave(d *dm.Device, leg uint64) error {
 	return err
 }
 
-// settled puts right what a crash left of a seat that is no mirror.
+// settled repairs what a crash left of a seat that is no mirror.
 func settled(d *dm.Device) error { return errors.Join(settle(d), forget(d.Name)) }
 
-// Switch has a volume be its new leg alone, under the names of a stack that is that of another pool, or the same one. The devices stay, for all that holds them. What the
-// mirror holds is written to the new leg. It may be called again after a crash at any point of it; errdefs.ErrPrecondition if there was no mirror.
+// Switch brings a volume to its new leg alone, and gives its devices the names of the stack to, of another pool or the same one. The devices stay what
+// they are for all who hold them. Writes that the mirror holds go to the new leg. It may be called again after a crash at any point of it.
+// errdefs.ErrPrecondition if there was no mirror.
 func (s Stack) Switch(ctx context.Context, to Stack) error {
 	return s.moving("switch it to where it moves", func() error { return s.switchTo(ctx, to) })
 }
@@ -304,7 +308,7 @@ func (s Stack) Switch(ctx context.Context, to Stack) error {
 func (s Stack) switchTo(ctx context.Context, to Stack) error {
 	d, err := s.seat()
 	if errors.Is(err, errdefs.ErrUnsupported) {
-		if d, err := to.seat(); err == nil { // the last one to be renamed
+		if d, err := to.seat(); err == nil { // the seat is renamed last, so all else is done
 			return settle(d)
 		}
 	}
@@ -346,7 +350,7 @@ func (s Stack) switchTo(ctx context.Context, to Stack) error {
 	return from.rename(before, after)
 }
 
-// rename gives the devices of a stack the names of another one, the seat last: as long as it has its name, Mirrors finds it.
+// rename gives the devices of a stack the name of another top. The seat is the last: as long as it has its old name, Mirrors finds it.
 func (t top) rename(before, after string) error {
 	if err := t.renameTop(after); err != nil {
 		return err
@@ -357,7 +361,7 @@ func (t top) rename(before, after string) error {
 	return dm.Rename(before+seatSuffix, after+seatSuffix)
 }
 
-// renameCrypt gives the open device of an encrypted volume, if it is there, the name that it has below a top of another one.
+// renameCrypt renames the open device of an encrypted volume, if there is one, to fit a top called after.
 func (t top) renameCrypt(after string) error {
 	name, d, err := crypt{t}.find()
 	if err == nil && d != nil {
@@ -366,13 +370,13 @@ func (t top) renameCrypt(after string) error {
 	return errors.Join(err, luks.ForgetNode(name))
 }
 
-// renameTop gives the highest device, if it is there, another name.
+// renameTop renames the top, if there is one. errdefs.ErrBusy while this process holds its writes back.
 func (t top) renameTop(after string) error {
 	before, _, d, err := t.find()
 	if err != nil || d == nil {
 		return err
 	}
-	if t.stacks.has(before, suspended) { // who resumes it, does so by its name
+	if t.stacks.has(before, suspended) { // it is resumed by its name
 		return fmt.Errorf("%w: writes to it are held back", errdefs.ErrBusy)
 	}
 	if err := dm.Rename(before, after); err != nil {
@@ -383,7 +387,7 @@ func (t top) renameTop(after string) error {
 	return nil
 }
 
-// Mirrors are the volumes of a pool that are mirrored, and those of which Switch was cut short.
+// Mirrors returns the volumes of a pool that have a mirror, and those whose Switch was cut short.
 func (s *Stacks) Mirrors(ctx context.Context, pool blockdev.Pool) (found []blockdev.Ref, err error) {
 	seats, err := s.seats(pool)
 	for _, l := range seats {
@@ -395,7 +399,7 @@ func (s *Stacks) Mirrors(ctx context.Context, pool blockdev.Pool) (found []block
 	return found, err
 }
 
-// moves reports whether a seat is a mirror, or over a device that is not its pool's.
+// moves reports whether a seat is a mirror, or is over a device that is not of its pool.
 func (s seat) moves(ctx context.Context) (bool, error) {
 	_, _, d, err := s.find()
 	if err != nil || d == nil || !d.Live {
@@ -408,13 +412,13 @@ func (s seat) moves(ctx context.Context) (bool, error) {
 	return err == nil && !its, err
 }
 
-// top returns the volume's top, be it there or not; false if it can have none.
+// top returns the volume's top, whether it is attached or not; false if it cannot have one.
 func (s Stack) top() (top, bool) {
 	names, ok := blockdev.As[blockdev.Stackable](s.pool)
 	return top{s.stacks, names, s.pool, s.ref}, ok && s.stacks.hasMapper()
 }
 
-// seat returns the volume's; errdefs.ErrUnsupported if it has none.
+// seat returns the volume's seat; errdefs.ErrUnsupported if it has none.
 func (s Stack) seat() (d *dm.Device, err error) {
 	t, can := s.top()
 	if can {
@@ -426,7 +430,7 @@ func (s Stack) seat() (d *dm.Device, err error) {
 	return d, err
 }
 
-// moving says of which volume an error is, and what was done.
+// moving adds to an error of do what was being done, and to which volume.
 func (s Stack) moving(what string, do func() error) error {
 	if err := do(); err != nil {
 		return fmt.Errorf("%s, %s of pool %s: %w", what, s.ref, s.pool.Name(), err)

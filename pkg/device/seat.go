@@ -15,23 +15,23 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// seat is a device of the device mapper that shows the pool's own, or, while the volume moves, is a mirror of that and of the device it moves to
-// (Stack.Mirror). It is below the encryption, so that a move needs no key, and all above it stays what it is.
+// seat is a device of the device mapper over the pool's device, or over what marks. While the volume moves it is a mirror of that and of the device that
+// the volume moves to (Stack.Mirror). It is below the encryption, so a move needs no key, and all devices above stay as they are.
 //
-// It goes with its last user, as a crypt does. It is called as the top is, and a suffix; a move to another pool changes the names (Stack.Switch).
+// It goes with its last user, as a crypt does. Its name is the top's and a suffix; a move to another pool changes it (Stack.Switch).
 type seat struct{ top }
 
 const seatSuffix = "-seat"
 
 func isSeat(l layer) bool { _, is := l.(seat); return is }
 
-// movable is the UUID of a seat, or of a top over one, of a pool that gives tops this UUID. A move leaves it as it is: it is said of another pool then, and that pool
-// may give a device the same one.
+// movable returns a UUID for a seat, or for a top over one: that which the pool gives its tops, and a random suffix. A move changes the device's name and
+// not its UUID, so without the suffix a pool could later give another device the same one.
 func movable(uuid string) string { return fmt.Sprintf("%s-movable-%08x", uuid, rand.Uint32()) }
 
 var movablePattern = regexp.MustCompile(`^LVM-.+-movable-[0-9a-f]{8}$`)
 
-// isMovable reports whether a UUID is one that movable gives, for whatever pool. lvm2 reads no device that has it: see blockdev.Stackable.
+// isMovable reports whether a UUID is one of movable, of any pool. lvm2 reads no device that has one: see blockdev.Stackable.
 func isMovable(uuid string) bool { return movablePattern.MatchString(uuid) }
 
 func (s seat) find() (name, uuid string, d *dm.Device, err error) { return s.findAs(seatSuffix) }
@@ -41,7 +41,7 @@ func (s seat) attach(_ context.Context, below blockdev.Device, _ Options) (_ blo
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	if d == nil || !d.Live { // without a table: who made it was cut short
+	if d == nil || !d.Live { // without a table: a crash came before it had one
 		d, err = lay(name, d != nil, func() error { return dm.Make(name, movable(uuid), dm.Linear(below.Number, below.Size)) })
 		if err != nil {
 			return blockdev.Device{}, err
@@ -60,7 +60,7 @@ func (s seat) attach(_ context.Context, below blockdev.Device, _ Options) (_ blo
 
 var errMoves = fmt.Errorf("%w: it moves while it is used, and does not grow until that has ended", errdefs.ErrUnavailable)
 
-// fit brings a seat to the size of the device that it is over; errMoves while it is a mirror, which keeps its size.
+// fit brings a seat to the size of the device below it. errMoves while it is a mirror, which keeps its size.
 func (s seat) fit(d *dm.Device, below blockdev.Device) error {
 	if fits, err := fitsOver(d, below, true); err != nil || fits {
 		return err
@@ -109,7 +109,7 @@ func (s seat) detach(ctx context.Context) error {
 	return forget(name)
 }
 
-// health: a mirror that is held is ours.
+// health leaves out a mirror that is suspended: HoldMirror has done that.
 func (s seat) health(context.Context) ([]blockdev.Problem, error) {
 	problems, err := s.healthOf(seatSuffix)
 	if err != nil || len(problems) == 0 {
@@ -125,8 +125,8 @@ func (s seat) health(context.Context) ([]blockdev.Problem, error) {
 	return problems, nil
 }
 
-// recover puts right what a crash left: a device without a table, suspended for a table that was not finished, or not yet to go with its last user. A
-// mirror stays one, and stays held if it was: who carries the volume knows what it waits for.
+// recover repairs a seat after a crash: a device without a table, or suspended for a table that was not finished, or that does not go with its last user
+// yet. A mirror stays one, and stays held if it was: whoever moves the volume decides.
 func (s seat) recover(ctx context.Context) error {
 	name, _, d, err := s.find()
 	if err == nil {
@@ -150,7 +150,7 @@ func (s seat) recover(ctx context.Context) error {
 	return nil
 }
 
-// Seated reports whether the kernel has a seat of a volume, of whatever pool: also of one that is not open, and so cannot say what that is called.
+// Seated reports whether the kernel has a seat of a volume, of any pool. It is for pools that are not open, and so cannot tell the seat's name.
 func (s *Stacks) Seated(ref blockdev.Ref) (bool, error) {
 	if !s.hasMapper() {
 		return false, nil
@@ -161,7 +161,7 @@ func (s *Stacks) Seated(ref blockdev.Ref) (bool, error) {
 	}), err
 }
 
-// seats returns those of all volumes of a pool that have one.
+// seats returns the seats of all volumes of a pool that have one.
 func (s *Stacks) seats(pool blockdev.Pool) ([]seat, error) {
 	tops, err := s.under(pool, seatSuffix)
 	var found []seat

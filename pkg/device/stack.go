@@ -1,10 +1,10 @@
-// Package device is what stands between the bytes of a volume and those who use them: a stack of devices, each over the one
-// below it. The lowest is the device that the volume's pool attaches. Over it is one that marks what is written, if the volume is a leg, and a seat, if it may move while it is used. The highest, where the kernel has a device mapper, is one
-// of our own (top), which everybody above sees: it is mounted, or handed out. Without a device mapper the pool's device is the
-// whole stack.
+// Package device is the stack of devices between the bytes of a volume and their users: each device is over the one below it. The lowest is the device
+// that the volume's pool attaches (bottom). Over it are, in this order, where the volume has them: a device that marks what is written (marked), for a
+// leg; a seat, for a volume that may move while it is used; and the open device of an encrypted volume (crypt). The highest is the top, which is mounted
+// or handed out. Without a device mapper the pool's device is the whole stack.
 //
-// Nothing of a stack is written down. Which layers a volume has follows from the volume, and which of them are up from the
-// kernel. So a crash at any point leaves what the next Attach goes on from, or what Recover takes away.
+// Nothing of a stack is written down. Which layers a volume has follows from the volume, and which of them are up from the kernel. So a crash at any point
+// leaves what the next Attach goes on from, or what Recover takes away.
 package device
 
 import (
@@ -30,32 +30,32 @@ type layer interface {
 	// attach makes the layer's device over the one below, which the caller holds open, or finds the one that is there. The
 	// caller holds what it returns until it closes it.
 	attach(ctx context.Context, below blockdev.Device, o Options) (blockdev.Device, error)
-	// attached returns the layer's devices, and the numbers of those that they are over.
+	// attached returns the layer's devices, and the numbers of the devices that they are over.
 	attached(ctx context.Context) (devices []blockdev.Device, below []uint64, err error)
-	// grow brings the layer's device to the size of the one below. key is that of a volume that is encrypted, if there is one.
+	// grow brings the layer's device to the size of the one below. key is that of an encrypted volume; nil if the caller has none.
 	grow(ctx context.Context, key luks.Key) error
 	// suspend holds back all writes to the layer's device until resume is called, which may be called again. resume is nil
 	// if the layer cannot, or has no device: nothing is held back then.
 	suspend(ctx context.Context) (resume func() error, err error)
-	// detach takes the layer's devices away; errdefs.ErrInUse if something still holds one, which then goes with its last user.
+	// detach removes the layer's devices. errdefs.ErrInUse if one is held open: it then goes with its last user.
 	detach(ctx context.Context) error
-	// health is what is wrong with the layer.
+	// health returns what is wrong with the layer.
 	health(ctx context.Context) ([]blockdev.Problem, error)
 }
 
 // Stacks are the stacks of the volumes of one node.
 type Stacks struct {
 	mu     sync.Mutex
-	mapper bool                     // the kernel has a device mapper; once it has, it keeps it
-	marks  map[mark]map[string]bool // what the kernel does not tell of tops, by their names
+	mapper bool                     // the kernel has a device mapper; it is never set back to false
+	marks  map[mark]map[string]bool // names of the devices that have a mark
 }
 
-// mark is something that the kernel does not tell of a top. A driver that was just started knows of none, but for what Recover finds.
+// mark is a fact about a device that the kernel does not tell. It is lost when the driver ends; Recover finds leaving again.
 type mark int
 
 const (
-	suspended mark = iota // by us
-	leaving               // it was kept, was detached, and is still held
+	suspended mark = iota // this process has suspended it
+	leaving               // it is detached, and a process that was given it holds it open: nobody may attach it
 )
 
 // mark sets or takes away a mark of a device.
@@ -111,8 +111,8 @@ type Stack struct {
 // Of returns the stack of a volume in a pool. It asks nobody, and the volume need not be there.
 func (s *Stacks) Of(pool blockdev.Pool, ref blockdev.Ref) Stack { return Stack{s, pool, ref} }
 
-// layers returns the layers that the volume can have, from the lowest: whether it is encrypted, only its record says. A pool that may be open later is opened for that; while it is not, it
-// answers for all of them.
+// layers returns the layers that the volume can have, from the lowest. It does not know whether the volume is encrypted or a leg: only the record says. A
+// pool that opens late is asked first, so that it may open; while it is not open, the lowest layer alone is returned, and the pool answers for all.
 func (s Stack) layers(ctx context.Context) []layer {
 	if blockdev.Unwrap(s.pool) == nil {
 		_, _ = s.pool.Attached(ctx, s.ref) // what is wrong is what the lowest layer says
@@ -125,7 +125,7 @@ func (s Stack) layers(ctx context.Context) []layer {
 	return layers
 }
 
-// wanted returns those of the layers that an attached volume is to have; errdefs.ErrUnsupported if it is encrypted, and that cannot be had.
+// wanted returns the layers that an attached volume is to have. errdefs.ErrUnsupported if it is encrypted or guarded, and the kernel has no device mapper.
 func (s Stack) wanted(ctx context.Context, o Options) ([]layer, error) {
 	layers := s.layers(ctx)
 	if len(layers) == 1 {
@@ -155,7 +155,8 @@ func (s Stack) wanted(ctx context.Context, o Options) ([]layer, error) {
 	}), err
 }
 
-// has reports whether a volume has a layer that not all have, or is to get it, as is asked for: what is up without it stays so until it is detached.
+// has reports whether the volume has an optional layer, or is to get it because it is asked for. A stack that is up above that layer keeps what it has
+// until it is detached. layers are all that the volume can have; is recognises the one.
 func (s Stack) has(ctx context.Context, layers []layer, is func(layer) bool, asked bool) (bool, error) {
 	up := false
 	for _, l := range slices.Backward(layers[1:]) {
@@ -173,24 +174,24 @@ func (s Stack) has(ctx context.Context, layers []layer, is func(layer) bool, ask
 
 // Options say how to attach.
 type Options struct {
-	// Keep: the device stays until Detach, whoever holds it and whatever is done to it: it can be handed out to somebody
-	// who is not to be trusted with it. Without Keep it goes with its last user.
+	// Keep: the device stays until Detach, whoever holds it open and whatever is done to it, so it can be handed out to a user who is not trusted. Without
+	// Keep it goes with its last user.
 	Keep bool
 	// Attributes are settings of the block queue, by their names under /sys/block/DEVICE/queue.
 	Attributes map[string]string
 	// Encryption of a volume that is encrypted; nil: it is not.
 	Encryption *Encryption
-	// Seat: the volume gets a seat, so that it may move while it is used (Stack.Mirror), where the kernel has a device mapper. One that is attached
-	// stays as it is, with a seat or without.
+	// Seat: the volume gets a seat, so that it may move while it is used (Stack.Mirror), where the kernel has a device mapper. An attached volume stays as
+	// it is, with a seat or without.
 	Seat bool
-	// Marking: what is written to the volume is marked, where the kernel has a device mapper. One that is attached stays as it is, with marks or without.
+	// Marking: what is written to the volume is marked, where the kernel has a device mapper. An attached volume stays as it is, with marks or without.
 	Marking *Marking
-	// Guarded: the device fails all that is written to it, whoever has it: the volume is read by many. It is kept.
+	// Guarded: the device fails all writes, whoever has it open, because several nodes read the volume.
 	Guarded bool
 }
 
-// Severed is errdefs.ErrPrecondition if what a device of the volume is over was taken from under it, as a connection that has ended. Who
-// has such a device open gets errors, and is to: laid over anything again, it would bring to the volume what he wrote before.
+// Severed returns errdefs.ErrPrecondition if a device of the volume is there and what it is over is gone, as after the end of a connection. Such a device
+// must not be laid over anything again: it would then write what its users wrote before. Until it is detached they get errors.
 func (s Stack) Severed(ctx context.Context) error { return s.severed(ctx, s.layers(ctx)) }
 
 func (s Stack) severed(ctx context.Context, layers []layer) error {
@@ -207,7 +208,7 @@ func (s Stack) severed(ctx context.Context, layers []layer) error {
 	return nil
 }
 
-// Open reports whether anybody has the highest device of the volume open, as who has mounted it. One that is handed out need not be open.
+// Open reports whether the top of the volume is open, as it is while it is mounted. A device that is handed out need not be open.
 func (s Stack) Open() (bool, error) {
 	t, can := s.top()
 	if !can {
@@ -217,17 +218,17 @@ func (s Stack) Open() (bool, error) {
 	return d != nil && d.Opens > 0, err
 }
 
-// present reports whether the kernel has a device, and not just somebody who holds what is left of it.
+// present reports whether the kernel still has a device; what a process holds open may be gone for all others.
 func present(number uint64) bool {
 	_, err := os.Stat("/sys/dev/block/" + dm.Number(number))
 	return !errors.Is(err, os.ErrNotExist)
 }
 
-// attachTries bounds how often a device that goes away while it is opened is looked for again.
+// attachTries is how often Attach looks again for a device that vanishes while it is opened, before it fails.
 const attachTries = 5
 
-// Attach makes the volume a device of this machine, or finds the one that is there. Closing the device is the end of the caller's
-// hold on it. errdefs.ErrInUse if it is attached with another Keep; errdefs.ErrPrecondition as Severed; ErrMarks; for the rest as blockdev.Pool.Attach.
+// Attach makes the volume a device of this machine, or finds the one that is there. The caller closes it to end its hold. Errors: errdefs.ErrInUse if it
+// is attached with another Keep or Guarded, errdefs.ErrPrecondition as for Severed, ErrMarks if only the marks fail; else those of blockdev.Pool.Attach.
 func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	for try := 0; ; try++ {
 		device, err := s.attach(ctx, o)
@@ -271,7 +272,7 @@ func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	return device, err
 }
 
-// attachAll attaches layers from the lowest; each holds the one below it. Only the last one is to be kept.
+// attachAll attaches layers from the lowest, and returns the last one's device. Each holds the one below it. o.Keep is for the last one only.
 func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockdev.Device, error) {
 	var device blockdev.Device
 	seated := slices.ContainsFunc(layers, isSeat)
@@ -289,8 +290,7 @@ func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockd
 	return device, nil
 }
 
-// Attached lists the devices of the volume that may be used, from the kernel; no record is needed. What is below one of them is
-// left out.
+// Attached lists the devices of the volume that may be used: those that none of its other devices is over. It asks the kernel, and needs no record.
 func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 	var found []blockdev.Device
 	covered := map[uint64]int{} // index in found of what is over a device
@@ -313,9 +313,8 @@ func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 	return found, nil
 }
 
-// Grow brings all of the stack to the size of the pool's device, after blockdev.Pool.Expand, which leaves that with the size
-// of the volume. It is needed again after a crash between the two. One that is encrypted and attached needs its key for that:
-// luks.ErrNoKey without. ErrMarks if there is no room for the marks of what is larger.
+// Grow brings the whole stack to the size of the pool's device. It has to be called after blockdev.Pool.Expand, and again after a crash between the two.
+// An encrypted volume that is attached needs its key: luks.ErrNoKey without. ErrMarks if there is no room for the marks of the larger volume.
 func (s Stack) Grow(ctx context.Context, key luks.Key) error {
 	for _, l := range s.layers(ctx) {
 		if err := l.grow(ctx, key); err != nil {
@@ -325,8 +324,8 @@ func (s Stack) Grow(ctx context.Context, key luks.Key) error {
 	return nil
 }
 
-// Suspend holds back all writes to the volume until resume is called, which may be called again. What the page cache
-// holds is written before. resume is nil where nothing can be held back.
+// Suspend holds back all writes to the volume until resume is called, which may be called again. It first writes out the page cache of the device. resume
+// is nil where nothing can be held back.
 func (s Stack) Suspend(ctx context.Context) (resume func() error, err error) {
 	for _, l := range slices.Backward(s.layers(ctx)) {
 		if resume, err = l.suspend(ctx); err != nil || resume != nil {
@@ -359,8 +358,8 @@ func flush(path string) error {
 	return nil
 }
 
-// Detach takes all devices of the volume away, from the highest; no record is needed. errdefs.ErrInUse if something still holds
-// one: it goes with its last user, and takes what is below it along.
+// Detach removes all devices of the volume, from the highest. It needs no record. errdefs.ErrInUse if one is held open: it goes with its last user, and
+// what is below it goes too.
 func (s Stack) Detach(ctx context.Context) error {
 	for _, l := range slices.Backward(s.layers(ctx)) {
 		if err := l.detach(ctx); err != nil {
@@ -370,7 +369,7 @@ func (s Stack) Detach(ctx context.Context) error {
 	return nil
 }
 
-// DetachLowest is Detach of what is left below a seat that is over other devices now.
+// DetachLowest detaches the pool's device, and what marks over it, after the seat has been switched to other devices.
 func (s Stack) DetachLowest(ctx context.Context) error {
 	if t, can := s.top(); can {
 		m := marked{t}
@@ -394,7 +393,7 @@ func (s Stack) Health(ctx context.Context) ([]blockdev.Problem, error) {
 	return problems, nil
 }
 
-// errorOf says of which device an error is; a pool says it itself.
+// errorOf adds to an error of a layer which volume's device it is of; errors of a pool say it themselves.
 func (s Stack) errorOf(l layer, err error) error {
 	if _, pools := l.(bottom); err == nil || pools {
 		return err
@@ -402,7 +401,7 @@ func (s Stack) errorOf(l layer, err error) error {
 	return fmt.Errorf("the device over %s of pool %s: %w", s.ref, s.pool.Name(), err)
 }
 
-// Orphans are the devices of a pool's volumes that were attached with Keep. The caller knows which of them are still wanted.
+// Orphans returns the devices of a pool's volumes that were attached with Keep. The caller knows which of them are still wanted.
 func (s *Stacks) Orphans(ctx context.Context, pool blockdev.Pool) (map[blockdev.Ref][]blockdev.Device, error) {
 	bare, err := pool.Orphans(ctx)
 	if err != nil {
@@ -424,7 +423,7 @@ func (s *Stacks) Orphans(ctx context.Context, pool blockdev.Pool) (map[blockdev.
 	return found, err
 }
 
-// Volumes are the volumes of a pool that have a device of ours, or one that nothing is over; no record is needed.
+// Volumes returns the volumes of a pool that have a top, or a pool's device that was kept with nothing over it. It needs no record.
 func (s *Stacks) Volumes(ctx context.Context, pool blockdev.Pool) ([]blockdev.Ref, error) {
 	bare, err := pool.Orphans(ctx)
 	if err != nil {
@@ -438,28 +437,28 @@ func (s *Stacks) Volumes(ctx context.Context, pool blockdev.Pool) ([]blockdev.Re
 	return found, err
 }
 
-// Recover puts right what a crash left of the stacks of a pool, which nobody else uses yet: devices without a table, suspended,
-// of another size than what is below them, or with a table that an older driver made. A mirror stays one, and goes on. What cannot be put right is logged.
+// Recover repairs what a crash left of the stacks of a pool, before anybody uses them: devices without a table, suspended, of another size than what is
+// below them, or with a table of an older driver. A mirror stays one, and goes on. What cannot be repaired is logged.
 func (s *Stacks) Recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := s.probe(); err != nil {
 		return err
 	}
 	markings, err := s.markings(pool)
-	for _, l := range markings { // first: what is over one of them grows with it
+	for _, l := range markings { // from the lowest layer, as each grows to the size of the one below
 		if err := l.recover(ctx); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not put right what marks what is written to a volume; the next attach does, or the next start", "pool", pool.Name(), "object", l.ref.String())
 		}
 	}
 	seats, failure := s.seats(pool)
 	err = errors.Join(err, failure)
-	for _, l := range seats { // as these
+	for _, l := range seats { // then the seats
 		if err := l.recover(ctx); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not put right the seat of a volume; the next start tries again", "pool", pool.Name(), "object", l.ref.String())
 		}
 	}
 	crypts, failure := s.crypts(pool)
 	err = errors.Join(err, failure)
-	for _, c := range crypts { // as the seats
+	for _, c := range crypts { // then the open devices of encrypted volumes
 		if err := c.recover(ctx); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not put right the open device of an encrypted volume; the next start tries again", "pool", pool.Name(), "object", c.ref.String())
 		}

@@ -37,10 +37,10 @@ type top struct {
 	ref    blockdev.Ref
 }
 
-// find returns the name and UUID of the top, and its device; nil if that is not there.
+// find returns the name and UUID of the top, and its device; nil if there is none.
 func (t top) find() (name, uuid string, d *dm.Device, err error) { return t.findAs("") }
 
-// findAs is find, of the device that is called as the top is, and a suffix.
+// findAs is find for the device of a lower layer, whose name is the top's and a suffix. A device of that name with a foreign UUID does not count.
 func (t top) findAs(suffix string) (name, uuid string, d *dm.Device, err error) {
 	name, uuid, before, err := t.names.Top(t.ref)
 	if err != nil {
@@ -79,7 +79,7 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 				err = errors.Join(err, removed)
 			}
 		}()
-	} else if err := errors.Join(t.fit(d, uuid, below), told(d, o.Guarded)); err != nil { // who made it may have been cut short before it was told
+	} else if err := errors.Join(t.fit(d, uuid, below), told(d, o.Guarded)); err != nil { // a crash may have come before told
 		return blockdev.Device{}, err
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
@@ -95,10 +95,10 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 	return device.Held(f.Close), nil
 }
 
-// lowest is the path of the lowest device of a stack up to one of its devices.
+// lowest returns the path of the lowest device below d, or of d.
 func lowest(d blockdev.Device) string { return cmp.Or(d.Below, d.Path) }
 
-// serves reports whether a device that is there can be had as is asked for.
+// serves reports whether the device that is there fits the options: the same Keep and Guarded, and not leaving.
 func (t top) serves(d *dm.Device, o Options) (bool, error) {
 	if !d.Live {
 		return true, nil
@@ -110,7 +110,8 @@ func (t top) serves(d *dm.Device, o Options) (bool, error) {
 	return guarded == o.Guarded, err
 }
 
-// lay makes a device, or gives the one that is there and has none a table.
+// lay calls show to make a device, or to give one that is there without a table its table, and returns the device. errdefs.ErrPrecondition if a foreign
+// device has the name.
 func lay(name string, there bool, show func() error) (*dm.Device, error) {
 	if other, err := dm.Find(name); err != nil || !there && other != nil {
 		return nil, cmp.Or(err, fmt.Errorf("%w: a device %s is there that is not of this pool; remove or rename it", errdefs.ErrPrecondition, name))
@@ -125,7 +126,7 @@ func lay(name string, there bool, show func() error) (*dm.Device, error) {
 	return d, err
 }
 
-// fit brings a top to the size of the device that it is over.
+// fit brings a top to the size of the device below it.
 func (t top) fit(d *dm.Device, uuid string, below blockdev.Device) error {
 	guarded, err := dm.Guarded(d.Name)
 	if err != nil {
@@ -137,14 +138,15 @@ func (t top) fit(d *dm.Device, uuid string, below blockdev.Device) error {
 	return show(d.Name, uuid, below, guarded)
 }
 
-// fitsOver reports whether a device is as large as what it is over, and, if it is to be flushed, is where that is. The kernel finds that out when it gets a table; what is below may be on another disk since, which has a cache that could be lost (pvmove).
+// fitsOver reports whether a device needs no new table: it has the size of the one below, and if flushed is set and that one has to be flushed, so has it.
+// The kernel decides the latter when it gets a table, and what is below may since be on another disk with a volatile cache (pvmove).
 func fitsOver(d *dm.Device, below blockdev.Device, flushed bool) (bool, error) {
 	size, err := d.Size()
 	return size == below.Size && (!flushed || dm.Flushed(d.Number) || !dm.Flushed(below.Number)), err
 }
 
-// show gives the device a table. To one that is guarded nothing is written that could be flushed: as the kernel takes a flush for a write, it is told that there is
-// no cache, each time, for a table says what there is.
+// show gives the device a table. A guarded device fails all writes, and the kernel takes a flush for a write. So after each table it is told that there is
+// no cache to flush, because the table sets that anew.
 func show(name, uuid string, below blockdev.Device, guarded bool) error {
 	if !guarded {
 		return dm.Show(name, uuid, below.Number, below.Size, false)
@@ -159,7 +161,7 @@ func show(name, uuid string, below blockdev.Device, guarded bool) error {
 	return told(d, true)
 }
 
-// told has a device that is guarded have no cache.
+// told sets the write cache of a guarded device to "write through", so that the kernel sends it no flushes. It does nothing for other devices.
 func told(d *dm.Device, guarded bool) error {
 	if !guarded {
 		return nil
@@ -177,7 +179,7 @@ func (t top) attached(context.Context) (devices []blockdev.Device, below []uint6
 	return shown(d, d != nil && !d.Deferred)
 }
 
-// shown is layer.attached of a device of the device mapper; nil, or without a table, it is not attached.
+// shown returns what layer.attached returns for one device of the device mapper. A nil device, or one without a table, is not attached.
 func shown(d *dm.Device, kept bool) (devices []blockdev.Device, below []uint64, err error) {
 	if d == nil || !d.Live {
 		return nil, nil, nil
@@ -193,7 +195,8 @@ func shown(d *dm.Device, kept bool) (devices []blockdev.Device, below []uint64, 
 	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size, Kept: kept}}, below, err
 }
 
-// below returns what a top is over: the volume's open device if it is encrypted, or else its seat, what marks, or the pool's device; false if none is it.
+// below returns the device of the volume's other layers that the top is over: the open device of an encrypted volume, the seat, what marks, or the pool's.
+// False if it is over none of them.
 func (t top) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
 	return belowOf(ctx, d, crypt{t}, seat{t}, marked{t}, bottom{t.pool, t.ref})
 }
@@ -215,7 +218,7 @@ func (t top) grow(ctx context.Context, _ luks.Key) error {
 
 func (t top) suspend(context.Context) (resume func() error, err error) {
 	name, uuid, d, err := t.find()
-	if err != nil || d == nil || !d.Live || d.Suspended { // suspended by somebody else, who ends it when he likes
+	if err != nil || d == nil || !d.Live || d.Suspended { // if suspended, then by another tool, which may resume it at any time
 		return nil, err
 	}
 	if err := flush(d.Path()); err != nil { // what the page cache of a raw device holds
@@ -227,15 +230,14 @@ func (t top) suspend(context.Context) (resume func() error, err error) {
 	return t.stacks.hold(name, 0)
 }
 
-// A device that stays suspended cannot be written to, and nobody who waits for it can be killed, so it is tried to resume it this
-// often.
+// A process that waits for a suspended device cannot be killed. So resuming is tried this often, with this pause.
 const (
 	resumeTries = 10
 	resumePause = 100 * time.Millisecond
 )
 
-// hold suspends a device until resume is called, which may be called again. It brings a table into effect that was loaded meanwhile. event
-// is what udev is told.
+// hold suspends a device until resume is called, which may be called again. resume also brings a table into effect that was loaded meanwhile. event is
+// what udev is told.
 func (s *Stacks) hold(name string, event uint32) (resume func() error, err error) {
 	s.mark(name, suspended, true)
 	if err := dm.Suspend(name); err != nil {
@@ -264,13 +266,13 @@ func (t top) detach(ctx context.Context) error {
 		return err
 	}
 	inUse, err := removed(ctx, d)
-	if inUse && !d.Deferred { // whoever was given it has it still, so nobody may mount it
+	if inUse && !d.Deferred { // a process that was given the device still has it, so nobody may mount it
 		t.stacks.mark(name, leaving, true)
 	}
 	return err
 }
 
-// removed takes a device away; errdefs.ErrInUse if it is held.
+// removed removes a device; errdefs.ErrInUse, and true, if it is held open.
 func removed(ctx context.Context, d *dm.Device) (inUse bool, err error) {
 	inUse, err = dm.RemoveNow(ctx, d.Name)
 	if err == nil && inUse {
@@ -281,10 +283,10 @@ func removed(ctx context.Context, d *dm.Device) (inUse bool, err error) {
 
 func (t top) health(context.Context) ([]blockdev.Problem, error) { return t.healthOf("") }
 
-// healthOf is the health of the device that is called as the top is, and a suffix.
+// healthOf returns the problem of the device with a suffix that another tool has suspended.
 func (t top) healthOf(suffix string) ([]blockdev.Problem, error) {
 	name, _, d, err := t.findAs(suffix)
-	for range 2 { // we may have resumed it since
+	for range 2 { // this process may have resumed it between the two looks
 		if err != nil || d == nil || !d.Live || !d.Suspended || t.stacks.has(name, suspended) {
 			return nil, err
 		}
@@ -297,8 +299,8 @@ func (t top) healthOf(suffix string) ([]blockdev.Problem, error) {
 		"somebody suspended %s, the device of %s of pool %s, and all who write to it wait; end that with: dmsetup resume %s", d.Path(), t.ref, t.pool.Name(), name)}}, nil
 }
 
-// recover puts right what a crash, or an older driver, left of a top. A table that was loaded and not brought into effect may be of a
-// growth that was not finished, so what is in effect stays, and grow comes after it.
+// recover repairs a top after a crash, or one that an older driver made. A loaded table that is not in effect may be of an unfinished growth: it is
+// dropped, and grow follows.
 func (t top) recover(ctx context.Context) error {
 	name, uuid, d, err := t.find()
 	if err != nil || d == nil {
@@ -328,7 +330,7 @@ func (t top) recover(ctx context.Context) error {
 	return t.grow(ctx, nil)
 }
 
-// isHeld reports whether a device is open, and nothing that needs it for itself alone has it, as a filesystem does that is mounted: a process was given it.
+// isHeld reports whether processes have a device open that they were given: it is open, and has no exclusive holder, as a mounted filesystem is one.
 func isHeld(d *dm.Device) bool {
 	if d.Opens == 0 {
 		return false
@@ -340,8 +342,7 @@ func isHeld(d *dm.Device) bool {
 	return err == nil
 }
 
-// seal brings a top that an older driver made, with a single target, to a table that passes no ioctls down (dm.Show); also one that
-// is in use.
+// seal gives a top of an older driver, also one in use, a table that passes no ioctls down (dm.Show).
 func (t top) seal(ctx context.Context, d *dm.Device, uuid string) error {
 	if d.Targets != 1 {
 		return nil
