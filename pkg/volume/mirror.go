@@ -98,7 +98,7 @@ func (e *Everywhere) ReleaseMirror(ctx context.Context, id ID) error {
 	return stack.ReleaseMirror(ctx)
 }
 
-// Unmirror goes on over the old home alone: see device.Stack.Unmirror.
+// Unmirror ends the mirror of a volume and goes on over its old home alone: see device.Stack.Unmirror.
 func (e *Everywhere) Unmirror(ctx context.Context, id ID) error {
 	stack, err := e.seatedStack(ctx, id)
 	if err != nil {
@@ -107,7 +107,8 @@ func (e *Everywhere) Unmirror(ctx context.Context, id ID) error {
 	return stack.Unmirror(ctx)
 }
 
-// Switch goes on over the new home alone, which is this node (home) or not. It may be called again, also after a crash at any point of it.
+// Switch ends the mirror of a volume and goes on over its new home alone. home: that is this node. It may be called again, also after a crash at any point
+// of it.
 func (e *Everywhere) Switch(ctx context.Context, id ID, home bool) error {
 	from, err := e.seatedStack(ctx, id)
 	if err != nil {
@@ -124,7 +125,7 @@ func (e *Everywhere) Switch(ctx context.Context, id ID, home bool) error {
 	return from.Switch(ctx, to)
 }
 
-// Mirrors returns the volumes that have a mirror. The ID of one of another node has no pool.
+// Mirrors returns the volumes that have a mirror. The IDs of those of other nodes name no pool.
 func (e *Everywhere) Mirrors(ctx context.Context) (ids []ID, err error) {
 	for _, l := range []*Local{e.Local, e.others} {
 		for _, pool := range l.openPools() {
@@ -141,8 +142,8 @@ func (e *Everywhere) Mirrors(ctx context.Context) (ids []ID, err error) {
 // Throttle sets for how much of the time, in per cent, the kernel may copy: see device.Throttle.
 func (e *Everywhere) Throttle(percent int) error { return device.Throttle(percent) }
 
-// AttachLeg attaches what this node's own pool has of a volume that moves here. The caller closes the device once the mirror is over it; it then goes with
-// the mirror.
+// AttachLeg attaches the copy in this node's own pool of a volume that moves here. The caller closes the device once the mirror is over it. It is detached
+// with the mirror.
 func (e *Everywhere) AttachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	pool, ref, err := e.Local.object(id, blockdev.Volume)
 	if err != nil {
@@ -151,7 +152,7 @@ func (e *Everywhere) AttachLeg(ctx context.Context, id ID) (blockdev.Device, err
 	return pool.Attach(ctx, ref, blockdev.Attachment{})
 }
 
-// DetachLeg detaches the device of this node's own pool after the volume has moved from here, and nothing is over the device any more.
+// DetachLeg detaches the device of this node's own pool after the volume has moved from here, once nothing is over that device any more.
 func (e *Everywhere) DetachLeg(ctx context.Context, id ID) error {
 	pool, ref, err := e.Local.object(id, blockdev.Volume)
 	if err != nil {

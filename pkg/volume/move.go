@@ -17,41 +17,43 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume moves to another node while nobody uses it (docs/decisions/moving.md). Its home seals it (Seal): from then on nothing here uses it before it is
-// certain that it stays. The new node copies the bytes (CopyIn), as an unfinished copy that nobody can use. When the cluster says that the volume is the new
-// node's, that node makes the copy a volume (Arrive), and only then the old one removes its own (Depart).
+// A volume moves to another node while nobody uses it (docs/decisions/moving.md). Its home seals it (Seal): from then on nothing uses the volume there
+// until it is certain that it stays. The new node copies the bytes (CopyIn), as an unfinished copy that nobody can use. Once the cluster says that the
+// volume is the new node's, that node makes the copy a volume (Arrive). Only then the old node removes its own (Depart).
 
-// Moves knows whether volumes move.
+// Moves tells whether sealed volumes move.
 type Moves interface {
-	// Stays returns nil if a volume that is sealed in a pool of this node will not move before its use has ended. ErrPrecondition if it is not there any more;
-	// ErrUnavailable if that cannot be found out now, or it is about to move. used is the generation of the claim of its consumer, if it is sealed for that
-	// (SealFor), else 0: then a pin of the volume by that consumer is refused from now on.
+	// Stays returns nil if a volume that is sealed in a pool of this node will not move before its use has ended. ErrPrecondition if the volume is at
+	// another home now; ErrUnavailable if that cannot be found out now, or the volume is about to move. used is the generation of the consumer's claim if
+	// the volume is sealed for its consumer (SealFor), else 0. With used, the consumer can no longer pin the volume after success.
 	Stays(ctx context.Context, id ID, pool string, used int64) error
 	// IsHere returns nil if a volume that is sealed in a pool of this node is still there: it may move right after that. Errors are those of Stays.
 	IsHere(ctx context.Context, id ID, pool string) error
 }
 
-// SetMoves sets who knows whether volumes move. It has to be called before anything uses a volume; without it no volume moves.
+// SetMoves sets the Moves. It has to be called before anything uses a volume. Without it no sealed volume can be used.
 func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are the labels of a record that are about its use on its node. They do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
 	labelPool, labelCarried, labelLeft, labelTold}
 
-// usedLabels are those of the homeLabels that move with a volume that is in use, as that use goes on.
+// usedLabels are the homeLabels that do move with a volume in use, as its use goes on.
 var usedLabels = []string{labelTarget, labelFlags}
 
 // movedLabels are the labels that move with a volume, besides those of mutable parameters.
 var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelDiscards, labelHeader, labelSeparate, labelAccess, labelTimeout,
 	labelSource, labelNamespace, labelClaim, labelPV, labelMade, labelCame, labelReplicaOf, labelMarks, labelLeg}
 
-// AnyClaims, as the claims of Seal, leaves a seal as it is, whatever count it is for.
+// AnyClaims, as the claims of Seal, keeps a seal for whatever count of claims.
 const AnyClaims = -1
 
-// Seal seals a volume, unless it is sealed, and returns it as the origin of its move. Origin.Created is when it was sealed: as long as that is the same, so
-// are the bytes. A seal is for a count of claims, and is made anew after a further claim, as an older driver, which knows no seals, may have written then.
-// ErrInUse while the volume is attached or exported. ErrPrecondition for what has left this node (Left); and with AnyClaims, if it is sealed for its consumer
-// (SealFor), who went on elsewhere. The caller has the lock, now and while it reads.
+// Seal seals a volume, unless it is sealed, and returns it as the origin of its move. Origin.Created is the time of the seal: as long as that is the same,
+// so are the bytes. A seal is for a count of claims. After a further claim it is made anew, as an older driver, which knows no seals, may have written.
+// The caller holds the lock of the volume, now and while it reads the origin.
+//
+// ErrInUse while the volume is attached or exported. ErrPrecondition if it has left this node (Left); and with AnyClaims, if it is sealed for its consumer
+// (SealFor), who has written elsewhere since.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -66,7 +68,7 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
 	}
-	if claims != AnyClaims { // which are those of a volume that is said to be here
+	if claims != AnyClaims { // the caller says how often the volume was claimed here
 		if err := l.notLeft(id, record); err != nil {
 			return Origin{}, err
 		}
@@ -84,12 +86,12 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	return l.sealed(ctx, pool, record)
 }
 
-// seal is since when a volume is sealed, and after how many claims. One for its user says by which claim that uses the volume, which goes on: its record does not
-// change, and its bytes are no others than its user's.
+// seal is since when a volume is sealed, and after how many claims. A seal for a consumer (SealFor) has the generation of its claim: the consumer goes on
+// to write, and until the seal ends the record does not change.
 type seal struct {
 	since  time.Time
 	claims int64
-	used   int64 // generation; 0: nobody uses it
+	used   int64 // generation of the claim of the consumer; 0: nobody uses the volume
 }
 
 func (s seal) label() string {
@@ -100,7 +102,8 @@ func (s seal) label() string {
 	return label
 }
 
-// sealTime is that of a seal, or a description, of now, as it is kept and told: later than all that its record says were told before, also if the clock was set back since.
+// sealTime returns the time for a new seal or description: now, in microseconds. If the clock was set back, it is still later than any time that the
+// record says was told before.
 func sealTime(record blockdev.Record) time.Time {
 	before, _ := sealOf(record)
 	described, _ := time.Parse(time.RFC3339Nano, record.Labels[labelTold])
@@ -113,12 +116,12 @@ func sealTime(record blockdev.Record) time.Time {
 	return now
 }
 
-// setTold notes in the labels of a record that a time was told.
+// setTold notes in the labels of a record that a time was told to others.
 func setTold(labels map[string]string, at time.Time) {
 	labels[labelTold] = at.UTC().Format(time.RFC3339Nano)
 }
 
-// setSeal has the record of a volume say how it is sealed.
+// setSeal writes a seal into the record of a volume.
 func setSeal(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s seal) (blockdev.Record, error) {
 	return pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 		labels[labelSealed] = s.label()
@@ -127,7 +130,7 @@ func setSeal(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s 
 	})
 }
 
-// sealOf is the seal of a record; ErrPrecondition if it has none.
+// sealOf returns the seal of a record; ErrPrecondition if there is none, or it cannot be read.
 func sealOf(r blockdev.Record) (s seal, err error) {
 	parts := strings.Split(r.Labels[labelSealed], "/")
 	if len(parts) < 2 || len(parts) > 3 {
@@ -145,7 +148,7 @@ func sealOf(r blockdev.Record) (s seal, err error) {
 	return s, nil
 }
 
-// sectorOf is the logical sector of an object's devices, in bytes.
+// sectorOf returns the logical sector of an object's devices, in bytes.
 func sectorOf(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) (sector int64, err error) {
 	err = read(ctx, pool, ref, func(f *os.File) error {
 		size, err := ioctl.SectorSize(f)
@@ -155,7 +158,7 @@ func sectorOf(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) (sector
 	return sector, err
 }
 
-// describe is a volume as the origin of a move, without its bytes.
+// describe returns a volume as the origin of a move, without its bytes.
 func (l *Local) describe(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (Origin, error) {
 	id := IDOf(pool.Name(), record)
 	sector, err := sectorOf(ctx, pool, record.Ref)
@@ -169,13 +172,14 @@ func (l *Local) describe(ctx context.Context, pool blockdev.Pool, record blockde
 	}
 	setLabel(labels, labelSource, sourceOf(pool.Name(), record).String())
 	if labels[labelReplicaOf] != "" {
-		labels[labelMarks] = markingOf(record).off().label() // they stay behind
+		labels[labelMarks] = markingOf(record).off().label() // the marks do not move
 	}
 	return Origin{ID: id, Pool: pool.Name(), Size: record.Size, Sector: sector, Contents: contentsOf(record),
 		Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]), Labels: labels}, nil
 }
 
-// sealed is a volume that is sealed, as the origin of its move.
+// sealed returns a sealed volume as the origin of its move. Origin.Read fails with ErrUnavailable once the seal or the size has changed. ErrUnsupported if
+// the pool cannot list what its volumes hold.
 func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (Origin, error) {
 	differ, ok := blockdev.As[blockdev.Differ](pool)
 	if !ok {
@@ -202,16 +206,17 @@ func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.
 	return from, err
 }
 
-// Unseal has a volume of this node that is sealed be used, if it stays; errors are those of Moves.Stays.
+// Unseal ends the seal of a volume of this node if it stays, so that it can be used. Errors are those of Moves.Stays, and ErrPrecondition if it has left
+// (Left).
 func (l *Local) Unseal(ctx context.Context, id ID) error {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
-		return errdefs.IgnoreNotFound(err) // what is missing, whoever uses it finds
+		return errdefs.IgnoreNotFound(err) // the caller will find that it is missing
 	}
 	return l.unseal(ctx, pool, record)
 }
 
-// unseal is Unseal of a volume by its record.
+// unseal is Unseal for a volume whose record the caller has.
 func (l *Local) unseal(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
@@ -224,14 +229,15 @@ func (l *Local) unseal(ctx context.Context, pool blockdev.Pool, record blockdev.
 	if err != nil {
 		return err
 	}
-	s, _ := sealOf(record) // one that cannot be read is for nobody
+	s, _ := sealOf(record) // a seal that cannot be read counts as without a consumer
 	if err := moves.Stays(ctx, id, pool.Name(), s.used); err != nil {
 		return fmt.Errorf("use volume %s, which is about to move: %w", id, err)
 	}
 	return changeLabel(ctx, pool, record.Ref, labelSealed, "")
 }
 
-// stillHere is an error for a record of a pool that is sealed, of a volume that has moved: what was written since is not in its bytes.
+// stillHere returns an error if a sealed record may be of a volume that has moved: then its bytes lack what was written since. A seal for a consumer is
+// ended first (Unseal).
 func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
@@ -240,7 +246,7 @@ func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockd
 		return err
 	}
 	if s, err := sealOf(record); err == nil && s.used != 0 {
-		return l.Unseal(ctx, id) // or what its user writes may soon be elsewhere
+		return l.Unseal(ctx, id) // or the consumer could go on to write elsewhere
 	}
 	moves, err := l.movesOf(id)
 	if err == nil {
@@ -252,7 +258,7 @@ func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockd
 	return nil
 }
 
-// movesOf returns who knows whether a volume that is sealed moves.
+// movesOf returns the Moves; ErrUnavailable outside of a cluster.
 func (l *Local) movesOf(id ID) (Moves, error) {
 	if l.moves == nil {
 		return nil, fmt.Errorf("%w: volume %s was about to move to another node of a cluster, and only there is known whether it has; start the driver as a node of that (--mode=node)", errdefs.ErrUnavailable, id)
@@ -260,7 +266,7 @@ func (l *Local) movesOf(id ID) (Moves, error) {
 	return l.moves, nil
 }
 
-// makeOurs ends what keeps this node from using a volume of its own: exports of it, and a move that has not begun to be true.
+// makeOurs ends what keeps this node from using its own volume: all exports, and the seal of a move that has not come to pass.
 func (l *Local) makeOurs(ctx context.Context, id ID) error {
 	if err := l.Unexport(ctx, id, 0); err != nil {
 		return err
@@ -271,9 +277,9 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 	return l.Unseal(ctx, id)
 }
 
-// Left records durably that a volume has moved to another node by the seal of a time. The API server may be restored to before the move, and say that the
-// volume is here, while what was written since is on that node alone. So from now on nobody uses what is here, whatever the API server says, before a person
-// adopts it (Readopt). If it is not sealed, or by another seal, it is not what has moved, and stays as it is. The caller has the lock.
+// Left records durably that a volume has moved to another node, by the seal of a time. The API server may later be restored to a state before the move,
+// and say that the volume is here, although only the new node has what was written since. So nobody uses what is here, whatever the API server says, until
+// a person adopts it (Readopt). A record without that seal is not what has moved, and stays as it is. The caller holds the lock of the volume.
 func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) error {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -285,7 +291,8 @@ func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) er
 	return changeLabel(ctx, pool, record.Ref, labelLeft, to)
 }
 
-// Readopt has what a pool has of a volume be the volume again, if the cluster says so from now on: a person has decided that, who knows that it has left this node (Left). The caller has the lock.
+// Readopt lifts Left from what a pool has of a volume: if the cluster says so, it is the volume again. A person has decided that, knowing that the volume
+// had left this node. The caller holds the lock of the volume.
 func (l *Local) Readopt(ctx context.Context, in string, id ID) error {
 	pool, record, err := l.recordAt(ctx, place{id, in})
 	if err != nil || record.Labels[labelLeft] == "" {
@@ -294,7 +301,7 @@ func (l *Local) Readopt(ctx context.Context, in string, id ID) error {
 	return changeLabel(ctx, pool, record.Ref, labelLeft, "")
 }
 
-// notLeft is ErrPrecondition for the record of a volume that has left this node.
+// notLeft returns ErrPrecondition if a record is of a volume that has left this node (Left).
 func (l *Local) notLeft(id ID, record blockdev.Record) error {
 	if to := record.Labels[labelLeft]; to != "" {
 		return fmt.Errorf("%w: %s", errdefs.ErrPrecondition, l.hasLeft(id, to))
@@ -302,16 +309,16 @@ func (l *Local) notLeft(id ID, record blockdev.Record) error {
 	return nil
 }
 
-// hasLeft says what is so of a volume that has left this node, and is said to be here, and what to do.
+// hasLeft returns the message for a volume that has left this node while the cluster says that it is here, and what to do.
 func (l *Local) hasLeft(id ID, to string) string {
 	return fmt.Sprintf("volume %s has moved from node %s to node %s, which has what was written since, and the cluster says that it is here: it went back to before that. Nothing here is used. Delete the object of the volume, "+
 		"which deletes no bytes, and adopt what node %s has (kubectl ashlar adopt), or if that is gone for good what is here", id, l.node, to, to)
 }
 
-// ReasonMovedAway is the reason of the problem of a volume that has left this node, and is said to be here.
+// ReasonMovedAway is the reason of the problem of a volume that has left this node (Left), while the cluster says that it is here.
 const ReasonMovedAway = "MovedAway"
 
-// leftHealth is what is wrong with a volume that is said to be here, and has left.
+// leftHealth returns the problem of such a volume.
 func (l *Local) leftHealth(v Volume) []blockdev.Problem {
 	if v.Left == "" {
 		return nil
@@ -319,8 +326,8 @@ func (l *Local) leftHealth(v Volume) []blockdev.Problem {
 	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: ReasonMovedAway, Message: l.hasLeft(v.ID, v.Left)}}
 }
 
-// Depart removes a volume that has moved to another node, as it was sealed then, and arrived there; that it is not here is success. ErrPrecondition if it is not
-// sealed, or was at another time: then it is not what has moved. ErrInUse while it is attached.
+// Depart removes a volume that has moved by the seal of a time, after it has arrived at the new node. Success if there is none here. ErrPrecondition if it
+// has not that seal: then it is not what has moved. ErrInUse while it is attached.
 func (l *Local) Depart(ctx context.Context, id ID, sealed time.Time) error {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -329,7 +336,7 @@ func (l *Local) Depart(ctx context.Context, id ID, sealed time.Time) error {
 	return l.depart(ctx, pool, record, sealed)
 }
 
-// depart is Depart for what a pool has.
+// depart is Depart for a volume whose record the caller has.
 func (l *Local) depart(ctx context.Context, pool blockdev.Pool, record blockdev.Record, sealed time.Time) error {
 	id := IDOf(pool.Name(), record)
 	if s, err := sealOf(record); err != nil || !s.since.Equal(sealed) {
@@ -341,14 +348,14 @@ func (l *Local) depart(ctx context.Context, pool blockdev.Pool, record blockdev.
 	return l.delete(ctx, pool, record.Ref)
 }
 
-// copiedInLabel is importLabel of a volume that moves, all of whose bytes are here.
+// copiedInLabel returns the labelImport of a copy that has all bytes of a volume or snapshot that moves here.
 func copiedInLabel(key string, sealed time.Time) string {
 	return key + "/" + sealed.UTC().Format(time.RFC3339Nano) + "/" + brought
 }
 
 const brought = "all"
 
-// copiedInSeal returns when what a record is of was sealed; false unless all of it was copied here.
+// copiedInSeal returns the time of the seal that a copy is of; false unless all bytes are here.
 func copiedInSeal(r blockdev.Record) (since time.Time, is bool) {
 	parts := strings.Split(r.Labels[labelImport], "/")
 	if len(parts) != 3 || parts[2] != brought {
@@ -358,7 +365,7 @@ func copiedInSeal(r blockdev.Record) (since time.Time, is bool) {
 	return since, err == nil
 }
 
-// IsCopiedIn reports whether all bytes of a volume or snapshot that moves here are here, by the seal of a time.
+// IsCopiedIn reports whether all bytes of what moves here by the seal of a time are here. Of a snapshot the time is that of its cut.
 func (l *Local) IsCopiedIn(ctx context.Context, id ID, sealed time.Time) (bool, error) {
 	pool, ref, err := l.object(id, id.Kind)
 	if err != nil {
@@ -368,7 +375,7 @@ func (l *Local) IsCopiedIn(ctx context.Context, id ID, sealed time.Time) (bool, 
 	return err == nil && (record.Labels[labelImport] == copiedInLabel(id.Key, sealed) || isCut(pool, record, sealed)), errdefs.IgnoreNotFound(err)
 }
 
-// CopiedInSeal returns when a volume was sealed all of whose bytes were copied here; is is false if not all are here, or it is a volume already.
+// CopiedInSeal returns the time of the seal of a volume whose bytes are all here, before Arrive; false if bytes are missing, or it has arrived.
 func (l *Local) CopiedInSeal(ctx context.Context, id ID) (since time.Time, is bool, err error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -382,9 +389,10 @@ func (l *Local) CopiedInSeal(ctx context.Context, id ID) (since time.Time, is bo
 	return since, is, nil
 }
 
-// dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and the volume came from that very seal, as cameBy says (labelCame), so
-// it has all of that and what was written since. Counts of claims alone do not tell: they begin anew with an object that was adopted, and go back with the API server. But no node
-// decides alone what goes here: the object has to have counted as many claims as the seal, or more. ErrExists for anything else, which may be newer than the volume.
+// dropLeft removes what a volume that moves here left on this node in an earlier move. Its bytes are superseded if it is sealed, and the volume came by
+// that very seal, as its label says (cameBy, labelCame): then the volume has all of that and what was written since. The count of claims alone does not
+// show that: it begins anew with an object that was adopted, and goes back with a restored API server. But the object must have counted at least as many
+// claims as the seal, so no node alone decides that bytes go. ErrExists for anything else, which may be newer than the volume.
 func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, cameBy string, claims int64) error {
 	s, err := sealOf(record)
 	if err != nil || s.claims > claims || !cameFrom(cameBy, s.since) {
@@ -395,7 +403,8 @@ func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockde
 	return l.leave(ctx, pool, record, s)
 }
 
-// carriedLabel is the label of what was completed while its user went on (labelCarried), by the object of an origin.
+// carriedLabel returns the labelCarried of a copy that was completed while the volume was in use: which object said so, and its generation. Empty if none
+// did.
 func carriedLabel(from Origin) string {
 	if from.Object == "" {
 		return ""
@@ -403,15 +412,15 @@ func carriedLabel(from Origin) string {
 	return from.Object + "/" + strconv.FormatInt(from.Generation, 10)
 }
 
-// carriedBy is the UID of the object by which what a record is of was completed while its user went on, and its generation then; empty for anything else.
+// carriedBy returns the UID and generation in the label of carriedLabel; empty for any other record.
 func carriedBy(r blockdev.Record) (object string, generation int64) {
 	object, counted, _ := strings.Cut(r.Labels[labelCarried], "/")
-	generation, _ = strconv.ParseInt(counted, 10, 64) // 0 by drivers of before
+	generation, _ = strconv.ParseInt(counted, 10, 64) // 0 for the label of an older driver
 	return object, generation
 }
 
-// dropCopy removes an unfinished copy of what moves here, to make room for what it is now. ErrExists for what may be all there is of what was written to a volume since it moved:
-// another object than now said so, and is gone, or this one later than it is now, as it went back with the API server.
+// dropCopy removes an unfinished copy of what moves here, so that it is copied anew. ErrExists if the copy may have the only writes since an earlier move:
+// another object, now gone, had completed it, or this object did at a later generation than it has now, as after the API server was restored.
 func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) error {
 	if by, generation := carriedBy(record); by != "" && (by != from.Object || generation > from.Generation) {
 		return fmt.Errorf("%w: pool %s of node %s has what may have been written to volume %s since it moved there by an object that is gone, or was later than it is now; take the move back, which makes a stray of that, "+
@@ -420,8 +429,8 @@ func (l *Local) dropCopy(ctx context.Context, pool blockdev.Pool, record blockde
 	return l.dropUnfinished(ctx, pool, record.Ref)
 }
 
-// CopyIn copies the bytes of a volume that moves here to a pool, whatever pool its ID names. Nobody can use them before Arrive. A call after one that was cut
-// short resumes it, if the seal is still the same. The caller has the lock of the volume.
+// CopyIn copies the bytes of a volume that moves here to pool in, whichever pool its ID names. Nobody can use them before Arrive. After a call that was
+// cut short the next one resumes it, if the seal is still the same. The caller holds the lock of the volume.
 func (l *Local) CopyIn(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
 	if err := from.checkMove(name); err != nil {
 		return err
@@ -477,7 +486,7 @@ func (l *Local) copyIn(ctx context.Context, in, name string, provisioning blockd
 	return nil
 }
 
-// beginMove makes the object that the bytes go into, as zeros.
+// beginMove makes the object for the bytes of what moves here, as zeros, with the labels of an unfinished copy.
 func (l *Local) beginMove(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin) (blockdev.Record, error) {
 	labels := maps.Clone(from.Labels)
 	labels[labelImport] = importLabel(from, 0)
@@ -487,7 +496,7 @@ func (l *Local) beginMove(ctx context.Context, pool blockdev.Pool, name string, 
 	return l.createMoved(ctx, pool, name, provisioning, from, labels)
 }
 
-// createMoved makes the object of what moves here, as zeros.
+// createMoved makes an object for what moves here, as zeros.
 func (l *Local) createMoved(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin, labels map[string]string) (blockdev.Record, error) {
 	if from.ID.Pool != pool.Name() {
 		labels[labelPool] = from.ID.Pool
@@ -496,13 +505,13 @@ func (l *Local) createMoved(ctx context.Context, pool blockdev.Pool, name string
 	return l.create(ctx, pool, blockdev.Spec{Ref: from.ID.ref(), Name: name, Size: sizeIn(pool, from), Provisioning: provisioning, Sector: from.Sector, Labels: labels})
 }
 
-// sizeIn is the size that what moves has in a pool, which may have coarser sizes.
+// sizeIn returns the size of what moves in a pool, whose granularity may be coarser.
 func sizeIn(pool blockdev.Pool, from Origin) int64 {
 	g := pool.Granularity()
 	return (from.Size + g - 1) / g * g
 }
 
-// growMoved grows the object of what moves here to its size.
+// growMoved grows the object of what moves here to the size of its origin.
 func growMoved(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) (blockdev.Record, error) {
 	size := sizeIn(pool, from)
 	if record.Size >= size {
@@ -515,7 +524,8 @@ func growMoved(ctx context.Context, pool blockdev.Pool, record blockdev.Record, 
 	return grown, nil
 }
 
-// checkMove is check of the origin of a move, whose record comes with it; it may have some labels beside those that always move.
+// checkMove checks the origin of the move of a volume: check, its key, and the labels of its record. Beside movedLabels and mutable parameters it may have
+// the labels more.
 func (o Origin) checkMove(name string, more ...string) error {
 	if err := o.check(); err != nil {
 		return err
@@ -528,7 +538,7 @@ func (o Origin) checkMove(name string, more ...string) error {
 	})
 }
 
-// checkLabels is ErrUnsupported for an origin whose record has labels that are not known, or too long.
+// checkLabels returns ErrUnsupported for an origin whose record has labels that are not known, or too long.
 func (o Origin) checkLabels(known func(label string) bool) error {
 	for label, value := range o.Labels {
 		if !known(label) {
@@ -541,8 +551,8 @@ func (o Origin) checkLabels(known func(label string) bool) error {
 	return nil
 }
 
-// Arrive makes a volume, or a snapshot, of what was copied here. The cluster says that it is this node's. That it is one already is success; ErrNotFound if
-// it is neither, also while bytes are missing.
+// Arrive makes a volume or snapshot of what was copied here. It is for when the cluster says that it is this node's. Success if that is done already;
+// ErrNotFound if there is nothing here, or bytes are missing.
 func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 	ctx, end := trace.Start(ctx, "take over what has moved", "id", id.String())
 	defer func() { end(err) }()
@@ -565,22 +575,22 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 	return err
 }
 
-// mostCame is how many of the seals by which a volume has moved are kept.
+// mostCame is how many seals by which a volume has moved its label keeps.
 const mostCame = 8
 
-// came is the label of a volume that has come by a seal, and before by those that a label says: the last ones, separated by slashes.
+// came adds a seal to a label of the seals by which a volume has moved. It keeps the last mostCame, separated by slashes.
 func came(before string, since time.Time) string {
 	all := append(strings.FieldsFunc(before, func(c rune) bool { return c == '/' }), since.UTC().Format(time.RFC3339Nano))
 	return strings.Join(all[max(0, len(all)-mostCame):], "/")
 }
 
-// cameFrom reports whether a label says that a volume has moved by a seal.
+// cameFrom reports whether a label of came has a seal.
 func cameFrom(label string, since time.Time) bool {
 	return slices.Contains(strings.Split(label, "/"), since.UTC().Format(time.RFC3339Nano))
 }
 
-// CameBy reports whether this node has a volume whole that was brought, be it to here or to where it came here from, as it was sealed at a time on a node that it has left. So what
-// it is has all that is sealed there, and what was written since.
+// CameBy reports whether this node has the volume whole, and the volume has at some time moved by the seal of a time. Then it has all that is in what was
+// sealed, and what was written since.
 func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, error) {
 	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -593,8 +603,8 @@ func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, erro
 	return cameFrom(record.Labels[labelCame], sealed), nil
 }
 
-// DropMoved removes what a pool has left of a volume that has moved to another node, if that returns nil for when it was sealed: it has all of that, and what was written since.
-// ErrPrecondition for what is not sealed. The caller has the lock of the volume.
+// DropMoved removes what pool in has left of a volume that has moved to another node. It first calls has with the time of the seal, and returns its error:
+// nil means that the volume has all of what was sealed. ErrPrecondition if it is not sealed. The caller holds the lock of the volume.
 func (l *Local) DropMoved(ctx context.Context, in string, id ID, has func(sealed time.Time) error) error {
 	pool, record, err := l.recordAt(ctx, place{id, in})
 	if err != nil {
@@ -610,9 +620,9 @@ func (l *Local) DropMoved(ctx context.Context, in string, id ID, has func(sealed
 	return l.leave(ctx, pool, record, s)
 }
 
-// leave removes what is left of a volume that was sealed, and what is exported of it still.
+// leave removes what is left here of a volume that was sealed, after the end of its export.
 func (l *Local) leave(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s seal) error {
-	if e, is, err := exportOf(record); err == nil && is { // to who used it while it left
+	if e, is, err := exportOf(record); err == nil && is { // to the consumer that used it while it moved
 		if err := l.unexport(ctx, pool, record, e); err != nil {
 			return err
 		}
