@@ -96,9 +96,9 @@ func coarser(ranges []blockdev.Extent, most int) []blockdev.Extent {
 	return fewer
 }
 
-// SealFor is Seal for the user of a volume, which is exported to it, or attached on this node if that is the user: it goes on. What Created says is when it was
-// sealed, the same each time; Labels are all that the volume takes along, which do not change from then on. It stays sealed as long as the API server does not say that
-// the volume stays. ErrPrecondition for one that somebody else uses, or nobody.
+// SealFor is Seal for a volume in use, whose consumer goes on: the volume is exported to it, or attached on this node if that is the consumer.
+// Origin.Created is the time of the seal, the same each time. Origin.Labels are those that move with the volume; they do not change from then on. The seal
+// stays until the API server says that the volume stays. ErrPrecondition if another node uses the volume, or nobody.
 func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {

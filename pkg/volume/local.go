@@ -18,21 +18,21 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// Local is the Store of one node: its pools, and what the kernel has mounted of
-// them. All that it knows is in the pools' records and in the kernel.
+// Local is the Store of one node: its pools, and what the kernel has mounted of their volumes. All durable state is in the pools' records and in the
+// kernel.
 type Local struct {
 	node   string
 	pools  []blockdev.Pool // the first is the default
 	mounts *mount.Table
 	stacks *device.Stacks
-	limit  int64 // claims that the node can hold; 0: any number
+	limit  int64 // the most claims that the node can hold; 0: any number
 	// longestFreeze is how long a copy may hold back the writers of its source.
 	longestFreeze time.Duration
 	// patience is how long an overview waits for a pool.
 	patience time.Duration
 
-	arriving sync.Mutex               // held while the groups of a pool that comes are looked at
-	arrived  map[string]blockdev.Pool // those that are open, or will be in a moment; guarded by arriving
+	arriving sync.Mutex               // held while the groups of a pool that opens are recovered
+	arrived  map[string]blockdev.Pool // pools that are open, or about to be; guarded by arriving
 	sources  keylock.Table            // snapshots that are copied, or deleted with their groups, by ID
 	progress progress.Table           // what is being copied or zeroed
 
@@ -41,13 +41,13 @@ type Local struct {
 	inquiries map[string]*inquiry  // of pools that are being asked for their room
 
 	mu         sync.Mutex
-	claims     map[string]int64    // held by the node, in each pool; a count of the records' claims
+	claims     map[string]int64    // how many claims the records of each pool have
 	incomplete map[string]bool     // keys of groups that are being made or undone
-	tooLong    map[ID]time.Time    // when writers of a volume were held back for as long as they may be, in vain
+	tooLong    map[ID]time.Time    // when the writers of a volume were last held back for longestFreeze in vain
 	looks      map[string]*looking // for an overview, by the names of the pools
-	freezing   map[ID]bool         // volumes whose freeze nobody waits for any more, and the kernel is not through with
-	lifted     map[ID]bool         // volumes whose limits are lifted for the moment of a freeze
-	places     map[ID]string       // the pools of those whose IDs name other ones, or that somebody has located
+	freezing   map[ID]bool         // volumes whose freeze the kernel has not finished, and nobody waits for any more
+	lifted     map[ID]bool         // volumes whose limits of I/O are lifted while they are frozen
+	places     map[ID]string       // pools of the volumes that are not where their IDs say, or that were located (Locate)
 
 	exports exports
 	moves   Moves // nil outside of a cluster
@@ -55,21 +55,19 @@ type Local struct {
 
 var _ Differ = (*Local)(nil)
 
-// deferred is a pool that may come later (lazy.Pool).
+// deferred is a pool that may open later (lazy.Pool).
 type deferred interface {
 	OnOpen(ctx context.Context, call func(context.Context, blockdev.Pool) error)
 }
 
-// collective is a pool that has volumes of pools of any name (remotepool.Pool).
+// collective is a pool that stands for pools of any name (remotepool.Pool).
 type collective interface {
 	Named(name string) blockdev.Pool
 }
 
-// NewLocal returns the store over some pools of the node, and finishes or undoes
-// what a crash left half-done above them: filesystems still frozen, groups of which
-// a part was cut, devices that nothing uses. Above a pool that is not there yet that is
-// done when it comes (lazy.Pool). limit is how many volumes the node may have
-// claimed, 0 for any number.
+// NewLocal returns the store over some pools of the node. It finishes or undoes what a crash left half-done above them: filesystems that are still frozen,
+// groups of which only a part was cut, devices that nothing uses. For a pool that is not open yet, that is done when it opens (lazy.Pool). limit is how
+// many volumes the node may have claimed; 0 for any number.
 func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *mount.Table, limit int64) (*Local, error) {
 	if len(pools) == 0 {
 		return nil, fmt.Errorf("%w: no pool", errdefs.ErrInvalid)
@@ -99,14 +97,13 @@ func (l *Local) openPools() []blockdev.Pool {
 	return pools
 }
 
-// Progress is what is being copied or zeroed for volumes and snapshots; its subjects are blockdev.Refs.
+// Progress returns what is being copied or zeroed for volumes and snapshots. Its subjects are blockdev.Refs.
 func (l *Local) Progress() *progress.Table { return &l.progress }
 
-// Node is the name of the node.
+// Node returns the name of the node.
 func (l *Local) Node() string { return l.node }
 
-// pool returns a pool of the node; ErrUnavailable for one that the node was not started with: what
-// is in it may be there.
+// pool returns a pool of the node by its name. ErrUnavailable, not ErrNotFound, if the node was started without it: its volumes may still exist.
 func (l *Local) pool(name string) (blockdev.Pool, error) {
 	for _, pool := range l.pools {
 		if all, is := pool.(collective); is {
@@ -145,7 +142,7 @@ func (l *Local) Delete(ctx context.Context, id ID) error {
 	return l.delete(ctx, pool, ref)
 }
 
-// delete is Delete for what a pool has.
+// delete is Delete for what one pool has of a volume.
 func (l *Local) delete(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	id := ID{ref.Kind, pool.Name(), ref.Key}
 	record, err := pool.Get(ctx, ref)
@@ -155,7 +152,7 @@ func (l *Local) delete(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref
 			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, node)
 		}
 		if e, is, err := exportOf(record); err != nil {
-			if err := l.unexportUnread(ctx, pool, record, nobodys, err); err != nil { // unless the kernel exports nothing
+			if err := l.unexportUnread(ctx, pool, record, nobodys, err); err != nil { // fails if the kernel exports anything of the volume
 				return err
 			}
 		} else if is {
@@ -179,7 +176,7 @@ func (l *Local) Get(ctx context.Context, id ID) (Volume, error) {
 	return l.GetIn(ctx, pool.Name(), id)
 }
 
-// GetIn is Get of what a pool of the node has of an ID, wherever the volume itself is.
+// GetIn is Get for what pool in has of a volume, also if the volume itself is in another pool.
 func (l *Local) GetIn(ctx context.Context, in string, id ID) (Volume, error) {
 	pool, err := l.pool(in)
 	if err != nil {
@@ -195,8 +192,8 @@ func (l *Local) GetIn(ctx context.Context, in string, id ID) (Volume, error) {
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
-// list walks the records of a kind in some pools in the order of their places (the pools' names, then the keys), from
-// the one after the given ID on, until visit says that it has enough.
+// list calls visit with the records of a kind in some pools, in the order of the pools' names and then of the keys, beginning after the given ID, until
+// visit returns false. limit is how many records it asks a pool for at once; 0 for all.
 func (l *Local) list(ctx context.Context, pools []blockdev.Pool, kind blockdev.Kind, after ID, limit int, visit func(pool string, r blockdev.Record) (more bool)) error {
 	pools = slices.Clone(pools)
 	slices.SortFunc(pools, func(a, b blockdev.Pool) int { return strings.Compare(a.Name(), b.Name()) })
@@ -216,7 +213,7 @@ func (l *Local) list(ctx context.Context, pools []blockdev.Pool, kind blockdev.K
 	return nil
 }
 
-// listPool is list for one pool, in pages of up to limit records. more: visit did not say that it has enough.
+// listPool is list for one pool, after a key. more is false once visit has returned false.
 func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key string, limit int, visit func(pool string, r blockdev.Record) (more bool)) (more bool, err error) {
 	for {
 		records, err := pool.List(ctx, kind, key, limit)
@@ -234,7 +231,7 @@ func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key s
 	}
 }
 
-// List: see Store. What is left of a volume in another pool than the one that it is in is not listed, as nobody reaches it by its ID.
+// List: see Store. What another pool has left of a volume that has moved is not listed, as its ID does not lead there.
 func (l *Local) List(ctx context.Context, after ID, limit int) ([]Volume, error) {
 	var volumes []Volume
 	err := l.list(ctx, l.pools, blockdev.Volume, after, limit, func(pool string, r blockdev.Record) bool {
@@ -262,7 +259,7 @@ func (l *Local) InPool(ctx context.Context, name string) ([]Volume, error) {
 	return volumes, err
 }
 
-// Topology is where the node is, beside its name: nobody says, on one machine.
+// Topology returns no labels: on a single machine nothing tells where the node is, beside its name.
 func (l *Local) Topology(context.Context) (map[string]string, error) { return nil, nil }
 
 // NodesIn: see Store.
@@ -286,7 +283,7 @@ func (l *Local) Capacity(ctx context.Context, set string, scheme Scheme, node st
 	return scheme.Capacity(all), err
 }
 
-// capacity of some pools together.
+// capacity returns the capacity of some pools together.
 func (l *Local) capacity(ctx context.Context, pools []blockdev.Pool) (blockdev.Capacity, error) {
 	if len(pools) == 1 {
 		return pools[0].Capacity(ctx)

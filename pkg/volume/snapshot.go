@@ -11,15 +11,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Snapshot is a snapshot as it is: ready to use.
+// Snapshot is a snapshot that is ready to use.
 type Snapshot struct {
 	ID      ID
 	Name    string
 	Source  ID
-	Size    int64     // bytes; also the smallest volume that it can be restored to
-	Scheme  Scheme    // how its bytes are kept, as those of its source
+	Size    int64     // bytes; a volume that it is restored to has at least as many
+	Scheme  Scheme    // how its bytes are encrypted: as those of its source
 	Created time.Time // the moment of the cut
-	Group   GroupID   // zero if it is its own
+	Group   GroupID   // zero if it is in no group
 	// GroupSize is how many snapshots its group has, on all nodes.
 	GroupSize int
 	Node      string
@@ -30,7 +30,7 @@ func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Sna
 	return l.CutLeg(ctx, name, source, source)
 }
 
-// CutLeg is CreateSnapshot of a volume of which this node has a leg: that is cut, whatever its key.
+// CutLeg is CreateSnapshot for a volume of which this node has a leg: the leg is cut, whatever its key.
 func (l *Local) CutLeg(ctx context.Context, name string, source, leg ID) (Snapshot, error) {
 	if have, err := l.existing(ctx, name, source); err != nil || have.Name != "" {
 		return have, err
@@ -46,7 +46,7 @@ func (l *Local) CutLeg(ctx context.Context, name string, source, leg ID) (Snapsh
 	return l.snapshot(ctx, o, name, labels)
 }
 
-// snapshot cuts a snapshot of an origin, while nobody writes to it.
+// snapshot cuts a snapshot of an origin while its writers are held back.
 func (l *Local) snapshot(ctx context.Context, o origin, name string, labels map[string]string) (Snapshot, error) {
 	ctx, quiesced, thaw, err := l.quiesce(ctx, o)
 	if err != nil {
@@ -59,7 +59,7 @@ func (l *Local) snapshot(ctx context.Context, o origin, name string, labels map[
 	return snapshotFromRecord(o.pool.Name(), l.node, record), nil
 }
 
-// existing finds the snapshot of a name, and makes sure that it is of the source.
+// existing returns the snapshot of a name; the zero Snapshot if there is none. ErrExists if it is of another source, ErrUnavailable while it moves here.
 func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot, error) {
 	pool, record, err := l.named(ctx, blockdev.Snapshot, name)
 	if errors.Is(err, errdefs.ErrNotFound) {
@@ -87,7 +87,7 @@ func (l *Local) snapshotSource(ctx context.Context, id ID) (origin, error) {
 
 func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, done func(context.Context) error, labels map[string]string) (blockdev.Record, error) {
 	all := map[string]string{}
-	// What a restored volume has to know about its bytes.
+	// The labels that a restored volume needs to know about its bytes.
 	for _, key := range []string{labelFormat, labelFilesystem, labelEncryption, labelHeader} {
 		setLabel(all, key, o.record.Labels[key])
 	}
