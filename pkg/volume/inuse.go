@@ -16,13 +16,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume may also move while it is used (docs/decisions/moving-in-use.md): the node that uses it mirrors it to the new node, which has prepared room for it. What
-// follows is what its two nodes do for that. The old one describes the volume, tells where it holds data, and seals it when all is copied: its user goes on. The new
-// one prepares an unfinished copy, empty, which it exports to that user for the claim's next generation, and completes it when all is there. From then on it is
-// as if it had copied it itself: it arrives, and the old node departs.
+// A volume may also move while it is used (docs/decisions/moving-in-use.md): its consumer mirrors it to the new node. This file is what the old and the
+// new node do for that. The old node describes the volume (Describe), tells which ranges hold data (DataRanges), and seals it when all is copied
+// (SealFor); its consumer goes on. The new node makes an empty unfinished copy and exports it to the consumer, for the next generation of the claim
+// (Prepare), and makes it whole when all is copied (Complete). After that the move ends like any other: Arrive on the new node, Depart on the old one.
 
-// Describe returns a volume as the origin of a move that begins while it is used. Created is now, later than all descriptions and seals of before; there is no
-// Read. A seal for its user is broken. Claims is how many claims there were.
+// Describe returns a volume as the origin of a move that begins while the volume is used. Created is now, later than all earlier descriptions and seals.
+// Claims is how many claims there were. There is no Read. A seal for the consumer is ended, if the volume stays.
 func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -40,14 +40,14 @@ func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, erro
 	return from, err
 }
 
-// Where a volume holds data is told in so much time, and in so many ranges; else in coarser ones.
+// The bounds of DataRanges: the time that it may take, and the number of ranges that it returns. Beyond them the ranges get coarser.
 const (
 	rangesTime = 2 * time.Second
 	mostRanges = 512
 )
 
-// DataRanges are those of a volume that hold data, in order: what is between them reads as zeros. If that takes long to find out it is all one range. Who uses
-// the volume holds back its writes, from before this until it knows of all that it writes itself.
+// DataRanges returns the ranges of a volume that hold data, in order; what is between them reads as zeros. If the pool cannot tell, or not within
+// rangesTime, it returns the whole volume. The consumer holds back its writes from before the call until it keeps account of what it writes.
 func (l *Local) DataRanges(ctx context.Context, id ID) ([]blockdev.Extent, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -73,7 +73,7 @@ func (l *Local) DataRanges(ctx context.Context, id ID) ([]blockdev.Extent, error
 	return coarser(ranges, mostRanges), err
 }
 
-// coarser leaves out the smallest gaps between ranges until they are as many as there may be.
+// coarser joins ranges across the smallest gaps until there are no more than allowed.
 func coarser(ranges []blockdev.Extent, most int) []blockdev.Extent {
 	if len(ranges) <= most {
 		return ranges
@@ -84,7 +84,7 @@ func coarser(ranges []blockdev.Extent, most int) []blockdev.Extent {
 		gaps = append(gaps, gap(i))
 	}
 	slices.Sort(gaps)
-	least := gaps[len(gaps)-most+1] // and larger ones stay
+	least := gaps[len(gaps)-most+1] // gaps that are larger stay
 	fewer := ranges[:1:1]
 	for i := 1; i < len(ranges); i++ {
 		if last := &fewer[len(fewer)-1]; gap(i) < least || len(fewer) == most {
@@ -124,7 +124,8 @@ func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Ori
 	return from, err
 }
 
-// usedBy is ErrPrecondition unless a node uses a volume by a claim, and nobody else does.
+// usedBy returns ErrPrecondition unless the node of a grant uses a volume, and nobody else does: it is exported to that node, or attached here if that is
+// this node.
 func (l *Local) usedBy(ctx context.Context, pool blockdev.Pool, record blockdev.Record, to Grant) error {
 	_, how, err := l.exporter()
 	if err != nil {
@@ -149,7 +150,7 @@ func (l *Local) usedBy(ctx context.Context, pool blockdev.Pool, record blockdev.
 	return err
 }
 
-// unsealUsed has a volume be changed that is sealed for its user, if it stays.
+// unsealUsed ends a seal for the consumer, if there is one and the volume stays, so that the volume can be changed. Errors are those of unseal.
 func (l *Local) unsealUsed(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
 	if s, err := sealOf(record); err != nil || s.used == 0 {
 		return nil
@@ -157,8 +158,8 @@ func (l *Local) unsealUsed(ctx context.Context, pool blockdev.Pool, record block
 	return l.unseal(ctx, pool, record)
 }
 
-// prepared is what the label of an unfinished copy (labelImport) says that was prepared for the user of a volume: the generation of the claim that it is exported
-// for, and when the volume was described.
+// prepared is the label (labelImport) of an unfinished copy that Prepare has made: the generation of the claim that it is exported for, and the time of
+// the description that it was made by.
 type prepared struct {
 	generation int64
 	described  time.Time
@@ -170,7 +171,7 @@ func (p prepared) label(key string) string {
 	return key + "/" + p.described.UTC().Format(time.RFC3339Nano) + "/" + preparedWord + "." + strconv.FormatInt(p.generation, 10)
 }
 
-// preparedOf is what a record says that was prepared; false if it is none of that.
+// preparedOf returns the prepared in a record; false if Prepare has not made it.
 func preparedOf(r blockdev.Record) (p prepared, is bool) {
 	parts := strings.Split(r.Labels[labelImport], "/")
 	if len(parts) != 3 || parts[0] != r.Key {
@@ -186,7 +187,7 @@ func preparedOf(r blockdev.Record) (p prepared, is bool) {
 	return p, err == nil
 }
 
-// preparedSince is when what was prepared was described, or if it is complete was sealed; zero for anything else.
+// preparedSince returns the time of the description that a record was prepared by, or of the seal once it is complete; zero for any other record.
 func preparedSince(r blockdev.Record) time.Time {
 	if p, is := preparedOf(r); is {
 		return p.described
@@ -195,9 +196,10 @@ func preparedSince(r blockdev.Record) time.Time {
 	return since
 }
 
-// Prepare makes room for a volume that moves here while it is used, as it is described, in a pool, and exports that for the user's next claim; to a
-// user on this node nothing is exported. It reads as zeros: asked again it answers the same, but if the export has ended, or the volume was described again, it
-// is another one, and the one before goes. ErrPrecondition if what is here is of a later description. It is nobody's until Complete, and Arrive.
+// Prepare makes room in pool in for a volume that moves here while it is used, as the origin describes it. The room reads as zeros. It is exported for the
+// next claim of the consumer; if that is this node, nothing is exported. Called again with the same description, it returns the same export. If that
+// export has ended, or the description is later, the room is removed and made anew. ErrPrecondition if what is here is of a later description. Nobody but
+// the consumer can use it before Complete and Arrive.
 func (l *Local) Prepare(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin, to Grant) (_ Exported, err error) {
 	if err := from.checkMove(name); err != nil {
 		return Exported{}, err
@@ -241,7 +243,7 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 	return l.showPrepared(ctx, pool, record, e, from)
 }
 
-// replacePrepared removes what is here of a volume, to make room for what is described later.
+// replacePrepared removes what is here of a volume, to make room for a later description. ErrPrecondition if it is of a later one itself.
 func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, want prepared, from Origin) error {
 	if !unfinished(record) {
 		return l.dropLeft(ctx, pool, record, from.Labels[labelCame], from.Claims)
@@ -253,7 +255,8 @@ func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record 
 	return l.dropCopy(ctx, pool, record, from)
 }
 
-// showPrepared exports what was prepared, if it is for another node. What cannot be used goes.
+// showPrepared exports what was prepared, unless the consumer is this node. ErrUnsupported if its sectors are too large for the volume: then it is
+// removed.
 func (l *Local) showPrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export, from Origin) (out Exported, err error) {
 	id := IDOf(pool.Name(), record)
 	sector, err := sectorOf(ctx, pool, record.Ref)
@@ -270,9 +273,10 @@ func (l *Local) showPrepared(ctx context.Context, pool blockdev.Pool, record blo
 	return l.export(ctx, pool, record, e)
 }
 
-// Complete makes what was prepared in a pool for a user all of a volume that moves here, as it was sealed: from then on it is as if it had been brought. The user has mirrored
-// it, and nothing is missing; nqn is that of the export it is connected to, empty on this node. What it wrote is durable then. ErrNotFound for what is not here, or is
-// another one.
+// Complete makes what was prepared a whole copy of the volume as it was sealed, as CopyIn would have made it: it can arrive. The consumer has mirrored the
+// volume and nothing is missing. nqn is the export that the consumer is connected to; empty if it is this node. After success all that it wrote is
+// durable. ErrNotFound if nothing is here that was prepared for this consumer and export; ErrPrecondition if it is in another pool, or of another size or
+// a later time.
 func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, nqn string) (err error) {
 	ctx, end := trace.Start(ctx, "complete a volume that moves here", "volume", from.ID.String())
 	defer func() { end(err) }()
@@ -310,7 +314,7 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 	return err
 }
 
-// syncPrepared writes out what the disks below hold back: what the kernel copies it does not flush.
+// syncPrepared flushes the disks below what was prepared, as the kernel does not flush what it copies.
 func (l *Local) syncPrepared(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	devices, err := pool.Attached(ctx, ref)
 	if err != nil {
@@ -336,7 +340,8 @@ func (l *Local) syncPrepared(ctx context.Context, pool blockdev.Pool, ref blockd
 	return nil
 }
 
-// preparedFor is what was prepared, or completed, for a user of a volume: it is exported to it since this machine has started, by that name. ErrNotFound if not.
+// preparedFor returns what was prepared for a consumer, or completed: it is exported to the consumer as nqn, since this machine has started; not exported
+// if the consumer is this node. ErrNotFound if there is no such thing.
 func (l *Local) preparedFor(ctx context.Context, id ID, to Grant, nqn string) (blockdev.Pool, blockdev.Record, export, error) {
 	_, how, err := l.exporter()
 	if err != nil {
@@ -362,7 +367,7 @@ func (l *Local) preparedFor(ctx context.Context, id ID, to Grant, nqn string) (b
 	return pool, record, e, err
 }
 
-// DropPrepared removes what was prepared for a user of a volume, and exported by that name, or on this node by none. Anything else stays, and is no error.
+// DropPrepared removes what preparedFor returns for a consumer. Anything else stays, and is no error.
 func (l *Local) DropPrepared(ctx context.Context, id ID, to Grant, nqn string) error {
 	pool, record, _, err := l.preparedFor(ctx, id, to, nqn)
 	if err != nil {
@@ -371,7 +376,7 @@ func (l *Local) DropPrepared(ctx context.Context, id ID, to Grant, nqn string) e
 	return l.dropUnfinished(ctx, pool, record.Ref)
 }
 
-// endPrepared ends what keeps something unfinished in use that was prepared for the user of a volume: its export, or the device that this node has of it.
+// endPrepared ends what keeps a prepared copy in use: its export, or else the device that this node has of it.
 func (l *Local) endPrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
 	e, is, err := exportOf(record)
 	if err != nil {
@@ -383,7 +388,7 @@ func (l *Local) endPrepared(ctx context.Context, pool blockdev.Pool, record bloc
 	return l.detach(ctx, l.stacks.Of(pool, record.Ref))
 }
 
-// SealedSince is when a volume was sealed; false if it is not.
+// SealedSince returns the time of the seal of a volume; false if it is not sealed.
 func (l *Local) SealedSince(ctx context.Context, id ID) (time.Time, bool, error) {
 	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
