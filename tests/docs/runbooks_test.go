@@ -111,7 +111,7 @@ var (
 	// others is what the pages quote of other programs, or of themselves.
 	others = []string{"node(s) did not have enough free storage", "did not have enough free storage", "waiting for pod to be scheduled", "No space left on device", "No space",
 		"Input/output error", "I/O error", "Read-only file system", "Filesystem has been shut down", "remounting read-only", "context deadline exceeded", "signal: killed",
-		"connection refused", "i/o timeout", "failed to search 'psk' key", "The disk is dead", "The filesystem stopped"}
+		"btrfs_unfreeze", "errno=-4", "connection refused", "i/o timeout", "failed to search 'psk' key", "The disk is dead", "The filesystem stopped"}
 )
 
 // TestQuotes: what pages quote of the driver, the driver says, word for word: somebody looks for it.
