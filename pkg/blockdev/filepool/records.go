@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -106,17 +104,18 @@ func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
 	return nil
 }
 
-// save writes a record over the one of o, on disk and then in memory. Where it cannot be written over that, it is made anew: somebody removed the file, and what is in
-// memory is what was ever answered; or a block of it cannot be written to.
+// save writes a record over the one of o, on disk and then in memory. A new file takes its place if somebody removed it, as what is in memory is what was ever answered; or if
+// the disk takes no writes to it.
 func (p *pool) save(o *object, record blockdev.Record, state catalog.State, growing int64) error {
 	path, written := layout.Record(record.Ref), recordfile.New(record, state, growing)
 	at, err := recordfile.Update(p.root, path, written, o.at)
-	if errors.Is(err, fs.ErrNotExist) {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
 		if err = p.alive(); err == nil {
-			at, err = p.saveAnew(record.Kind, path, written, at)
+			at, err = p.saveAnew(written, record.Ref, at)
 		}
-	} else if recordfile.Unwritable(err) {
-		anew, failure := p.saveAnew(record.Kind, path, written, at)
+	case recordfile.Unwritable(err):
+		anew, failure := p.saveAnew(written, record.Ref, at)
 		if at = anew; failure == nil {
 			err = nil
 		} else {
@@ -136,8 +135,9 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 	return nil
 }
 
-// saveAnew has a new file with a record take the place of one that is at some position, durably. It needs space. The position that it returns is right also with an error.
-func (p *pool) saveAnew(kind blockdev.Kind, path string, s *recordfile.Record, at recordfile.Position) (recordfile.Position, error) {
+// saveAnew has a new file with a record take the place of the one of ref, which is at some position, durably. It needs space. The position that it returns is right also with an error.
+func (p *pool) saveAnew(s *recordfile.Record, ref blockdev.Ref, at recordfile.Position) (recordfile.Position, error) {
+	path := layout.Record(ref)
 	fresh := path + freshRecord
 	made, err := recordfile.Create(p.root, fresh, s)
 	if err == nil {
@@ -146,7 +146,7 @@ func (p *pool) saveAnew(kind blockdev.Kind, path string, s *recordfile.Record, a
 	if err != nil {
 		return at, errors.Join(err, p.unlink(fresh))
 	}
-	return made, errdefs.FromErrno(p.directories[kind].Sync())
+	return made, errdefs.FromErrno(p.directories[ref.Kind].Sync())
 }
 
 // completeSlots makes sure that both slots have the record of o, before anybody acts on what it says.
@@ -201,7 +201,7 @@ func (p *pool) prepareInPlace(ctx context.Context) error {
 			p.copying += one(o.use.copying)
 		}
 		if err == nil || errors.Is(err, fs.ErrNotExist) {
-			err = p.moveRecord(layout.Record(ref))
+			err = p.moveRecord(o)
 		}
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not have a record written in place; the next start tries again", "pool", p.name, "object", ref.String())
@@ -210,34 +210,17 @@ func (p *pool) prepareInPlace(ctx context.Context) error {
 	return nil
 }
 
-// moveRecord makes a record that is written in place of one that is not.
-func (p *pool) moveRecord(path string) error {
-	old, err := p.root.Open(path)
+// moveRecord has a new file, which is written in place, take the place of a record that is not.
+func (p *pool) moveRecord(o *object) error {
+	old, err := p.root.Open(layout.Record(o.Record().Ref))
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
-	defer old.Close()
-	if done, err := nocow.InPlace(old); done || err != nil {
+	inPlace, err := nocow.InPlace(old)
+	if err = errors.Join(err, old.Close()); inPlace || err != nil {
 		return err
 	}
-	slots, err := io.ReadAll(old)
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	fresh := path + freshRecord
-	if err := p.root.Remove(fresh); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return errdefs.FromErrno(err)
-	}
-	f, err := p.root.OpenFile(fresh, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	_, err = f.Write(slots)
-	if err = errdefs.FromErrno(errors.Join(err, f.Sync(), f.Close())); err == nil {
-		err = errdefs.FromErrno(p.root.Rename(fresh, path))
-	}
-	if err != nil {
-		return errors.Join(err, p.root.Remove(fresh))
-	}
-	return nil
+	at, err := p.saveAnew(recordfile.New(o.Record(), o.State, o.growing), o.Record().Ref, o.at)
+	p.place(o, at)
+	return err
 }

@@ -75,88 +75,88 @@ func (d failing) spoil(t *testing.T, key string, slots ...int) {
 
 const slotSize = 8192
 
+// eachUnwritable tries something on each kind of disk, where it is to take no changes of one slot of a record, the other, or both.
+func eachUnwritable(t *testing.T, try func(t *testing.T, disk failing, slots []int)) {
+	t.Helper()
+	for _, kind := range []string{"ext4", "btrfs"} {
+		for _, slots := range [][]int{{0}, {1}, {0, 1}} {
+			t.Run(fmt.Sprintf("%s, slots %d", kind, slots), func(t *testing.T) { try(t, newFailing(t, kind), slots) })
+		}
+	}
+}
+
 // TestChangeUnwritable: what has a record of which the disk takes no changes in one of its slots, or in both, can be changed: a volume is claimed and released. What was answered is there after a start, and
 // what a crash left of the way there is not.
 func TestChangeUnwritable(t *testing.T) {
-	for _, kind := range []string{"ext4", "btrfs"} {
-		for _, slots := range [][]int{{0}, {1}, {0, 1}} {
-			t.Run(fmt.Sprintf("%s, slots %d", kind, slots), func(t *testing.T) {
-				disk := newFailing(t, kind)
-				dir := disk.dir + "/pool"
-				pool := pooltest.OpenFiles(t, dir)
-				t.Cleanup(func() { _ = pool.Close() }) // before the filesystem is unmounted
-				ref := pooltest.Vol("a")
-				check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: "a", Size: 4 * pooltest.MiB})))
-				disk.spoil(t, ref.Key, slots...)
-				for _, node := range []string{"a node", "", "another node"} {
-					check.OK(t, pooltest.Second(pool.SetLabels(t.Context(), ref, func(labels map[string]string) error { labels["claim"] = node; return nil })))
-				}
-				record := path(dir, ref, ".rec")
-				if _, err := os.Lstat(record + ".new"); !errors.Is(err, fs.ErrNotExist) {
-					t.Errorf("what was to take its place: %v", err)
-				}
-				check.OK(t, errors.Join(pool.Close(), os.WriteFile(record+".new", []byte("cut short"), 0o600)))
-				pool = pooltest.OpenFiles(t, dir)
-				if r, err := pool.Get(t.Context(), ref); err != nil || r.Labels["claim"] != "another node" {
-					t.Errorf("after a start: %+v, %v", r, err)
-				}
-				if problems := pool.PoolHealth(t.Context()); len(problems) > 0 {
-					t.Errorf("the pool's health: %v", problems)
-				}
-				check.OK(t, pool.Delete(t.Context(), ref))
-				if left := contents(t, dir+"/volumes"); left != "" {
-					t.Errorf("left is %s", left)
-				}
-			})
+	eachUnwritable(t, func(t *testing.T, disk failing, slots []int) {
+		dir := disk.dir + "/pool"
+		pool := pooltest.OpenFiles(t, dir)
+		t.Cleanup(func() { _ = pool.Close() }) // before the filesystem is unmounted
+		ref := pooltest.Vol("a")
+		check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: "a", Size: 4 * pooltest.MiB})))
+		disk.spoil(t, ref.Key, slots...)
+		for _, node := range []string{"a node", "", "another node"} {
+			check.OK(t, pooltest.Second(pool.SetLabels(t.Context(), ref, func(labels map[string]string) error { labels["claim"] = node; return nil })))
 		}
-	}
+		record := path(dir, ref, ".rec")
+		if _, err := os.Lstat(record + ".new"); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("what was to take its place: %v", err)
+		}
+		check.OK(t, errors.Join(pool.Close(), os.WriteFile(record+".new", []byte("cut short"), 0o600)))
+		pool = pooltest.OpenFiles(t, dir)
+		if r, err := pool.Get(t.Context(), ref); err != nil || r.Labels["claim"] != "another node" {
+			t.Errorf("after a start: %+v, %v", r, err)
+		}
+		if problems := pool.PoolHealth(t.Context()); len(problems) > 0 {
+			t.Errorf("the pool's health: %v", problems)
+		}
+		check.OK(t, pool.Delete(t.Context(), ref))
+		if left := contents(t, dir+"/volumes"); left != "" {
+			t.Errorf("left is %s", left)
+		}
+	})
 }
 
 // TestDeleteUnwritable: what has a record that the disk takes no changes of, in one of its slots or in both, can be deleted. Where it takes
 // those of one slot, a start goes on with a deletion that was cut short.
 func TestDeleteUnwritable(t *testing.T) {
-	for _, kind := range []string{"ext4", "btrfs"} {
-		for _, slots := range [][]int{{0}, {1}, {0, 1}} {
-			t.Run(fmt.Sprintf("%s, slots %d", kind, slots), func(t *testing.T) {
-				disk := newFailing(t, kind)
-				dir := disk.dir + "/pool"
-				pool := pooltest.OpenFiles(t, dir)
-				t.Cleanup(func() { _ = pool.Close() }) // before the filesystem is unmounted
-				whole, cut := pooltest.Vol("a"), pooltest.Vol("b")
-				for _, ref := range []blockdev.Ref{whole, cut} {
-					check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: "a", Size: 4 * pooltest.MiB})))
-				}
-				for _, ref := range []blockdev.Ref{whole, cut} {
-					disk.spoil(t, ref.Key, slots...)
-				}
-				check.OK(t, pool.Delete(t.Context(), whole))
-				for _, extension := range []string{".rec", ".img"} {
-					if _, err := os.Lstat(path(dir, whole, extension)); !errors.Is(err, fs.ErrNotExist) {
-						t.Errorf("%s: %v", extension, err)
-					}
-				}
-
-				if len(slots) == 2 { // the bytes of both are gone
-					return
-				}
-				run(t, "chattr", "+i", path(dir, cut, ".img"))
-				if err := pool.Delete(t.Context(), cut); err == nil {
-					t.Error("an image was deleted that nobody may delete")
-				}
-				run(t, "chattr", "-i", path(dir, cut, ".img"))
-				check.OK(t, pool.Close())
-				record, err := os.Open(path(dir, cut, ".rec"))
-				check.OK(t, err)
-				check.OK(t, errors.Join(unix.Fadvise(int(record.Fd()), 0, 0, unix.FADV_DONTNEED), record.Close())) // what the disk did not take
-				pool = pooltest.OpenFiles(t, dir)
-				if r, err := pool.Get(t.Context(), cut); !errors.Is(err, errdefs.ErrNotFound) {
-					t.Errorf("%+v, %v; want %v", r, err, errdefs.ErrNotFound)
-				}
-				check.OK(t, pool.Delete(t.Context(), cut))
-				if c := pooltest.CapacityOf(t, pool); c.Promised != 0 {
-					t.Errorf("%+v", c)
-				}
-			})
+	eachUnwritable(t, func(t *testing.T, disk failing, slots []int) {
+		dir := disk.dir + "/pool"
+		pool := pooltest.OpenFiles(t, dir)
+		t.Cleanup(func() { _ = pool.Close() }) // before the filesystem is unmounted
+		whole, cut := pooltest.Vol("a"), pooltest.Vol("b")
+		for _, ref := range []blockdev.Ref{whole, cut} {
+			check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: "a", Size: 4 * pooltest.MiB})))
 		}
-	}
+		for _, ref := range []blockdev.Ref{whole, cut} {
+			disk.spoil(t, ref.Key, slots...)
+		}
+		check.OK(t, pool.Delete(t.Context(), whole))
+		for _, extension := range []string{".rec", ".img"} {
+			if _, err := os.Lstat(path(dir, whole, extension)); !errors.Is(err, fs.ErrNotExist) {
+				t.Errorf("%s: %v", extension, err)
+			}
+		}
+
+		if len(slots) == 2 { // the bytes of both are gone
+			return
+		}
+		run(t, "chattr", "+i", path(dir, cut, ".img"))
+		if err := pool.Delete(t.Context(), cut); err == nil {
+			t.Error("an image was deleted that nobody may delete")
+		}
+		run(t, "chattr", "-i", path(dir, cut, ".img"))
+		check.OK(t, pool.Close())
+		record, err := os.Open(path(dir, cut, ".rec"))
+		check.OK(t, err)
+		check.OK(t, errors.Join(unix.Fadvise(int(record.Fd()), 0, 0, unix.FADV_DONTNEED), record.Close())) // what the disk did not take
+		pool = pooltest.OpenFiles(t, dir)
+		if r, err := pool.Get(t.Context(), cut); !errors.Is(err, errdefs.ErrNotFound) {
+			t.Errorf("%+v, %v; want %v", r, err, errdefs.ErrNotFound)
+		}
+		check.OK(t, pool.Delete(t.Context(), cut))
+		if c := pooltest.CapacityOf(t, pool); c.Promised != 0 {
+			t.Errorf("%+v", c)
+		}
+	})
 }
