@@ -6,16 +6,19 @@ import (
 	"time"
 )
 
-// A suspension that its process does not live to the end of is undone by the kernel, as when the driver ends, or is killed, while it waits for a disk that does not answer. To a mirror that is not undone (drivers/md/dm-raid1.c has no presuspend_undo): what one of its legs
-// fails has errors from then on, in place of being held, and the next suspension never ends, until the machine starts anew. So what can take long is waited for before.
+// The kernel undoes a suspension whose process ends while it waits, as a driver may that is killed while a disk does not answer. dm-mirror does not undo
+// its part (drivers/md/dm-raid1.c has no presuspend_undo): from then on what a leg fails has errors in place of being held, and the next suspension never
+// ends, until the machine is restarted. So this package waits for what may take long before it suspends a mirror.
 
 const (
 	answerPause = 5 * time.Millisecond
-	// answerPatience bounds it, as a kernel may count wrong.
+	// answerPatience bounds the wait for all devices of a mirror together, as a kernel may count wrong.
 	answerPatience = 30 * time.Second
 )
 
-// answered waits until the devices below a mirror have answered as much as was under way to them: then a suspension waits for moments. What is no mirror, or cannot be counted, is not waited for. What is held already counts for nothing: it is under way to no device.
+// answered waits until each device below a mirror has ended as many requests as were under way to it. A suspension then waits only for moments. It does
+// not wait for a device that is no mirror, or whose requests the kernel does not count. What a mirror holds is under way to no device, and so is not
+// waited for.
 func answered(name string) {
 	kind, _, err := Target(name)
 	if err != nil || kind != "mirror" {
@@ -35,7 +38,8 @@ func answered(name string) {
 	}
 }
 
-// underWay is how many requests are under way to a device, and how many have ended, as far as the kernel counts them: Documentation/block/stat.rst.
+// underWay returns how many requests are under way to a device, and how many have ended since it was made, as far as the kernel counts them:
+// Documentation/block/stat.rst.
 func underWay(device uint64) (now, ended int64) {
 	var reads, writes int64
 	text, err := os.ReadFile("/sys/dev/block/" + Number(device) + "/inflight")

@@ -1,7 +1,6 @@
-// Package dm is the device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. It makes devices (Make), also such that
-// show another one (Show), and looks at devices, suspends, renames and removes them, whoever made them. Remove may be asked
-// for while a device is open: the kernel then removes it when nobody has it open any more (DM_DEFERRED_REMOVE, Linux
-// 3.13), so nothing stays behind a driver that dies.
+// Package dm drives the device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. It makes devices (Make), among them devices that show
+// another one (Show). It reads, suspends, renames and removes devices, whoever made them. Remove works also while a device is open: the kernel then
+// removes it with its last user (DM_DEFERRED_REMOVE, Linux 3.13). So a driver that is killed leaves no device behind that was to go.
 package dm
 
 import (
@@ -47,18 +46,18 @@ const (
 const (
 	flagReadOnly       = 1 << 0
 	flagSuspended      = 1 << 1
-	flagTable          = 1 << 4 // tableStatus tells the table, not how it does
-	flagActive         = 1 << 5 // there is a table in effect
-	flagInactive       = 1 << 6 // there is a table for the next resume
+	flagTable          = 1 << 4 // tableStatus returns the arguments of the targets, not their status
+	flagActive         = 1 << 5 // a table is in effect
+	flagInactive       = 1 << 6 // a table is loaded for the next resume
 	flagBufferFull     = 1 << 8
-	flagSkipLockFS     = 1 << 10 // no filesystem is frozen
-	flagNoFlush        = 1 << 11 // what a target holds back is given to the next table, and not failed
-	flagQueryInactive  = 1 << 12 // of the table for the next resume
+	flagSkipLockFS     = 1 << 10 // freeze no filesystem
+	flagNoFlush        = 1 << 11 // what a target holds back goes to the next table, in place of failing
+	flagQueryInactive  = 1 << 12 // of the table that is loaded for the next resume
 	flagDeferredRemove = 1 << 17
 )
 
-// NoScan tells udev's rules to leave a device alone (libdevmapper.h, DM_UDEV_*): to
-// look for no filesystem, no volume group and nothing else on what belongs to a tenant.
+// NoScan tells udev's rules to leave a device alone (libdevmapper.h, DM_UDEV_*): what belongs to a tenant is not searched for a filesystem, a volume group
+// or anything else.
 const NoScan = (0x2 | 0x4 | 0x8) << 16
 
 // NameSize is the size of the name of a device, with the zero at its end (DM_NAME_LEN).
@@ -86,7 +85,7 @@ type targetSpec struct {
 	kind          [16]byte
 }
 
-// Device is what the kernel says of a device.
+// Device is what the kernel said of a device when it was looked up (Find).
 type Device struct {
 	Name      string
 	UUID      string
@@ -95,11 +94,11 @@ type Device struct {
 	Targets   int // of the table in effect
 	ReadOnly  bool
 	Suspended bool
-	Live      bool // it has a table; without, whoever made it was cut short, and nobody can open it
-	Loaded    bool // it has a table for the next resume
-	Deferred  bool // it goes away with its last user
+	Live      bool // a table is in effect; without one nobody can open it: see Note, or a crash came before its table
+	Loaded    bool // a table is loaded for the next resume
+	Deferred  bool // it is removed with its last user
 	Number    uint64
-	Event     uint32 // how often a target of it has told of something; it only grows
+	Event     uint32 // the kernel's count of events of its targets; it only grows
 }
 
 // Range is a part of a device, in bytes.
@@ -108,7 +107,7 @@ type Range struct{ Offset, Length int64 }
 // Path returns /dev/dm-N.
 func (d Device) Path() string { return fmt.Sprint("/dev/dm-", d.minor) }
 
-// Size of what the device shows, in bytes, without opening it (sysfs counts in sectors of 512 bytes).
+// Size returns the size of the device in bytes, without opening it. (sysfs counts in sectors of 512 bytes.)
 func (d Device) Size() (int64, error) {
 	text, err := os.ReadFile(fmt.Sprintf("/sys/block/dm-%d/size", d.minor))
 	if err != nil {
@@ -121,7 +120,7 @@ func (d Device) Size() (int64, error) {
 	return sectors * sector, nil
 }
 
-// control is what all commands go through, once it could be opened; it stays open.
+// control has the open control device, which all commands but Await share. It is opened by the first command (shared), and stays open.
 var control struct {
 	mu   sync.Mutex
 	file *os.File
@@ -131,7 +130,7 @@ func shared() (*os.File, error) {
 	control.mu.Lock()
 	defer control.mu.Unlock()
 	if control.file == nil {
-		fd, err := unix.Open(controlPath, unix.O_RDWR|unix.O_CLOEXEC, 0) // os.OpenFile has it not block, and Fd undoes that each time
+		fd, err := unix.Open(controlPath, unix.O_RDWR|unix.O_CLOEXEC, 0) // os.OpenFile makes it non-blocking, and Fd would undo that each time
 		if err != nil {
 			return nil, noControl(err)
 		}
@@ -144,7 +143,8 @@ func noControl(err error) error {
 	return fmt.Errorf("%w: open %s: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, controlPath, err)
 }
 
-// call runs one command; data goes after the header and comes back as the answer's.
+// call runs one command and returns the header and the data of the answer. data follows the header of the request. If the answer does not fit, the command
+// is repeated with more room, up to 64 MiB. ErrUnavailable without a device mapper; all other errors are the kernel's, as they are.
 func call(command uint, prepare func(h *header), data []byte) (header, []byte, error) {
 	control, err := shared()
 	if err != nil {
@@ -159,7 +159,7 @@ func call(command uint, prepare func(h *header), data []byte) (header, []byte, e
 		copy(buffer[head:], data)
 		ask := func() error { return ioctl.Pointer(control, 0xC138FD00|command, unsafe.Pointer(&buffer[0])) }
 		if command == devSuspend {
-			// A suspension that a signal cuts short is undone, and what a target had given back until then ends with errors (dm_handle_requeue in drivers/md/dm.c).
+			// A suspension that a signal interrupts is undone, and what a target had given back until then fails (dm_handle_requeue in drivers/md/dm.c).
 			err = ioctl.Uninterrupted(ask)
 		} else {
 			err = ask()
@@ -198,8 +198,7 @@ func cString(b []byte) string {
 	return string(b)
 }
 
-// FindUsed is Find, but for a device that nobody uses any more, which the kernel removes a moment after its last user is
-// gone: that moment is waited for.
+// FindUsed is Find, but if the last user of a device has just gone, so that the kernel is about to remove it (Deferred), it waits a moment for that.
 func FindUsed(name string) (*Device, error) {
 	for try := 0; ; try++ {
 		d, err := Find(name)
@@ -210,7 +209,8 @@ func FindUsed(name string) (*Device, error) {
 	}
 }
 
-// RemoveNow is Remove, and waits for a moment for those who only look at the device.
+// RemoveNow removes a device as Remove does, and waits a moment for those who only look at it. inUse: somebody has it open still, or ctx has ended; it is
+// removed with its last user.
 func RemoveNow(ctx context.Context, name string) (inUse bool, err error) {
 	inUse, err = Remove(name)
 	for try := 0; err == nil && inUse && try < held.Tries && ctx.Err() == nil; try++ {
@@ -222,8 +222,7 @@ func RemoveNow(ctx context.Context, name string) (inUse bool, err error) {
 	return inUse, err
 }
 
-// Remove takes a device away: now, or, if somebody has it open (held), with its last user. One that is not there
-// is no error.
+// Remove removes a device now, or with its last user if somebody has it open (held). No error if there is no such device.
 func Remove(name string) (held bool, err error) {
 	h, _, err := call(devRemove, func(h *header) {
 		named(name)(h)
@@ -238,9 +237,8 @@ func Remove(name string) (held bool, err error) {
 	return h.flags&flagDeferredRemove != 0, nil
 }
 
-// Suspend holds back all that is written to a device, once what is under way is written.
-// It freezes no filesystem: the kernel knows how to only for some (not btrfs), and before
-// 6.8 not for one that is frozen already.
+// Suspend waits until all I/O that is under way to a device has ended, and holds back all later I/O until Resume. It freezes no filesystem: the kernel can
+// do that only for some (not btrfs), and before 6.8 not for one that is frozen already.
 func Suspend(name string) error {
 	_, _, err := call(devSuspend, func(h *header) {
 		named(name)(h)
@@ -252,13 +250,14 @@ func Suspend(name string) error {
 	return nil
 }
 
-// Hold is Suspend, but for what the targets of the device hold back themselves, or could not write: that waits as well, for the table of the resume. Suspend has it fail. It waits before for what is under way in a mirror (answered).
+// Hold suspends a device as Suspend does, but what its targets hold back themselves, or could not write, waits too, for the table of the resume. (Suspend
+// has it fail.) Before it suspends a mirror, it waits for what is under way (answered).
 func Hold(name string) error {
 	answered(name)
 	return HoldNow(name)
 }
 
-// HoldNow is Hold of a mirror that is to be held this very moment, as what it does next may be wrong.
+// HoldNow is Hold without that wait: for a mirror that has to be held at once, as what it acknowledges next may be wrong.
 func HoldNow(name string) error {
 	_, _, err := call(devSuspend, func(h *header) {
 		named(name)(h)
@@ -270,8 +269,7 @@ func HoldNow(name string) error {
 	return nil
 }
 
-// Resume ends the suspension of a device, and brings a table that was loaded into
-// effect. event is what udev is told (NoScan).
+// Resume ends the suspension of a device, and brings a table that is loaded into effect. event is what udev is told (NoScan).
 func Resume(name string, event uint32) error {
 	_, _, err := call(devSuspend, func(h *header) {
 		named(name)(h)
@@ -283,7 +281,7 @@ func Resume(name string, event uint32) error {
 	return nil
 }
 
-// Clear forgets a table that was loaded and not brought into effect.
+// Clear drops a table that is loaded and not in effect.
 func Clear(name string) error {
 	if _, _, err := call(tableClear, named(name), nil); err != nil {
 		return fmt.Errorf("clear the loaded table of device %s: %w", name, errdefs.FromErrno(err))
@@ -291,28 +289,28 @@ func Clear(name string) error {
 	return nil
 }
 
-// Line is one of a table: a range of the device, in bytes, and the target that serves it.
+// Line is one line of a table: a range of the device, in bytes, and the target that serves it.
 type Line struct {
 	Start, Length int64
 	Kind          string
-	Text          string // what the target is made with, or what it says of itself (Status)
+	Text          string // the target's arguments, or its status (Status)
 }
 
-const sector = 512 // what the kernel counts in, in bytes
+const sector = 512 // the kernel's unit, in bytes
 
-// Linear is the table of a device that is another one, from its beginning up to a size in bytes. With a single target it
-// passes down the ioctls that the kernel does not know itself: see Show.
+// Linear returns the table of a device that shows the first size bytes of another one. As it has a single target, the device passes down the ioctls that
+// the kernel does not know itself; one of Show does not.
 func Linear(under uint64, size int64) []Line {
 	return []Line{{Length: size, Kind: "linear", Text: Number(under) + " 0"}}
 }
 
-// Number is how a table names a device.
+// Number returns MAJOR:MINOR, as tables name a device.
 func Number(device uint64) string {
 	return fmt.Sprintf("%d:%d", unix.Major(device), unix.Minor(device))
 }
 
-// Show makes a device of a name that shows another one, from its beginning up to a size in bytes, and passes no ioctls down.
-// One that is there gets that table, also while it is in use; what it was made with otherwise (its UUID) stays.
+// Show makes a device that shows the first size bytes of another one, and passes no ioctls down. If a device of that name is there, it gets that table,
+// also while it is in use; its UUID stays as it is.
 func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
 	var flags uint32
 	if readOnly {
@@ -321,8 +319,9 @@ func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
 	return makeWith(name, uuid, flags, showTable(under, size))
 }
 
-// Guard is Show of a device that can be opened for writing, and fails all that is written to it: also what is discarded, or zeroed. (One that is
-// read-only cannot be opened for writing, as the kernel's NVMe target does with all that it exports.) errdefs.ErrUnsupported without the target for that.
+// Guard is Show of a device that can be opened for writing but fails each write, discard and request for zeros. (The kernel's NVMe target opens all that
+// it exports for writing, which a device that is read-only refuses.) errdefs.ErrUnsupported if the kernel has no target for that, or the device is too
+// small.
 func Guard(name, uuid string, under uint64, size int64) error {
 	if err := HasTarget(guards); err != nil {
 		return fmt.Errorf("%w: %w; load the kernel's module dm-flakey", errdefs.ErrUnsupported, err)
@@ -334,16 +333,18 @@ func Guard(name, uuid string, under uint64, size int64) error {
 	return Make(name, uuid, table)
 }
 
-// guards is the target that fails writes. It is for tests, of filesystems mostly; nothing else of the kernel can be opened for writing and refuses it.
+// guards is the target that fails writes. It is made for tests, mostly of filesystems; but no other target of the kernel can be opened for writing and
+// fails writes.
 const guards = "flakey"
 
-// Guarded reports whether a device is one of Guard.
+// Guarded reports whether Guard made a device what it is: its first target is the one that fails writes.
 func Guarded(name string) (bool, error) {
 	kind, _, err := Target(name)
 	return kind == guards, err
 }
 
-// guardTable is as showTable. It lets reads through and fails the rest, for all of each second: 0 seconds up, 1 down.
+// guardTable returns the table of Guard: showTable's, with targets that pass reads and fail all else. Of each second they are up for 0 s and down for 1 s.
+// errdefs.ErrUnsupported if the device is too small for two targets.
 func guardTable(under uint64, size int64) ([]Line, error) {
 	const tail = 4096 // what the second target shows, as in showTable
 	split := (size - tail) / sector * sector
@@ -356,7 +357,8 @@ func guardTable(under uint64, size int64) ([]Line, error) {
 	return []Line{part(0, split), part(split, tail)}, nil
 }
 
-// Make makes a device with a table. One that is there gets that table, as with Show.
+// Make makes a device with a table in effect. If a device of that name is there, it gets that table, as with Show. After an error, a device that was made
+// is removed again.
 func Make(name, uuid string, table []Line) error { return makeWith(name, uuid, 0, table) }
 
 func makeWith(name, uuid string, flags uint32, table []Line) error {
@@ -374,20 +376,21 @@ func makeWith(name, uuid string, flags uint32, table []Line) error {
 	return err
 }
 
-// create makes a device without a table; false if one of the name is there.
+// create makes a device without a table. made is false if there is one of that name or that UUID.
 func create(name, uuid string, flags uint32) (made bool, err error) {
 	_, _, err = call(devCreate, func(h *header) {
 		named(name)(h)
 		copy(h.uuid[:len(h.uuid)-1], uuid)
 		h.flags = flags
 	}, nil)
-	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
+	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: one is there
 		return false, fmt.Errorf("make device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return err == nil, nil
 }
 
-// Note has the kernel remember a UUID by a name, in place of what it had there: a device without a table, which nobody can open. Remove forgets it.
+// Note has the kernel keep a UUID under a name until Remove: as a device without a table, which nobody can open. It replaces what the name had before.
+// errdefs.ErrExists if another device has that UUID.
 func Note(name, uuid string) error {
 	if _, err := Remove(name); err != nil {
 		return err
@@ -399,7 +402,7 @@ func Note(name, uuid string) error {
 	return err
 }
 
-// Load gives a device a table for the next resume, in place of one that it may have for that.
+// Load loads a table for the next resume of a device, in place of one that is loaded already.
 func Load(name string, table []Line) error { return load(name, 0, table) }
 
 func load(name string, flags uint32, table []Line) error {
@@ -417,11 +420,12 @@ func load(name string, flags uint32, table []Line) error {
 	return nil
 }
 
-// Replace brings a table into effect. What the targets of the one before it hold back, as a mirror does with what one of its legs did not take, is given
-// to the new one; a suspension of any other kind has them fail it.
+// Replace brings a table into effect. What the old table's targets hold back goes to the new one: a mirror holds back what one of its legs did not take.
+// (Any other suspension has that fail.) Of a mirror it waits first for what is under way (answered).
 func Replace(name string, table []Line) error { return replace(name, flagNoFlush, table) }
 
-// ReplaceFailing is Replace that has the targets fail what they hold back, also flushes, which a new one may have nothing to do for.
+// ReplaceFailing is Replace, but what the old table's targets hold back fails. That includes flushes: a new table may have no device to flush, and would
+// acknowledge them at once.
 func ReplaceFailing(name string, table []Line) error { return replace(name, 0, table) }
 
 func replace(name string, flags uint32, table []Line) error {
@@ -439,7 +443,7 @@ func replace(name string, flags uint32, table []Line) error {
 	return nil
 }
 
-// Rename gives a device another name. Its number, its UUID, and all that holds it stay. errdefs.ErrPrecondition if a device has that name.
+// Rename gives a device another name. Its number, its UUID and its users stay. errdefs.ErrPrecondition if a device has the new name already.
 func Rename(name, to string) error {
 	_, _, err := call(devRename, func(h *header) {
 		named(name)(h)
@@ -454,10 +458,9 @@ func Rename(name, to string) error {
 	return nil
 }
 
-// showTable is the table of a device that shows another one, and passes none of the ioctls down
-// that the kernel does not know itself: it does so only for a table of one target that can
-// (dm_prepare_ioctl in drivers/md/dm.c; persistent reservations, dm_call_pr). So there are two
-// linear targets, side by side; for what is too small to be split, a single stripe, which cannot.
+// showTable returns the table of a device that shows another one and passes no ioctls down that the kernel does not know itself. The kernel passes them
+// down only through a table with one single target, of a kind that can (dm_prepare_ioctl in drivers/md/dm.c; persistent reservations, dm_call_pr). So
+// there are two linear targets, side by side. A device that is too small to be split has one target striped, which cannot.
 func showTable(under uint64, size int64) []Line {
 	const tail = 4096 // what the second target shows
 	split := (size - tail) / sector * sector
@@ -470,7 +473,7 @@ func showTable(under uint64, size int64) []Line {
 	}
 }
 
-// encode is the line as tableLoad takes it.
+// encode returns the line as tableLoad takes it.
 func (l Line) encode() []byte {
 	spec := targetSpec{start: uint64(l.Start / sector), length: uint64(l.Length / sector)}
 	copy(spec.kind[:], l.Kind)
@@ -498,10 +501,10 @@ func Below(name string) ([]uint64, error) {
 	return devices, nil
 }
 
-// Target returns the first target of a device, and what it says of itself.
+// Target returns the first target of a device, and its status.
 func Target(name string) (kind, status string, err error) { return first(Status(name)) }
 
-// Table returns the first target of a device, and what it was made with. Of dm-crypt that may be the key: it is for no error and no log.
+// Table returns the first target of a device, and its arguments. Those of dm-crypt may have the key: they must be in no error and no log.
 func Table(name string) (kind, arguments string, err error) { return first(lines(name, flagTable)) }
 
 func first(table []Line, err error) (kind, text string, _ error) {
@@ -511,13 +514,13 @@ func first(table []Line, err error) (kind, text string, _ error) {
 	return table[0].Kind, table[0].Text, nil
 }
 
-// Status returns the table in effect of a device, with what each target says of itself.
+// Status returns the table in effect of a device, with the status of each target.
 func Status(name string) ([]Line, error) { return lines(name, 0) }
 
-// Lines returns the table in effect of a device, with what each target was made with: see Table.
+// Lines returns the table in effect of a device, with the arguments of each target: see Table.
 func Lines(name string) ([]Line, error) { return lines(name, flagTable) }
 
-// Next returns the table of a device that is loaded for the next resume, with what each target is made with: see Table.
+// Next returns the table that is loaded for the next resume of a device, with the arguments of each target: see Table.
 func Next(name string) ([]Line, error) { return lines(name, flagTable|flagQueryInactive) }
 
 func lines(name string, flags uint32) (table []Line, err error) {
@@ -532,14 +535,16 @@ func lines(name string, flags uint32) (table []Line, err error) {
 	for at := 0; len(table) < int(h.targetCount) && at+size <= len(data); {
 		spec := (*targetSpec)(unsafe.Pointer(&data[at]))
 		table = append(table, Line{int64(spec.start) * sector, int64(spec.length) * sector, cString(spec.kind[:]), cString(data[at+size:])})
-		at = max(int(spec.next), at+size) // from the first of them
+		at = max(int(spec.next), at+size) // an offset from the first target
 	}
 	return table, nil
 }
 
-// Await calls look until that says that it is done, or fails: at once, and each time that the Event of any device may have changed.
+// Await calls look at once, and again each time that the Event of any device may have changed, until look is done or fails. It returns the error of look,
+// or that of ctx once that has ended.
 func Await(ctx context.Context, look func() (done bool, err error)) error {
-	control, err := os.OpenFile(controlPath, os.O_RDWR, 0) // one of its own: what it was told of is known for each, and it is waited for with all else that this process waits for
+	// A descriptor of its own: the kernel remembers for each which events it was told of. Go's poller waits for it, so it takes no thread.
+	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
 	if err != nil {
 		return noControl(err)
 	}
@@ -548,7 +553,7 @@ func Await(ctx context.Context, look func() (done bool, err error)) error {
 	if err != nil {
 		return fmt.Errorf("wait for events of devices: %w", err)
 	}
-	defer context.AfterFunc(ctx, func() { _ = control.SetReadDeadline(time.Unix(1, 0)) })() // one that is closed waits no more
+	defer context.AfterFunc(ctx, func() { _ = control.SetReadDeadline(time.Unix(1, 0)) })() // an error says that it is closed, and nobody waits
 	var failed error
 	err = waiter.Read(func(fd uintptr) (done bool) {
 		h := header{version: [3]uint32{4, 0, 0}, dataSize: uint32(unsafe.Sizeof(header{}))}
@@ -568,7 +573,7 @@ func Await(ctx context.Context, look func() (done bool, err error)) error {
 	return fmt.Errorf("wait for events of devices: %w", err)
 }
 
-// Message tells the first target of a device something.
+// Message sends a message to the first target of a device.
 func Message(name, message string) error {
 	at := make([]byte, 8) // struct dm_target_msg: u64 sector, the message
 	if _, _, err := call(targetMsg, named(name), append(at, message+"\x00"...)); err != nil {
@@ -618,7 +623,8 @@ func Targets() (map[string]string, error) {
 	return targets, nil
 }
 
-// HasTarget returns an error unless the kernel has a target, of which it loads the module if it has to.
+// HasTarget returns an error unless the kernel has a target. The kernel loads its module if it has to; before Linux 5.4 only a target that is loaded
+// counts.
 func HasTarget(name string) error {
 	_, _, err := call(getVersion, named(name), nil)
 	if errors.Is(err, unix.ENOTTY) { // an older kernel tells only what is loaded
@@ -633,14 +639,13 @@ func HasTarget(name string) error {
 	return nil
 }
 
-// Vanished reports whether an error means that a device went away, with its last user, before
-// it was opened.
+// Vanished reports whether an error means that a device went away, with its last user, before it was opened.
 func Vanished(err error) bool {
 	return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
 }
 
-// Open opens a device, and makes its node where /dev is not kept by devtmpfs. A device that went away leaves its number to the next one that is
-// made, which may be anybody's: so what was opened is looked at again, now that it stays, and is closed if it is not the one that was found.
+// Open opens a device, and makes its node where no devtmpfs keeps /dev. The number of a device that went away goes to the next one that is made, which may
+// be anybody's. So Open checks what it has opened: if that is not d, it closes it and returns an error that Vanished knows.
 func Open(d *Device, flags int) (*os.File, error) {
 	f, err := os.OpenFile(d.Path(), flags, 0)
 	if errors.Is(err, os.ErrNotExist) {
@@ -659,7 +664,7 @@ func Open(d *Device, flags int) (*os.File, error) {
 	return f, nil
 }
 
-// is returns an error that Vanished knows if a file is open on another device than d.
+// is returns an error that Vanished knows if f is open on another device than d.
 func (d Device) is(f *os.File) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {

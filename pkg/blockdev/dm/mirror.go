@@ -14,24 +14,24 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Mirror is what a target "mirror" says of itself.
+// Mirror is the status of a target "mirror".
 type Mirror struct {
 	Legs          []Leg // as in its table
-	Synced, Total int64 // regions that are the same on all, and all of them
-	Logged        bool  // its log is on a device
+	Synced, Total int64 // regions that are in sync on all legs, and all regions
+	Logged        bool  // its log is on a device, not in memory
 }
 
-// Leg is one of a mirror.
+// Leg is a leg of a Mirror.
 type Leg struct {
 	Device    uint64 // its number, as in st_rdev
 	Failed    bool   // it did not take a write or a flush, or could not be read
-	OnlyReads bool   // it has Failed, and took all that was written; it may have been read to be copied to the others
-	NotCopied bool   // it has Failed, and took all that was written; it did not take what was to be copied to it
+	OnlyReads bool   // it has Failed, but took all that was written: it could not be read, by a user or for a copy to other legs
+	NotCopied bool   // it has Failed, but took all that was written: a copy to it failed
 }
 
-// ParseMirror reads what a target "mirror" says of itself (Status).
+// ParseMirror reads the status of a target "mirror" (Status).
 func ParseMirror(status string) (m Mirror, err error) {
-	// "2 254:0 254:1 64/64 1 AD 3 disk 7:2 A", with a letter for each leg
+	// "2 254:0 254:1 64/64 1 AD 3 disk 7:2 A": AD has a letter for each leg
 	words := strings.Fields(status)
 	bad := fmt.Errorf("the kernel says of a mirror what is not understood: %q", status)
 	var many int
@@ -57,14 +57,15 @@ func ParseMirror(status string) (m Mirror, err error) {
 }
 
 const (
-	// probes is how often ReadFrom reads.
+	// probes is how often ReadFrom reads before it compares the counts.
 	probes = 16
-	// rounds is how often it begins anew, as others have read as much meanwhile.
+	// rounds is how often ReadFrom begins anew because others have read as much meanwhile.
 	rounds = 50
 )
 
-// ReadFrom returns the leg that the kernel reads from, at a place of a device that is a mirror and in sync there. That one has all that was acknowledged: what is not
-// written to all legs is written to it. It reads there, and sees which leg is read as often, whoever else reads meanwhile. errdefs.ErrUnavailable if others read too much for that.
+// ReadFrom returns the leg that the kernel reads from, at an offset of a mirror that is in sync there. What the kernel does not write to all legs it
+// writes to that one, so it has all that was acknowledged. ReadFrom reads there, and sees by the kernel's counts which leg is read as often, whoever else
+// reads meanwhile. errdefs.ErrUnavailable if others read the other legs so much that the counts do not tell.
 func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
 	f, err := Open(d, os.O_RDONLY|unix.O_DIRECT)
 	if err != nil {
@@ -101,7 +102,7 @@ func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
 	return 0, fmt.Errorf("%w: which leg of device %s is read from cannot be told, as others read all of them", errdefs.ErrUnavailable, d.Name)
 }
 
-// reads are the counts of reads of legs. One that the kernel does not have any more, as its connection has ended, is read no more.
+// reads returns how many reads the kernel counts of each leg; 0 for one that it does not have any more, as its connection has ended.
 func reads(legs []Leg) (counts []int64, err error) {
 	for _, l := range legs {
 		count, err := counted(l.Device, 0)
@@ -116,13 +117,13 @@ func reads(legs []Leg) (counts []int64, err error) {
 	return counts, nil
 }
 
-// Written is how much was written to a device since it was made, in bytes, as far as the kernel counts that (queue/iostats).
+// Written returns how many bytes were written to the device since it was made, as far as the kernel counts that (queue/iostats).
 func (d Device) Written() (int64, error) {
 	sectors, err := counted(d.Number, 6)
 	return sectors * sector, err
 }
 
-// counted is a field of what the kernel counts of a device: Documentation/block/stat.rst.
+// counted returns a field of the kernel's statistics of a device: Documentation/block/stat.rst.
 func counted(number uint64, field int) (count int64, err error) {
 	text, err := os.ReadFile("/sys/dev/block/" + Number(number) + "/stat")
 	if err != nil {
@@ -136,7 +137,8 @@ func counted(number uint64, field int) (count int64, err error) {
 	return count, err
 }
 
-// Flushed reports whether the kernel passes flushes on to a device, by its number: not to one that says that it has no cache that could be lost. If it says nothing, they are passed on.
+// Flushed reports whether the kernel passes flushes on to a device, by its number. It does not if the device says that it has no volatile cache. True if
+// the kernel does not tell.
 func Flushed(device uint64) bool {
 	text, _ := os.ReadFile("/sys/dev/block/" + Number(device) + "/queue/write_cache")
 	return strings.TrimSpace(string(text)) != "write through"
