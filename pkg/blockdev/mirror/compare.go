@@ -17,17 +17,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Chunk is what is compared at a time, in bytes.
+// Chunk is how much is compared at a time, in bytes.
 const Chunk = 1 << 20
 
-const block = 4 << 10 // what is told of
+const block = 4 << 10 // the unit of the ranges that Compare returns
 
-// Compare reads all legs of a mirror that is in use, in chunks from an offset on, and returns the ranges, in blocks of 4 KiB, in which a leg has other bytes
-// than the first. A write that is under way differs for a moment: so what differs is read again while the mirror is held (milliseconds for each MiB), and
-// counts only if it differs then.
+// Compare reads all legs of a mirror that is in use, in chunks from an offset on. It returns the ranges, in blocks of 4 KiB, in which the bytes of a leg
+// differ from those of the first. Legs differ for a moment while a write is under way: so ranges that differ are read again while the mirror is held
+// (milliseconds for each MiB), and count only if they differ then.
 //
-// pace is called before each chunk, with its offset and what was found so far, and may wait. Compare ends with the first error, and returns what it has found
-// until then. errdefs.ErrUnavailable while a leg joins or has failed, and when the mirror gets other legs. A crash may leave the mirror held, until Recover.
+// pace is called before each chunk, with its offset and what was found so far, and may wait. Compare ends with the first error, and returns what it has
+// found until then. errdefs.ErrUnavailable while a leg joins or has failed, and when the mirror gets other legs. A crash may leave the mirror suspended,
+// until Recover.
 func Compare(ctx context.Context, name string, from int64, pace func(ctx context.Context, at int64, differ []dm.Range) error) (differ []dm.Range, err error) {
 	err = of(name, "compare its legs", func() error {
 		s, err := state(name)
@@ -57,7 +58,7 @@ func Compare(ctx context.Context, name string, from int64, pace func(ctx context
 	return differ, err
 }
 
-// comparedLeg is a leg that is compared, with memory for a chunk of it. It is open only while it is read, so that a leg that leaves can be given back.
+// comparedLeg is a leg that is compared, with memory for a chunk. Its device is open only while it is read, so that a leg that leaves can be given back.
 type comparedLeg struct {
 	leg    uint64
 	f      *os.File
@@ -66,7 +67,7 @@ type comparedLeg struct {
 
 type comparedLegs []comparedLeg
 
-// allocate returns the legs, each with memory, until free is called.
+// allocate returns the legs of devices, each with memory that is theirs until free is called. free is never nil.
 func (legs comparedLegs) allocate(devices []uint64) (_ comparedLegs, free func(), err error) {
 	var ends []func()
 	free = func() {
@@ -84,7 +85,7 @@ func (legs comparedLegs) allocate(devices []uint64) (_ comparedLegs, free func()
 	return legs, free, nil
 }
 
-// check is errdefs.ErrUnavailable unless a mirror has just these legs, and all of them are whole.
+// check returns errdefs.ErrUnavailable unless a mirror has just these legs, and all of them are whole.
 func (legs comparedLegs) check(name string) error {
 	s, err := state(name)
 	if err == nil {
@@ -96,7 +97,7 @@ func (legs comparedLegs) check(name string) error {
 	return err
 }
 
-// compare compares a range of all legs.
+// compare returns the blocks of a range in which the legs differ, also while the mirror is held.
 func (legs comparedLegs) compare(name string, at, length int64) (found []dm.Range, err error) {
 	if err := legs.check(name); err != nil {
 		return nil, err
@@ -114,7 +115,7 @@ func (legs comparedLegs) compare(name string, at, length int64) (found []dm.Rang
 	return found, err
 }
 
-// close closes what is open: it was read only.
+// close closes all legs that are open. They were only read, so errors do not matter.
 func (legs comparedLegs) close() {
 	for i := range legs {
 		if legs[i].f != nil {
@@ -124,7 +125,7 @@ func (legs comparedLegs) close() {
 	}
 }
 
-// Flush has what a leg has acknowledged be durable.
+// Flush makes durable what a leg has acknowledged.
 func Flush(leg uint64) error {
 	f, err := openNumber(leg)
 	if err == nil {
@@ -136,7 +137,7 @@ func Flush(leg uint64) error {
 	return nil
 }
 
-// openNumber opens a block device by its number, past the page cache.
+// openNumber opens a block device by its number, for reads past the page cache. errdefs.ErrUnavailable if the device's node is another one's.
 func openNumber(number uint64) (*os.File, error) {
 	name, err := os.Readlink("/sys/dev/block/" + dm.Number(number))
 	if err != nil {
@@ -177,7 +178,7 @@ func (legs comparedLegs) differ(at, length int64) (found []dm.Range, err error) 
 	return found, nil
 }
 
-// differHeld is differ while nothing is under way.
+// differHeld is differ while the mirror is held, so that no write is under way.
 func (legs comparedLegs) differHeld(name string, at, length int64) (found []dm.Range, err error) {
 	defer lock(name)()
 	if err := legs.check(name); err != nil {

@@ -16,11 +16,13 @@ import (
 )
 
 const (
-	// unit is what is copied at a time to a leg that joins, at least. It is larger for a volume of which there would be too many: the kernel writes all of the log each time.
+	// unit is the least that is copied at a time to a leg that joins, in bytes. It is doubled until a volume has no more than mostUnits: the kernel writes
+	// the whole log each time.
 	unit      = 1 << 20
 	mostUnits = 1 << 16
 )
 
+// unitOf returns the unit of a volume of size bytes.
 func unitOf(size int64) int64 {
 	u := int64(unit)
 	for size/u > mostUnits {
@@ -32,16 +34,16 @@ func unitOf(size int64) int64 {
 // unitsOf returns how many units a volume has; the last one may end behind the volume.
 func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size) }
 
-// Join has a leg made equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror is used.
-// What is written where it is equal goes to the leg as well, what is written where it is not yet goes to the others alone, and is copied. When all is equal,
-// State.Equal, Finish makes it one of the legs; before that nobody may take it for current. If it fails, or another leg does, writes are held as ever, until
-// Leave.
+// Join begins to make a leg equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror
+// is used. A write to a part that is equal already goes to the joining leg as well; a write to any other part goes to the current legs alone, and is
+// copied later. When all is equal (State.Equal), Finish makes it one of the legs; before that nobody may take it for current. If a leg fails meanwhile,
+// writes are held until Leave.
 //
-// differs returns the ranges. It is called while the mirror is held, and no write is under way: what was written before is on all current legs, and what is
-// written later goes to the leg too. Users of the mirror wait until it returns.
+// differs returns the ranges. It is called while the mirror is held and no write is under way: what was written before is on all current legs, and what is
+// written later goes to the joining leg too. Users of the mirror wait until it returns.
 //
-// A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror
-// that it joins, or as it was; perhaps held, until Recover.
+// If the leg joins or is in the mirror already, nothing changes. errdefs.ErrUnavailable while another leg joins, or one has failed. After a crash the leg
+// joins or does not, and the mirror may be suspended until Recover.
 func Join(ctx context.Context, name string, leg uint64, differs func(context.Context) ([]dm.Range, error)) error {
 	return change(name, "have "+dm.Number(leg)+" join it", func() error {
 		s, err := state(name)
@@ -106,8 +108,8 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	})
 }
 
-// current calls bring with the table over the current legs alone. While a leg joins it is larger than the volume, by the rest of the last unit and one more
-// unit.
+// current calls bring with the table of the device over some current legs alone (inner). While a leg joins, that device is larger than the volume: by the
+// rest of the last unit, and by one more unit.
 func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm.Line) error) error {
 	if s.Joining == nil {
 		return flat(ctx, s.Size, legs, bring)
@@ -117,7 +119,7 @@ func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm
 	})
 }
 
-// extended calls bring with table, extended to size by memory that nobody uses: a piece of at most 16 MiB, again and again.
+// extended calls bring with table, extended to size by memory that nobody uses: one piece of at most 16 MiB, mapped again and again.
 func extended(ctx context.Context, table []dm.Line, size, piece int64, bring func(table []dm.Line) error) error {
 	piece = min(piece, 16<<20)
 	held, number, err := inMemory(ctx, make([]byte, piece))
@@ -135,8 +137,9 @@ func extended(ctx context.Context, table []dm.Line, size, piece int64, bring fun
 	return errors.Join(bring(table), held.Close()) // it goes with the table
 }
 
-// Still waits until no write to a mirror is under way: each is on all legs, or held as a leg has failed. Later writes wait. errdefs.ErrUnavailable while a
-// leg joins or has failed. It ends when the last leg has answered, or the connection to it has ended. A crash may leave the mirror held, until Recover.
+// Still waits until no write to a mirror is under way: each is on all legs, or is held as a leg has failed. Later writes wait meanwhile. It ends when the
+// last leg has answered, or the connection to it has ended. errdefs.ErrUnavailable while a leg joins or has failed. A crash may leave the mirror
+// suspended, until Recover.
 func Still(name string) error {
 	return change(name, "wait for what is under way", func() error {
 		s, err := state(name)
@@ -150,7 +153,7 @@ func Still(name string) error {
 	})
 }
 
-// still calls do while a mirror is held, and then resumes it, with the table that do has loaded; if do fails, with the one that there was.
+// still calls do while a mirror is held, and then resumes it: with the table that do has loaded, or, if do fails or loads none, with the present one.
 func still(name string, do func() error) error {
 	if err := dm.Hold(name); err != nil {
 		return err
@@ -162,7 +165,7 @@ func still(name string, do func() error) error {
 	return errors.Join(err, dm.Resume(name, dm.NoScan))
 }
 
-// inMemory makes a loop device over bytes in memory. It goes with its last user, of which held is one.
+// inMemory makes a loop device over bytes in memory. The device goes with its last user; the caller is one until it closes held.
 func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, err error) {
 	fd, err := unix.MemfdCreate("ashlar-mirror", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -177,8 +180,8 @@ func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, 
 	return held, unix.Mkdev(loop.Major, uint32(n)), err
 }
 
-// logOf returns a log in the format of drivers/md/dm-log.c: a header, and from 1 KiB on a bit for each unit that is in sync. The last unit is behind the
-// volume, and is not in sync.
+// logOf returns a log in the format of drivers/md/dm-log.c: a header, and from 1 KiB on a bit for each unit that is in sync. Units of the volume are in
+// sync but for those in differs. The last unit is behind the volume, and is not in sync.
 func logOf(size int64, differs []dm.Range) []byte {
 	const magic, version, bits = 0x4D695272, 2, 1024
 	u, units := unitOf(size), unitsOf(size)
@@ -197,8 +200,8 @@ func logOf(size int64, differs []dm.Range) []byte {
 	return text
 }
 
-// Finish makes the leg that joined, and is on the volume's list, one of those that are current, and the one called near, if it is among them, the first that is read from. errdefs.ErrUnavailable
-// while it is not equal, or if it has failed. If none joins, it does nothing but for the order.
+// Finish makes the leg that joins one of the current legs. It has to be on the volume's list. The leg near, if it is among them, becomes the first, which
+// is read from. If no leg joins, only that order may change. errdefs.ErrUnavailable while the joining leg is not equal, or a leg has failed.
 func Finish(ctx context.Context, name string, near uint64) error {
 	return change(name, "finish the leg that joins it", func() error {
 		s, err := state(name)

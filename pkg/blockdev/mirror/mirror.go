@@ -1,9 +1,10 @@
-// Package mirror is the mirror that the consumer of a volume with several legs has (docs/replication.md, docs/decisions/replicas.md): a device over the
-// block devices of the legs. It is the target of that name of the device mapper, and nothing else in the driver makes one for legs.
+// Package mirror makes and changes the mirror that the consumer of a volume with several legs has (docs/replication.md, docs/decisions/replicas.md): a
+// device over the block devices of the legs, by the target mirror of the device mapper. Nothing else in the driver makes such a device for legs.
 //
-// All state is the kernel's, under the name of the device; there is none in this package, and a driver that starts finds what its predecessor left (State). The legs of State are
-// current to the kernel: a write is acknowledged when it is on all of them. When one fails, what it did not take is held, acknowledged to nobody, until Leave. A mirror is nobody's but the
-// caller's; calls that change one wait for each other.
+// All state is in the kernel, under the name of the device, and none in this package: a driver that starts finds what an earlier one left (Look).
+// State.Legs are current as far as the kernel is concerned: it acknowledges a write when the write is on all of them. If a leg fails, the kernel holds the
+// writes that this leg did not take, and does not acknowledge them, until Leave. A mirror belongs to its caller alone. Calls that change the same mirror
+// wait for each other.
 package mirror
 
 import (
@@ -21,39 +22,40 @@ import (
 )
 
 const (
-	// region is the unit of a mirror whose legs are equal: no request crosses one.
+	// region is the size of the regions of a mirror whose legs are equal, in bytes. No request goes from one region into the next.
 	region = 512 << 10
-	// While a leg joins: baseSuffix is of the device over what is current, joinsSuffix of that over the leg. See Join.
+	// While a leg joins (Join) there are two more devices: baseSuffix ends the name of the one over the current legs, joinsSuffix that of the one over the
+	// leg that joins.
 	baseSuffix  = "-base"
 	joinsSuffix = "-joins"
 
 	target   = "mirror"
-	logged   = "disk"   // the log of one that a leg joins
+	logged   = "disk"   // the kind of log while a leg joins
 	ended    = "error"  // the target of a mirror that has ended
-	fails    = "flakey" // that of what fails flushes, behind it
+	fails    = "flakey" // the target behind it, which fails flushes: see failing
 	features = " 1 handle_errors"
 )
 
-// Leg is one of a mirror.
+// Leg is a leg of a mirror.
 type Leg = dm.Leg
 
 // State is what the kernel says of a mirror.
 type State struct {
 	Size          int64 // bytes
-	Legs          []Leg // those that are current, in the order in which they are read from: the first, and another one if that has failed; none after End
-	Joining       *Leg  // the one that is being made equal; nil: none
-	Synced, Total int64 // bytes that are equal on Joining, and all
-	Held          bool  // nothing is read or written until Leave is called for all that failed: see Watch
+	Legs          []Leg // the current ones; the first is read from, and another one if that has failed; none after End
+	Joining       *Leg  // the leg that is being made equal; nil: none
+	Synced, Total int64 // bytes that are equal on Joining, and all bytes
+	Held          bool  // nothing is read or written until Leave is called for all legs that failed: see Watch
 	Event         Event
 
-	inner     string // the device that is over Legs alone: the mirror itself, or one below it while a leg joins
-	remembers bool   // it has a region of which a leg failed: the kernel holds what is written, until there is another table
+	inner     string // the device over Legs alone: the mirror itself; while a leg joins, the one of baseSuffix
+	remembers bool   // a region is out of sync, as a leg failed: the kernel forgets no failure, and holds writes until there is another table
 }
 
-// Event is how many things have happened to a mirror, by the kernel's count: to the device, and to that of what is current, which there is while a leg joins.
+// Event is the kernel's counts of events of a mirror: those of its device (Top), and, while a leg joins, those of the device over the current legs (Base).
 type Event struct{ Top, Base uint32 }
 
-// Failed are the legs that have failed, Joining not among them.
+// Failed returns the device numbers of the current legs that have failed.
 func (s State) Failed() (devices []uint64) {
 	for _, l := range s.Legs {
 		if l.Failed {
@@ -63,7 +65,7 @@ func (s State) Failed() (devices []uint64) {
 	return devices
 }
 
-// Equal reports whether the leg that joins is equal to the others, and Finish can be called.
+// Equal reports whether a leg joins and is equal to the others now, so that Finish can be called.
 func (s State) Equal() bool { return s.Joining != nil && !s.Joining.Failed && s.Synced == s.Total }
 
 func (s State) devices() (devices []uint64) {
@@ -73,7 +75,7 @@ func (s State) devices() (devices []uint64) {
 	return devices
 }
 
-// Available returns errdefs.ErrUnsupported unless the kernel has what it takes, with what to load.
+// Available returns errdefs.ErrUnsupported, with the module to load, unless the kernel has the target mirror.
 func Available() error {
 	if err := dm.HasTarget(target); err != nil {
 		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
@@ -81,8 +83,9 @@ func Available() error {
 	return nil
 }
 
-// Make makes a mirror over legs that are equal and current, and of this size at least. They are read from in this order, so the near one comes first. One alone is a mirror too. Nothing is written to the
-// legs. A mirror of that name over the same legs stays as it is, with whatever has failed; over others it is errdefs.ErrExists. A crash leaves a device of the name, of which Make makes the mirror when it is called again.
+// Make makes a mirror of size bytes over legs that are equal, current and at least as large. One leg alone is a mirror too. Reads go to the first leg, so
+// the near one comes first. Nothing is written to the legs. If the mirror is there already, with the same size and legs in the same order, it stays as it
+// is, also if legs have failed; with others, errdefs.ErrExists. A crash may leave a device without a table, of which the next Make makes the mirror.
 func Make(ctx context.Context, name, uuid string, size int64, legs ...uint64) error {
 	return change(name, "make it", func() error {
 		d, err := dm.Find(name)
@@ -103,7 +106,7 @@ func Make(ctx context.Context, name, uuid string, size int64, legs ...uint64) er
 	})
 }
 
-// flat has the table of a mirror whose legs are equal be brought to a device.
+// flat calls bring with the table of a mirror whose legs are equal: of a single leg it is linear.
 func flat(ctx context.Context, size int64, legs []uint64, bring func(table []dm.Line) error) error {
 	line := dm.Line{Length: size, Kind: target, Text: fmt.Sprintf("core 2 %d nosync%s%s", fit(region, size)/512, over(legs), features)}
 	if len(legs) == 1 {
@@ -112,7 +115,7 @@ func flat(ctx context.Context, size int64, legs []uint64, bring func(table []dm.
 	return flushed(ctx, line, legs, bring)
 }
 
-// fit is a unit that is a power of two, and not larger than the device.
+// fit halves unit, a power of two, until it is not larger than size.
 func fit(unit, size int64) int64 {
 	for unit > size {
 		unit /= 2
@@ -136,7 +139,8 @@ func numbers(legs []uint64) string {
 	return strings.Join(all, ", ")
 }
 
-// Look returns how a mirror is; errdefs.ErrNotFound if there is none. It does not wait for a step that is under way, and sees how it is before that or after it.
+// Look returns the state of a mirror; errdefs.ErrNotFound if there is none. It does not wait for a change that is under way, and returns the state before
+// or after that.
 func Look(name string) (s State, err error) {
 	err = of(name, "look at it", func() error {
 		s, err = state(name)
@@ -145,7 +149,7 @@ func Look(name string) (s State, err error) {
 	return s, err
 }
 
-// state is how a mirror is at one moment. It takes several questions to the kernel: if a step of this package came between them, they are asked again.
+// state returns the state of a mirror at one moment. It has to ask the kernel several times: if this package changed the mirror in between, it asks again.
 func state(name string) (State, error) {
 	for before := partsOf(name); ; {
 		s, err := stateNow(name)
@@ -157,14 +161,14 @@ func state(name string) (State, error) {
 	}
 }
 
-// parts are what steps of this package change of a mirror, and of the devices below it.
+// parts is what each change by this package alters of the three devices of a mirror, so that a difference shows a change.
 type parts [3]struct {
 	number                  uint64
 	live, suspended, loaded bool
 	table                   string
 }
 
-// partsOf returns nothing of what cannot be read: that is an error of stateNow.
+// partsOf leaves out what it cannot read: stateNow returns the error of that.
 func partsOf(name string) (p parts) {
 	for i, part := range []string{name, name + baseSuffix, name + joinsSuffix} {
 		d, err := dm.Find(part)
@@ -177,6 +181,7 @@ func partsOf(name string) (p parts) {
 	return p
 }
 
+// stateNow is state, if nothing changes the mirror meanwhile.
 func stateNow(name string) (s State, err error) {
 	d, err := dm.Find(name)
 	if err != nil {
@@ -199,8 +204,9 @@ func stateNow(name string) (s State, err error) {
 	return s, s.findHeld(d)
 }
 
-// readJoin fills in a mirror that a leg joins: it has two legs, what is current and that one. Of a driver before this one it may have them without what is
-// written at Join: then the kernel does with failures what that is against, so the leg that joins counts as failed, and begins anew.
+// readJoin fills in the state of a mirror that a leg joins. Its table has two legs: the device over the current legs, and the device over the leg that
+// joins. The mirror of an older driver may lack these devices, and so the region that is never in sync: then the kernel may forget failures
+// (docs/decisions/replicas.md). The leg that joins such a mirror counts as failed, so that it begins anew.
 func (s *State) readJoin(name string, top dm.Mirror) error {
 	if len(top.Legs) != 2 {
 		return fmt.Errorf("%w: it has %d legs and a log, which is none of ours", errdefs.ErrPrecondition, len(top.Legs))
@@ -226,7 +232,8 @@ func (s *State) readJoin(name string, top dm.Mirror) error {
 	return s.findHeld(base)
 }
 
-// readJoiner fills in the leg that joins, by the device over it. It is equal once all regions are in sync but the last one, which is never copied.
+// readJoiner fills in the leg that joins, by the device over it: second is that device as a leg of the mirror. The leg is equal once all regions but the
+// last are in sync. The last one is behind the volume: the copy of it always fails, which is no failure of the leg.
 func (s *State) readJoiner(name string, second Leg, top dm.Mirror) error {
 	d, err := dm.Find(name + joinsSuffix)
 	if err != nil || d == nil || d.Number != second.Device {
@@ -244,8 +251,8 @@ func (s *State) readJoiner(name string, second Leg, top dm.Mirror) error {
 	return nil
 }
 
-// findHeld finds out whether a mirror is held, and marks the legs as failed that are not in the table for the next resume. If that table is one of Join, it
-// is not held.
+// findHeld finds out whether a mirror is held: d, the device over its current legs, is suspended and has a table loaded. The legs that are not in that
+// table count as failed. If the table is one that Join has loaded, the mirror is not held.
 func (s *State) findHeld(d *dm.Device) error {
 	if !d.Suspended || !d.Loaded {
 		return nil
@@ -261,14 +268,14 @@ func (s *State) findHeld(d *dm.Device) error {
 	return nil
 }
 
-// Size is that of the volume of a mirror, in bytes. What the kernel has it as large as may be more.
+// Size returns the size of a mirror's volume in bytes. The kernel's device may be larger.
 func Size(name string) (int64, error) {
 	s, err := Look(name)
 	return s.Size, err
 }
 
-// read returns what a device says of its table in effect (one leg, which is in sync, or those of the target mirror), and how many of its bytes are the
-// volume's, without the tail.
+// read returns the status of the table in effect of a device, and the size of the volume in it, without the tail. A linear table has one leg, which is in
+// sync; that of a mirror that has ended has none. errdefs.ErrPrecondition if no mirror has such a table.
 func read(name string) (m dm.Mirror, size int64, err error) {
 	table, err := dm.Status(name)
 	if err != nil || len(table) == 0 {
@@ -286,7 +293,7 @@ func read(name string) (m dm.Mirror, size int64, err error) {
 	return m, size, err
 }
 
-// single is a mirror of one leg.
+// single returns the status of a mirror of one leg, by its linear table.
 func single(name string) (m dm.Mirror, err error) {
 	_, text, err := dm.Table(name)
 	if err != nil {
@@ -299,9 +306,12 @@ func single(name string) (m dm.Mirror, err error) {
 	return dm.Mirror{Legs: []Leg{{Device: unix.Mkdev(major, minor)}}}, nil
 }
 
-// Leave takes legs out of a mirror, be they whole or not, current or joining. Those that are current have to be off the volume's list before: what the mirror held is written to the others, and
-// acknowledged. If it is Held, that is all that failed. Legs that are not in it are of no account. errdefs.ErrPrecondition for the last one that is current, unless the one that joins is equal, which has to be on the volume's list before.
-// After a crash it has been done, or has not; then it is to be called again.
+// Leave takes legs out of a mirror, whole or failed, current or joining. Those that are current have to be off the volume's list before the call: what the
+// mirror held is now written to the others, and acknowledged. If the mirror is Held, all legs that failed have to leave in one call; else
+// errdefs.ErrPrecondition. Legs that are not in the mirror are ignored.
+//
+// The last current leg leaves only if the leg that joins is Equal, which has to be on the volume's list then; else errdefs.ErrPrecondition. After a crash
+// the mirror is as it was or as it is to be, and Leave is called again.
 func Leave(ctx context.Context, name string, legs ...uint64) error {
 	return change(name, "take "+numbers(legs)+" out of it", func() error {
 		s, err := state(name)
@@ -331,7 +341,7 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 	})
 }
 
-// replaceAndCleanUp makes a mirror one of legs that are equal, and removes the devices of a join.
+// replaceAndCleanUp gives a mirror the table of legs that are equal, and removes the devices of a join.
 func replaceAndCleanUp(ctx context.Context, name string, size int64, legs []uint64) error {
 	if err := replace(ctx, name, size, legs); err != nil {
 		return err
@@ -339,7 +349,7 @@ func replaceAndCleanUp(ctx context.Context, name string, size int64, legs []uint
 	return removeBelow(ctx, name)
 }
 
-// removeBelow removes the devices that there are while a leg joins.
+// removeBelow removes the two devices below a mirror that only a join needs.
 func removeBelow(ctx context.Context, name string) error {
 	_, err := dm.RemoveNow(ctx, name+baseSuffix)
 	_, failure := dm.RemoveNow(ctx, name+joinsSuffix)
@@ -350,7 +360,8 @@ func replace(ctx context.Context, name string, size int64, legs []uint64) error 
 	return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Replace(name, table) })
 }
 
-// End has all that is read from a mirror and written to it end with errors, what it holds as well, and lets go of its legs: nobody may use it any more. It stays, for those who have it open, until Remove. State has no legs then.
+// End makes all I/O of a mirror fail, also what it holds, and lets go of its legs: it is for a mirror that nobody may use any more. The device stays for
+// those who have it open, until Remove. Its State has no legs.
 func End(ctx context.Context, name string) error {
 	return change(name, "end it", func() error {
 		s, err := state(name)
@@ -364,7 +375,8 @@ func End(ctx context.Context, name string) error {
 	})
 }
 
-// Resize gives a mirror another size, after all its legs have it. What is new counts as equal. errdefs.ErrUnavailable while a leg joins, and if one has failed.
+// Resize gives a mirror another size, which all its legs must have already. What is new counts as equal. errdefs.ErrUnavailable while a leg joins or has
+// failed.
 func Resize(ctx context.Context, name string, size int64) error {
 	return change(name, "resize it", func() error {
 		s, err := state(name)
@@ -378,7 +390,7 @@ func Resize(ctx context.Context, name string, size int64) error {
 	})
 }
 
-// checkWhole is errdefs.ErrUnavailable unless all legs are equal, and whole.
+// checkWhole returns errdefs.ErrUnavailable while a leg joins or has failed, or the mirror is held.
 func (s State) checkWhole() error {
 	switch {
 	case s.Joining != nil:
@@ -389,7 +401,8 @@ func (s State) checkWhole() error {
 	return nil
 }
 
-// Remove takes a mirror away, with its last user; the legs stay. Its users have to have flushed it. If there is none it does nothing. inUse: somebody has it open.
+// Remove removes a mirror, now or with its last user (inUse); the legs stay. Its users have to have flushed it. If there is no such mirror, it does
+// nothing.
 func Remove(ctx context.Context, name string) (inUse bool, err error) {
 	err = change(name, "remove it", func() error {
 		if inUse, err = dm.RemoveNow(ctx, name); err != nil || inUse {
@@ -400,7 +413,8 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 	return inUse, err
 }
 
-// Recover puts right what a crash left: a mirror that was suspended for a step of this package that was not finished, unless it is Held, and a device that nothing uses.
+// Recover repairs a mirror after a crash within a change by this package. Unless it is Held, a suspended mirror is resumed, and a table that is loaded for
+// no suspension is dropped. The devices of a join are removed if no leg joins.
 func Recover(ctx context.Context, name string) error {
 	return change(name, "recover it", func() error {
 		d, err := dm.Find(name)
@@ -424,22 +438,22 @@ func Recover(ctx context.Context, name string) error {
 	})
 }
 
-// changing has one change made to a mirror at a time, by its name.
+// changing lets one call at a time change a mirror, by its name.
 var changing turns.Table[string]
 
-// lock waits until nobody else changes a mirror.
+// lock waits until nobody else changes the mirror, and keeps others from changing it until unlock.
 func lock(name string) (unlock func()) {
 	unlock, _ = changing.Begin(context.Background(), name) // a context that does not end has no error
 	return unlock
 }
 
-// change is of, for what changes a mirror.
+// change calls do with the mirror locked. Its error is as of says.
 func change(name, what string, do func() error) error {
 	defer lock(name)()
 	return of(name, what, do)
 }
 
-// of says of which mirror an error is, and what was done.
+// of calls do, and adds to its error which mirror it is of, and what was being done. errdefs.ErrNotFound if the device went away meanwhile.
 func of(name, what string, do func() error) error {
 	err := do()
 	if dm.Vanished(err) {

@@ -9,8 +9,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// forgetTime is how long Watch waits before it takes a failure for one that the kernel forgets: of a write that failed, the kernel tells the region a moment
-// later.
+// forgetTime is how long Watch waits before it takes a failure for one that the kernel forgets: the kernel shows a moment later which region a failed
+// write was in, and forgets no failure that has one.
 const forgetTime = 20 * time.Millisecond
 
 // Watch waits until something has happened to a mirror since the event seen, and returns its state then: a leg has failed, the one that joins is equal or has
@@ -47,7 +47,7 @@ func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 	return s, err
 }
 
-// events returns the counts of events of the devices that a mirror consists of.
+// events returns the kernel's counts of events of the devices of a mirror.
 func events(name string) (e Event, err error) {
 	for part, n := range map[string]*uint32{name: &e.Top, name + baseSuffix: &e.Base} {
 		d, err := dm.Find(part)
@@ -61,8 +61,9 @@ func events(name string) (e Event, err error) {
 	return e, nil
 }
 
-// holdForgotten has a mirror held if the kernel is about to forget, or has forgotten, that a leg has failed. Soon after a table was loaded there is one
-// event, when all its regions are found to be equal; a forgotten failure shows as a second one.
+// holdForgotten suspends a mirror if the kernel has forgotten that a leg has failed, or is about to, and reads its state anew. Then it is Held, with a
+// table loaded over a leg that has everything. Soon after a table takes effect there is one event, when all its regions are found to be equal. A second
+// one without a failure is a failure that was forgotten.
 func (s *State) holdForgotten(ctx context.Context, name string, seen Event) (err error) {
 	var has uint64
 	switch failed := len(s.Failed()); {
@@ -84,7 +85,7 @@ func (s *State) holdForgotten(ctx context.Context, name string, seen Event) (err
 	return err
 }
 
-// readFrom returns the leg that the kernel reads from, which is the one that it writes alone.
+// readFrom returns the leg that the kernel reads from. That is the one that it writes to alone.
 func (s *State) readFrom() (uint64, error) {
 	d, err := dm.Find(s.inner)
 	if err != nil || d == nil {
