@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 )
 
-// answerTime is how long a target may take to answer before it is away: the kernel itself waits for keepAlive.
+// answerTime is how long a target may take to answer before it counts as away. The kernel itself waits for keepAlive.
 const answerTime = 2 * time.Second
 
 // adminCommand is struct nvme_admin_cmd of include/uapi/linux/nvme_ioctl.h.
@@ -29,9 +29,9 @@ const (
 	keepAliveCommand  = 0x18
 )
 
-// ask has the target of a controller answer. If it does not, the kernel knows from then on that it is away: the state is not live any
-// more. Without that, to end a controller whose target is away takes minutes (nvme_do_delete_ctrl stops the keep-alive first, and then
-// waits for each request, for 30 s).
+// ask sends a keep-alive command to the target of a controller. If no answer comes, the kernel notices that the target is away, and the state is no longer
+// live. Otherwise the end of a controller whose target is away takes minutes: nvme_do_delete_ctrl stops the keep-alive first, and then waits for each
+// request, for 30 s.
 func (c controller) ask() error {
 	f, err := c.open()
 	if err != nil {
@@ -42,7 +42,7 @@ func (c controller) ask() error {
 	return ioctl.Pointer(f, ioctlAdminCommand, unsafe.Pointer(&command))
 }
 
-// open opens the character device of a controller, and makes its node where /dev is not kept by devtmpfs.
+// open opens the character device of a controller, and makes its node where no devtmpfs keeps /dev.
 func (c controller) open() (*os.File, error) {
 	path := "/dev/" + filepath.Base(string(c))
 	f, err := os.OpenFile(path, os.O_RDWR, 0)

@@ -1,11 +1,10 @@
-// Package nvme is the host's side of NVMe over TCP, by /dev/nvme-fabrics and sysfs: it connects this machine to a device that another one
-// exports (package nvmet). See drivers/nvme/host/fabrics.c.
+// Package nvme is the host's side of NVMe over TCP, by /dev/nvme-fabrics and sysfs: it connects this machine to a device that another one exports (package
+// nvmet). See drivers/nvme/host/fabrics.c.
 //
-// A connection is the kernel's: it stays when the process that made it ends, waits for a target that is away, and connects again when
-// it is back. The kernel does that in the machine's first network namespace (its workers have no other), so who connects has to be in that.
+// A connection is the kernel's: it stays when the process that made it ends. While the target is away the kernel tries to connect again, and I/O waits
+// (Connection.Loss). The kernel connects in the machine's first network namespace, as its workers have no other: so callers have to be in that one.
 //
-// What only the target knows, it does not say: before Linux 6.10 a host whose subsystem is gone connects again and again, and what
-// waits for it waits, until somebody calls Disconnect.
+// Before Linux 6.10 a host does not notice that its subsystem is gone: it connects again and again, and I/O waits, until somebody calls Disconnect.
 package nvme
 
 import (
@@ -32,53 +31,55 @@ const fabrics = "/dev/nvme-fabrics"
 
 // How the kernel keeps a connection, in seconds.
 const (
-	keepAlive      = 2 // a target that does not answer for that long is away; what is on its way ends after up to three times that (nvme_stop_keep_alive waits for what it has asked)
-	reconnectDelay = 2 // between two attempts to connect again
+	// A target that does not answer for that long is away. What was under way ends after up to three times that: nvme_stop_keep_alive waits for its own
+	// request.
+	keepAlive      = 2
+	reconnectDelay = 2 // the time between two attempts to connect again
 )
 
-// pause is how long to wait for what the kernel does after it has answered, each time.
+// pause is the time between two looks at what the kernel finishes only after it has answered.
 const pause = 10 * time.Millisecond
 
 // patience is how long Connect waits for the device of a target that answers.
 const patience = 15 * time.Second
 
-// underWay has the connections that are made and ended, by the names of their subsystems.
+// underWay has the connections that are being made or ended, by NQN of the subsystem.
 var underWay unbroken.Table
 
 // Connection says what to connect to, and how.
 type Connection struct {
 	NQN     string // of the subsystem
-	Host    string // NQN of this host, which no other connection has
+	Host    string // NQN of this host; no other connection has the same
 	Address netip.AddrPort
 	Secret  secret.Text // "DHHC-1:...", or empty
 	PSK     secret.Text // of TLS, "NVMeTLSkey-1:..."; empty: all goes in plain text
-	// Encrypted has nothing be connected without a PSK; what is connected is found in any case.
+	// Encrypted makes a new connection without a PSK fail; one that is there already is found.
 	Encrypted bool
-	UUID      string // of the namespace that is expected, lower case
-	// Loss is how long I/O waits for a target that is away, whole seconds, before it ends with errors, counted from when the kernel has
-	// noticed, which takes up to six; negative: for ever. The device stays in any case, and works again when the target is back.
+	UUID      string // of the expected namespace, in lower case
+	// Loss is how long I/O waits for a target that is away before it fails, in whole seconds; negative: for ever. The time begins when the kernel notices,
+	// which takes up to six seconds. The device stays in any case, and works again when the target is back.
 	Loss time.Duration
 }
 
 // none is no secret.
 var none secret.Text
 
-// Multipath reports whether the kernel looks for other ways to a device when one ends (nvme_core.multipath). It then ends a flush that was under way as if that had
-// been done (nvme_failover_req in drivers/nvme/host/multipath.c of Linux 6.1: the request of a flush has no bio that could be sent again): a sync is answered with
-// success, and should the target have lost its power, what it was for is gone.
+// Multipath reports whether the kernel looks for other paths to a device when one fails (nvme_core.multipath). Such a kernel ends a flush that was under
+// way as if it had been done (nvme_failover_req in drivers/nvme/host/multipath.c of Linux 6.1: the request of a flush has no bio that could be sent
+// again). A sync then succeeds, and what it was for is lost if the target loses its power.
 func Multipath() bool {
 	text, err := os.ReadFile("/sys/module/nvme_core/parameters/multipath")
 	return err == nil && strings.TrimSpace(string(text)) == "Y"
 }
 
-// Device is a connected subsystem and the device of its namespace.
+// Device is a connected subsystem, with the block device of its namespace.
 type Device struct {
 	NQN     string
 	Host    string
 	Address string // "traddr=...,trsvcid=...", as the kernel says it
 	State   string // of the connection: live; connecting, resetting: the target is away; deleting
-	TLS     bool   // what goes over it is encrypted; before Linux 6.12 also, though it may not be, while it is not live
-	Path    string // of the block device; empty: there is no namespace (any more)
+	TLS     bool   // the connection is encrypted; before Linux 6.12 true as well while it is not live
+	Path    string // of the block device; empty: there is no namespace, or none any more
 	Number  uint64 // of the block device
 	UUID    string
 	Size    int64 // bytes
@@ -97,16 +98,16 @@ func Available() error {
 	return nil
 }
 
-// Authenticates reports whether the kernel can prove to a target who it is (CONFIG_NVME_AUTH, CONFIG_NVME_HOST_AUTH since 6.7).
+// Authenticates reports whether the kernel can prove to a target which host it is (CONFIG_NVME_AUTH, CONFIG_NVME_HOST_AUTH since 6.7).
 func Authenticates() (bool, error) {
-	options, err := os.ReadFile(fabrics) // which it knows
+	options, err := os.ReadFile(fabrics) // the options that the kernel knows
 	if err != nil {
 		return false, fmt.Errorf("options of NVMe over fabrics: %w", errdefs.FromErrno(err))
 	}
 	return strings.Contains(string(options), "dhchap_secret="), nil
 }
 
-// TLS returns an error unless connections of this kernel can be encrypted now: errdefs.ErrUnsupported if it never can, errdefs.ErrUnavailable if nobody does the
+// TLS returns an error unless this kernel can encrypt connections now: errdefs.ErrUnsupported if it never can, errdefs.ErrUnavailable if no tlshd does the
 // handshakes.
 func TLS() error {
 	options, err := os.ReadFile(fabrics)
@@ -124,7 +125,7 @@ var (
 	secrets = regexp.MustCompile(`^(DHHC-1:0[0-3]:[A-Za-z0-9+/]+={0,2}:)?$`)
 )
 
-// check: all of it becomes part of a list with commas.
+// check returns errdefs.ErrInvalid unless all that goes into the kernel's options, a list with commas, has the form that it should have.
 func (c Connection) check() error {
 	if !names.MatchString(c.NQN) || !names.MatchString(c.Host) {
 		return fmt.Errorf("%w: %q or %q is no NQN in lower case", errdefs.ErrInvalid, c.NQN, c.Host)
@@ -143,14 +144,14 @@ func (c Connection) check() error {
 	return nil
 }
 
-// hostID is the identifier that goes with the NQN of a host: newer kernels refuse two with one (Linux 6.6).
+// hostID returns the host ID that goes with the NQN of a host. Linux 6.6 and later refuse two NQNs with the same one.
 func hostID(host string) string {
 	h := sha256.Sum256([]byte(host))
 	h[6], h[8] = h[6]&0x0f|0x80, h[8]&0x3f|0x80 // version 8
 	return fmt.Sprintf("%x-%x-%x-%x-%x", h[:4], h[4:6], h[6:8], h[8:10], h[10:16])
 }
 
-// options are what the kernel takes. It has a secret.
+// options returns the options of the connection as the kernel takes them, without those of TLS. They have the secret.
 func (c Connection) options() string {
 	address := c.Address.Addr().Unmap()
 	options := fmt.Sprintf("transport=tcp,traddr=%s,trsvcid=%d,nqn=%s,hostnqn=%s,hostid=%s,keep_alive_tmo=%d,reconnect_delay=%d,ctrl_loss_tmo=-1",
@@ -164,10 +165,12 @@ func (c Connection) options() string {
 	return options
 }
 
-// Connect connects to a subsystem, or finds that it is connected, and returns its device, whose node is there. errdefs.ErrUnavailable if the
-// target does not answer, or refuses; errdefs.ErrPrecondition if its namespace has another UUID than is expected: it is
-// disconnected then; or if it is not connected, and would be in plain text though it is to be encrypted. The kernel itself gives up an attempt after 3 s without an answer from the machine, and after 60 s from its target;
-// when ctx ends before, an attempt goes on until then, and the next call for this subsystem waits for it.
+// Connect connects to a subsystem, or finds that it is connected, and returns its device, whose node is there. The kernel gives up an attempt after 3 s
+// without an answer from the machine, and after 60 s without one from the target. If ctx ends before that, the attempt goes on, and the next call for this
+// subsystem waits for it.
+//
+// errdefs.ErrUnavailable if the target does not answer, or refuses. errdefs.ErrPrecondition if its namespace has another UUID than is expected, and then
+// it is disconnected; or if nothing is connected and Encrypted lacks a PSK. errdefs.ErrInUse if it is connected without TLS and there is a PSK.
 func Connect(ctx context.Context, c Connection) (Device, error) {
 	if err := c.check(); err != nil {
 		return Device{}, err
@@ -212,17 +215,17 @@ func connect(ctx context.Context, c Connection) (Device, error) {
 	return device, err
 }
 
-// errPlain is of what is connected in plain text, and is to be connected with TLS.
+// errPlain is the error for a connection that is there without TLS, and should have it.
 var errPlain = fmt.Errorf("%w: it is connected without TLS since before that was demanded; end the pods that use it on this node", errdefs.ErrInUse)
 
-// errUnencrypted is of what its home gives in plain text to a node that connects to nothing such.
+// errUnencrypted is the error for a connection that would have no TLS, on a node that makes none without.
 var errUnencrypted = fmt.Errorf("%w: its home gives it without TLS, and this node uses nothing without (--remote-tls); nothing was connected: start the driver of its home with --remote-tls too",
 	errdefs.ErrPrecondition)
 
-// plain reports whether what is connected lacks the TLS that it is to have.
+// plain reports whether a connection that is there lacks the TLS that it should have.
 func (c Connection) plain(have Device) bool { return c.PSK != none && !have.TLS }
 
-// begin has the kernel connect. What it is told has secrets.
+// begin has the kernel connect. The kernel is given secrets, which are in no error.
 func (c Connection) begin() error {
 	begin := func(more string) error {
 		made := hiding(c.NQN)
@@ -248,7 +251,7 @@ func (c Connection) begin() error {
 	return err
 }
 
-// refused is the error of an attempt to connect.
+// refused returns the error of a failed attempt to connect, with what to do.
 func refused(err error) error {
 	switch {
 	case errors.Is(err, unix.ECONNREFUSED), errors.Is(err, unix.ETIMEDOUT), errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EAGAIN):
@@ -259,7 +262,8 @@ func refused(err error) error {
 	return fmt.Errorf("%w: the target refuses: %w; there is no such subsystem any more, or it is for another host, or the secret is another; the kernel's log says which", errdefs.ErrUnavailable, err)
 }
 
-// appears waits for the device of a connection, and makes sure that it is the one that is expected.
+// appears waits until the device of a connection is live and can be opened, and checks that it is the expected one: errdefs.ErrPrecondition if it is
+// another volume's. Other errors are those of Connect.
 func appears(ctx context.Context, c Connection) (Device, error) {
 	for deadline := time.Now().Add(patience); ; {
 		device, err := Find(c.NQN)
@@ -270,7 +274,7 @@ func appears(ctx context.Context, c Connection) (Device, error) {
 			return Device{}, err
 		case device.Path != "" && c.UUID != device.UUID:
 			return Device{}, fmt.Errorf("%w: its namespace has the UUID %s, not %s: it is another volume", errdefs.ErrPrecondition, device.UUID, c.UUID)
-		case device.Live() && c.plain(device): // which was not known before it was live
+		case device.Live() && c.plain(device): // it is known only once the connection is live
 			return Device{}, errPlain
 		case device.Path != "" && device.Live():
 			err := node(device)
@@ -294,7 +298,7 @@ func appears(ctx context.Context, c Connection) (Device, error) {
 	}
 }
 
-// opens makes sure that a device can be opened: the kernel tells of it, and makes its node, a moment before (ENXIO; device_add_disk).
+// opens returns an error unless a device can be opened. The kernel shows it, and makes its node, a moment before that (ENXIO; device_add_disk).
 func opens(path string) error {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -312,7 +316,7 @@ func wait(ctx context.Context) error {
 	}
 }
 
-// node makes the node of a device where /dev is not kept by devtmpfs, and where it is another device's.
+// node makes the node of a device where no devtmpfs keeps /dev. errdefs.ErrUnavailable if something else is there.
 func node(d Device) error {
 	var st unix.Stat_t
 	err := unix.Stat(d.Path, &st)
@@ -328,8 +332,8 @@ func node(d Device) error {
 	return nil
 }
 
-// Disconnect ends the connection to a subsystem: all I/O that waits for it ends with errors, and its device is gone. If there is
-// none, it does nothing.
+// Disconnect ends the connection to a subsystem: all I/O that waits for it fails, and when Disconnect returns the device is gone. If there is no
+// connection, it does nothing.
 func Disconnect(ctx context.Context, nqn string) error {
 	if err := underWay.Do(ctx, nqn, func() error { return disconnect(ctx, nqn) }); err != nil {
 		return fmt.Errorf("disconnect from %s: %w", nqn, err)
@@ -354,14 +358,15 @@ func disconnect(ctx context.Context, nqn string) error {
 	}
 }
 
-// Resized waits until the device of a subsystem has at least a size in bytes, which its target has already.
+// Resized waits until the device of a subsystem has at least size bytes, which its target has to have already. errdefs.ErrNotFound if the subsystem is not
+// connected.
 func Resized(ctx context.Context, nqn string, size int64) error {
 	for asked := (time.Time{}); ; {
 		device, err := Find(nqn)
 		if err == nil && device.Size >= size {
 			return nil
 		}
-		if err == nil && time.Since(asked) > time.Second { // what the target told may have been lost
+		if err == nil && time.Since(asked) > time.Second { // the target's notice may have been lost
 			asked, err = time.Now(), rescan(nqn)
 		}
 		if err == nil {

@@ -18,13 +18,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// controllers are the folders of sysfs of all controllers.
+// controllers is the folder of sysfs that has those of all controllers.
 const controllers = "/sys/class/nvme"
 
-// controller is the folder of a controller in sysfs. A subsystem that is connected by one address has one.
+// controller is the folder of a controller in sysfs. There is one for each subsystem that is connected, as each is connected by one address.
 type controller string
 
-// get returns an attribute; empty if it is not there.
+// get returns an attribute; empty if it cannot be read.
 func (c controller) get(attribute string) string { return attributeOf(string(c), attribute) }
 
 func attributeOf(folder, attribute string) string {
@@ -35,7 +35,7 @@ func attributeOf(folder, attribute string) string {
 	return strings.TrimSpace(string(value))
 }
 
-// end has the kernel end a controller, and waits for it. One that is ending already has no such attribute any more.
+// end has the kernel end a controller, and waits for it. It does nothing to one that is ending already, which has no such attribute any more.
 func (c controller) end(ctx context.Context) error {
 	if c.get("state") == live && c.ask() != nil {
 		for deadline := time.Now().Add(2 * keepAlive * time.Second); c.get("state") == live && time.Now().Before(deadline); {
@@ -51,7 +51,7 @@ func (c controller) end(ctx context.Context) error {
 	return errdefs.FromErrno(err)
 }
 
-// write gives an attribute a value, which is in no error.
+// write writes a value to an attribute. The value, which may be secret, is in no error.
 func write(path, value string) error {
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	if err != nil {
@@ -62,11 +62,11 @@ func write(path, value string) error {
 	return err
 }
 
-// fixed is what stays as it is for as long as a controller is there. Who looks after volumes asks for it all the time, of all controllers.
+// fixed is what does not change while a controller is there. It is kept, as all controllers are looked at often.
 type fixed struct {
-	inode     uint64 // of its entry in sysfs: another controller with its name has another one
-	nqn       string // of its subsystem
-	subsystem string // the folder of that in sysfs; empty: not known yet
+	inode     uint64 // of its folder in sysfs; a later controller of the same name has another one
+	nqn       string // NQN of its subsystem
+	subsystem string // the subsystem's folder in sysfs; empty: not known yet
 }
 
 var known = struct {
@@ -74,7 +74,7 @@ var known = struct {
 	of map[controller]fixed
 }{of: map[controller]fixed{}}
 
-// chosen returns the controllers of subsystems that a function chooses by name.
+// chosen returns the controllers whose subsystems choose selects by NQN.
 func chosen(choose func(nqn string) bool) ([]controller, error) {
 	entries, err := os.ReadDir(controllers)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -88,13 +88,13 @@ func chosen(choose func(nqn string) bool) ([]controller, error) {
 		c := controller(filepath.Join(controllers, entry.Name()))
 		var st unix.Stat_t
 		if unix.Lstat(string(c), &st) != nil {
-			continue // it has just gone
+			continue // it has just ended
 		}
 		f := known.of[c]
 		if f.inode != st.Ino {
 			f = fixed{inode: st.Ino, nqn: c.get("subsysnqn")}
 		}
-		if strings.HasPrefix(f.nqn, "nqn.") { // of one that is being made the kernel says "(efault)", or nothing
+		if strings.HasPrefix(f.nqn, "nqn.") { // while a controller is being made, the kernel says "(efault)" or nothing
 			there[c] = f
 		}
 		if choose(f.nqn) {
@@ -109,7 +109,7 @@ func controllersOf(nqn string) ([]controller, error) {
 	return chosen(func(have string) bool { return have == nqn })
 }
 
-// hiding is hide for a connection that is made meanwhile, until done is called: its secret is there from the beginning.
+// hiding calls hide again and again until done is called: the secret can be read from the moment at which the controller is there.
 func hiding(nqn string) (done func()) {
 	end, ended := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -126,12 +126,12 @@ func hiding(nqn string) (done func()) {
 	return func() { close(end); <-ended }
 }
 
-// hide keeps the secret of a connection from everybody: sysfs shows it to all, also in pods, whose root is this machine's. What has no mode to be read
-// nobody reads, whatever they are capable of (KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK), and sysfs is not theirs to change.
+// hide makes the secret of a connection unreadable. sysfs would show it to everybody, also in pods, whose root is this machine's. Nobody can open a file
+// of sysfs without a mode for reading, with whatever capability (KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK), and pods cannot change sysfs.
 func hide(nqn string) {
 	found, _ := controllersOf(nqn)
 	for _, c := range found {
-		_ = os.Chmod(filepath.Join(string(c), "dhchap_secret"), 0) // it is not there without authentication
+		_ = os.Chmod(filepath.Join(string(c), "dhchap_secret"), 0) // no such file without authentication
 	}
 }
 
@@ -170,7 +170,7 @@ func List(prefix string) ([]Device, error) {
 	return devices, nil
 }
 
-// device is what sysfs says of a controller and of the device of its namespace. What goes in this moment lacks something.
+// device returns what sysfs says of a controller and the device of its namespace. Of one that is ending, fields may be empty.
 func (c controller) device() Device {
 	d := Device{NQN: c.get("subsysnqn"), Host: c.get("hostnqn"), Address: c.get("address"), State: c.get("state"), TLS: c.encrypted()}
 	folder := c.namespace()
@@ -187,17 +187,18 @@ func (c controller) device() Device {
 	return d
 }
 
-// encrypted reports whether a controller uses TLS. The attribute has the key, but while it connects again, when some kernels forget that. From Linux 6.12 on only those have
-// it that were told to use TLS, and nothing else; from 6.7 to 6.11 all over TCP have it (nvme_dev_attrs_are_visible), so what is live and has no key goes in plain text.
+// encrypted reports whether a controller uses TLS, by its attribute for the key. While it connects again, some kernels leave that empty. From Linux 6.12
+// on only controllers with TLS have the attribute; from 6.7 to 6.11 all over TCP have it (nvme_dev_attrs_are_visible). So one that is live and has an
+// empty one is in plain text.
 func (c controller) encrypted() bool {
 	if _, err := os.Stat(filepath.Join(string(c), "tls_key")); err != nil {
 		return false
 	}
-	// Asked on either side of the state: it may come to life meanwhile, or fall.
+	// Read before and after the state, as the connection may come to life, or fail, in between.
 	return c.get("tls_key") != "" || c.get("state") != live || c.get("tls_key") != ""
 }
 
-// deviceNumber is that of an attribute "dev", major and minor.
+// deviceNumber reads an attribute "dev": major and minor.
 func deviceNumber(text string) (uint64, error) {
 	major, minor, _ := strings.Cut(text, ":")
 	m, err := strconv.ParseUint(major, 10, 32)
@@ -208,12 +209,11 @@ func deviceNumber(text string) (uint64, error) {
 	return unix.Mkdev(uint32(m), uint32(n)), nil
 }
 
-// heads are the devices that are used, of namespaces of a subsystem; with multipath their paths, nvmeXcYnZ, are devices too, which
-// nobody can open.
+// heads matches the names of devices of namespaces that can be opened. With multipath their paths, nvmeXcYnZ, are devices too, which nobody can open.
 var heads = regexp.MustCompile(`^nvme\d+n\d+$`)
 
-// namespace returns the folder in sysfs of the device of a controller's namespace: with multipath (CONFIG_NVME_MULTIPATH and
-// nvme_core.multipath) it is the subsystem's, else the controller's own.
+// namespace returns the folder in sysfs of the device of a controller's namespace; empty if there is none. With multipath (CONFIG_NVME_MULTIPATH and
+// nvme_core.multipath) it is in the subsystem's folder, else in the controller's own.
 func (c controller) namespace() string {
 	for _, folder := range []string{string(c), c.subsystem()} {
 		entries, _ := os.ReadDir(folder)
