@@ -19,10 +19,10 @@ const (
 	root       = mountPoint + "/nvmet"
 )
 
-// change is called before each change; tests end the process there.
+// change is called before each change of the kernel's target; tests end the process there.
 var change = func() {}
 
-// present makes sure that the kernel has the target, and mounts configfs if it is not mounted.
+// present returns errdefs.ErrUnsupported unless the kernel has the target. It mounts configfs if that is not mounted.
 func present() error {
 	if there(root) {
 		return nil
@@ -52,7 +52,7 @@ func namespaceFolder(nqn string) string {
 	return filepath.Join(subsystemFolder(nqn), "namespaces", "1")
 }
 
-// list returns the names in a folder; none if it is not there.
+// list returns the names in a folder; none if there is no such folder.
 func list(folder string) ([]string, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -65,7 +65,7 @@ func list(folder string) ([]string, error) {
 	return names, nil
 }
 
-// makeFolder makes a folder, and so what it stands for, if it is not there.
+// makeFolder makes a folder, and so the object that it stands for, if it is not there.
 func makeFolder(path string) error {
 	if there(path) {
 		return nil
@@ -77,7 +77,7 @@ func makeFolder(path string) error {
 	return nil
 }
 
-// remove takes away a folder or a link, if it is there.
+// remove removes a folder or a link, if it is there.
 func remove(path string) error {
 	change()
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -86,7 +86,7 @@ func remove(path string) error {
 	return nil
 }
 
-// link makes a link to a folder, if it is not there.
+// link makes a link at path to a folder, if nothing is there.
 func link(to, path string) error {
 	if _, err := os.Lstat(path); err == nil {
 		return nil
@@ -112,7 +112,7 @@ func set(path, value string) error {
 	return write(path, value)
 }
 
-// write gives an attribute a value, which is in no error.
+// write writes a value to an attribute. The value, which may be secret, is in no error.
 func write(path, value string) error {
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	if err != nil {
@@ -124,7 +124,7 @@ func write(path, value string) error {
 	return errdefs.FromErrno(err)
 }
 
-// lock takes the lock of what exports share, hosts and ports, also with other processes. It goes with its process.
+// lock takes the lock of what exports share, hosts and ports, which holds between processes too. It ends with the process.
 func lock() (unlock func(), err error) {
 	f, err := os.Open(filepath.Join(root, "ports"))
 	if err != nil {
@@ -142,8 +142,8 @@ func lock() (unlock func(), err error) {
 	}
 }
 
-// sweep takes away our hosts that no subsystem allows, and keys of TLS for subsystems of ours that are not there: whoever made or removed them was cut short, or other tools
-// took the subsystems away, which know of no keys.
+// sweep removes our hosts that no subsystem allows, and keys of TLS whose subsystem is not there. Somebody who made or removed them was cut short, or
+// another tool, which knows of no keys, has removed the subsystem. The caller holds the lock.
 func sweep() error {
 	served, err := psk.Served(Prefix)
 	if err != nil {
@@ -160,7 +160,7 @@ func sweep() error {
 	return sweepHosts()
 }
 
-// sweepHosts takes away our hosts that no subsystem allows. Who calls has the lock: a host is made and allowed under it.
+// sweepHosts removes our hosts that no subsystem allows. The caller holds the lock, as a host is made and allowed under it.
 func sweepHosts() error {
 	hosts, err := list(filepath.Join(root, "hosts"))
 	if err != nil {
@@ -174,7 +174,7 @@ func sweepHosts() error {
 	return nil
 }
 
-// removeHost takes away one of our hosts, unless a subsystem allows it (EBUSY).
+// removeHost removes a host if it is ours, and no subsystem allows it (EBUSY).
 func removeHost(nqn string) error {
 	if !strings.HasPrefix(nqn, Prefix) {
 		return nil
@@ -185,7 +185,7 @@ func removeHost(nqn string) error {
 	return nil
 }
 
-// authenticates reports whether hosts have keys, which only one that is there shows.
+// authenticates reports whether hosts can have secrets. Only a host that is there shows that, so it makes one. The caller holds the lock.
 func authenticates() (bool, error) {
 	probe := hostFolder(Prefix + "probe")
 	if err := makeFolder(probe); err != nil {
@@ -195,7 +195,7 @@ func authenticates() (bool, error) {
 	return can, remove(probe)
 }
 
-// encrypts reports whether a port can have TLS, which only one that is there shows.
+// encrypts reports whether a port can have TLS. Only a port that is there shows that, so it makes one. The caller holds the lock.
 func encrypts() (can bool, err error) {
 	probe := portFolder(lastPort + 1)
 	if err := makeFolder(probe); err != nil {

@@ -1,10 +1,9 @@
-// Package nvmet is the kernel's NVMe/TCP target, by configfs: it gives a block device to one host on another machine. See
-// drivers/nvme/target/configfs.c.
+// Package nvmet is the kernel's NVMe/TCP target, by configfs: it gives a block device to one host on another machine. See drivers/nvme/target/configfs.c.
 //
-// An export is a subsystem with one namespace and one host that may connect. It is the kernel's: it stays when the process that made
-// it ends, and goes with the machine. The listener is in the network namespace of the process that makes the first export of an address.
-// Several processes may have targets of different addresses in one kernel. What others made of the target is left alone: ours are
-// the subsystems and hosts whose names begin with Prefix, and the ports from firstPort on.
+// An export is a subsystem with one namespace and one host that may connect. It is the kernel's: it stays when the process that made it ends, and goes
+// with the machine. The listener is in the network namespace of the process that makes the first export of an address. Several processes may have targets
+// of different addresses in one kernel. Ours are the subsystems and hosts whose names begin with Prefix, and the ports from firstPort to lastPort; the
+// rest of the target is left alone.
 package nvmet
 
 import (
@@ -30,15 +29,15 @@ import (
 // Prefix begins the names of all subsystems and hosts that this package makes.
 const Prefix = "nqn.2026-11.dev.ashlar:"
 
-// patience is how long the end of an export waits for what is in flight before it ends the connections. What is on its way to the disk
-// takes less; what is on its way from a host that is cut off comes no more.
+// patience is how long the end of an export waits for requests in flight before it ends the connections. A disk that works answers sooner; requests of a
+// host that is cut off do not end by themselves.
 const patience = time.Second
 
-// grace is how long a host has to see that the namespace is gone, before its connections end: it has errors then for all that it writes.
-// Before Linux 6.10 a host that has not seen it waits for the subsystem to come back.
+// grace is the time between the removal of the namespace and the end of the connections: by then the host has seen it, and all its I/O fails. Before Linux
+// 6.10 a host that has not seen it waits for the subsystem to come back.
 var grace = 250 * time.Millisecond
 
-// Target is the target at one address. Calls for one export wait for each other, also of those of other processes.
+// Target is the target at one address. Calls for the same export wait for each other.
 type Target struct {
 	address       netip.AddrPort
 	authenticates bool
@@ -47,20 +46,19 @@ type Target struct {
 
 // Export is a device that one host may use.
 type Export struct {
-	NQN    string      // of the subsystem
+	NQN    string      // NQN of the subsystem
 	Host   string      // NQN of the one host that may connect
-	UUID   string      // of the namespace, lower case; its NGUID has the same bytes
+	UUID   string      // of the namespace, in lower case; its NGUID has the same bytes
 	Device string      // path of the block device
-	Secret secret.Text // as Secret makes them; empty: the host need not prove who it is
-	PSK    secret.Text // as PSK makes them: all goes over TLS, and nobody connects without; empty: all goes in plain text
+	Secret secret.Text // as Secret returns it; empty: the host need not prove who it is
+	PSK    secret.Text // as PSK returns it: only connections with TLS are taken; empty: all goes in plain text
 }
 
 // none is no secret.
 var none secret.Text
 
-// Open returns the target at an address of this machine. errdefs.ErrUnsupported if the kernel has no such target, with what to load;
-// errdefs.ErrUnavailable if nobody can listen at this address now. What a process that died left half made and half removed of
-// hosts, keys and ports goes.
+// Open returns the target at an address of this machine. It removes the hosts, keys and ports that a process left unfinished when it died.
+// errdefs.ErrUnsupported if the kernel has no such target, with what to load; errdefs.ErrUnavailable if nobody can listen at this address now.
 func Open(address netip.AddrPort) (*Target, error) {
 	t := &Target{address: netip.AddrPortFrom(address.Addr().Unmap(), address.Port())}
 	if err := present(); err != nil {
@@ -83,8 +81,7 @@ func Open(address netip.AddrPort) (*Target, error) {
 	return t, nil
 }
 
-// Available returns an error unless this kernel has the target: errdefs.ErrUnsupported, with what to load; and whether it
-// authenticates, as Authenticates does.
+// Available returns an error unless this kernel has the target: errdefs.ErrUnsupported, with what to load. authenticated is as Authenticates returns it.
 func Available() (authenticated bool, err error) {
 	if err := present(); err != nil {
 		return false, err
@@ -97,8 +94,8 @@ func Available() (authenticated bool, err error) {
 	return authenticates()
 }
 
-// TLS returns an error unless the target can encrypt what it exports now: errdefs.ErrUnsupported if this kernel never can, errdefs.ErrUnavailable if nobody does the
-// handshakes.
+// TLS returns an error unless the target can encrypt new exports now: errdefs.ErrUnsupported if this kernel never can, errdefs.ErrUnavailable if no tlshd
+// does the handshakes.
 func TLS() error {
 	if err := present(); err != nil {
 		return err
@@ -118,8 +115,8 @@ func TLS() error {
 	return psk.Handshakes()
 }
 
-// Authenticates reports whether the kernel can ask hosts for a secret (CONFIG_NVME_TARGET_AUTH, Linux 6.0). If it cannot, an Export
-// with a secret is errdefs.ErrUnsupported.
+// Authenticates reports whether the kernel can ask hosts for a secret (CONFIG_NVME_TARGET_AUTH, Linux 6.0). If not, Add returns errdefs.ErrUnsupported for
+// an Export with a secret.
 func (t *Target) Authenticates() bool { return t.authenticates }
 
 var (
@@ -128,7 +125,7 @@ var (
 	secrets = regexp.MustCompile(`^DHHC-1:0[0-3]:[A-Za-z0-9+/]+={0,2}:$`)
 )
 
-// checkName: names become parts of paths.
+// checkName returns errdefs.ErrInvalid for a name that must not become part of a path.
 func checkName(what, name string) error {
 	if !names.MatchString(name) {
 		return fmt.Errorf("%w: %s %q does not begin with %s, or has other characters than a-z, 0-9, colon, dot and hyphen", errdefs.ErrInvalid, what, name, Prefix)
@@ -152,14 +149,17 @@ func (e Export) check() error {
 	return nil
 }
 
-// Add exports devices, or goes on where that was cut short; again, it changes nothing. errdefs.ErrExists if a subsystem is there with
-// another device or UUID. A subsystem appears at the address last of all, when all else is right: a host that is waiting to connect
-// again and finds it without its namespace would take the device away from under its users. For the same reason those of a machine
-// that has started belong into one call: the kernel listens from the first on, and a host that finds no subsystem of its name gives
-// up (since Linux 6.10). What can be exported is, also if others cannot. With TLS and without go to one address one after the other only: what appears there, or at
-// an address of before, stays as it is, which is ErrOtherwise; and as long as it does, errdefs.ErrUnavailable is for all else that was to appear the other way at that address.
+// Add exports devices, or continues an Add that was cut short; what is exported already does not change. It exports what it can: an error for one export
+// does not hold up the others. errdefs.ErrExists for a subsystem that is there with another device or UUID.
+//
+// A subsystem appears at the address only when all else is ready: a host that is waiting to connect again, and finds it without its namespace, would take
+// the device away from its users. For the same reason all exports of a machine that has started belong into one call: the kernel listens from the first
+// on, and since Linux 6.10 a host that finds no subsystem of its name gives up.
+//
+// An address has either TLS or plain text at a time. A subsystem that appears the other way already, at this address or an earlier one, stays as it is:
+// ErrOtherwise. While one does at this address, errdefs.ErrUnavailable for all others that should appear there.
 func (t *Target) Add(ctx context.Context, exports ...Export) error {
-	ready := map[bool][]string{} // with TLS, and without
+	ready := map[bool][]string{} // by whether it has TLS
 	var failures []error
 	for _, e := range exports {
 		if err := t.prepare(ctx, e); err != nil {
@@ -176,7 +176,7 @@ func (t *Target) Add(ctx context.Context, exports ...Export) error {
 	return errors.Join(failures...)
 }
 
-// prepare does all for an export but have it appear.
+// prepare makes all of an export; publish then has it appear.
 func (t *Target) prepare(ctx context.Context, e Export) error {
 	if err := e.check(); err != nil {
 		return err
@@ -192,7 +192,7 @@ func (t *Target) prepare(ctx context.Context, e Export) error {
 	})
 }
 
-// serve has the kernel know the key of TLS, if there is one.
+// serve gives the kernel the key of TLS of the export, if there is one. The caller holds the lock.
 func (e Export) serve() error {
 	if e.PSK == none {
 		return nil
@@ -201,7 +201,8 @@ func (e Export) serve() error {
 	return psk.Serve(e.PSK, e.Host, e.NQN)
 }
 
-// allow makes the subsystem, and the host the only one that may connect. Its key is there before, and goes with the lock (sweep).
+// allow makes the subsystem, with the host as the only one that may connect. Its key of TLS is there first; the lock is held over both, as sweep removes
+// keys without a subsystem.
 func (e Export) allow() error {
 	unlock, err := lock()
 	if err != nil {
@@ -217,7 +218,7 @@ func (e Export) allow() error {
 	}
 	if e.Secret != none {
 		key := filepath.Join(host, "dhchap_key")
-		if err := os.Chmod(key, 0o600); err != nil { // everybody could read it
+		if err := os.Chmod(key, 0o600); err != nil { // by default everybody can read it
 			return errdefs.FromErrno(err)
 		}
 		if err := set(key, e.Secret.Reveal()); err != nil {
@@ -246,7 +247,7 @@ func (e Export) allow() error {
 	return link(host, filepath.Join(allowed, e.Host))
 }
 
-// enable makes the namespace, and has its device opened by the kernel.
+// enable makes the namespace, and has the kernel open its device. errdefs.ErrExists if it is there with another device or UUID.
 func (e Export) enable() error {
 	namespace := namespaceFolder(e.NQN)
 	if err := makeFolder(namespace); err != nil {
@@ -265,7 +266,7 @@ func (e Export) enable() error {
 	return nil
 }
 
-// matches returns an error unless a namespace that is enabled is that of the export.
+// matches returns errdefs.ErrExists unless a namespace that is enabled is that of the export.
 func (e Export) matches(namespace string) error {
 	for _, attribute := range [][2]string{{"device_uuid", e.UUID}, {"device_nguid", e.UUID}, {"device_path", e.Device}} {
 		have, err := get(filepath.Join(namespace, attribute[0]))
@@ -279,15 +280,15 @@ func (e Export) matches(namespace string) error {
 	return nil
 }
 
-// sameDevice reports whether two paths are of one block device.
+// sameDevice reports whether two paths are of the same block device.
 func sameDevice(a, b string) bool {
 	var one, other unix.Stat_t
 	return unix.Stat(a, &one) == nil && unix.Stat(b, &other) == nil && one.Mode&other.Mode&unix.S_IFMT == unix.S_IFBLK && one.Rdev == other.Rdev
 }
 
-// Remove ends an export: when it has returned without an error, nothing of its host is in flight, and nothing comes any more. The
-// host sees errors; its connections end. Again, or if there is none, it does nothing; what is left of an Add or a Remove that failed goes.
-// A host that is cut off is waited for only for a moment; a disk that does not answer is waited for, as what it was told may still come.
+// Remove ends an export. When it has returned without an error, no request of the host is in flight, and none comes any more; the host sees errors, and
+// its connections end. If there is no such export, it removes what an Add or Remove that failed has left of it. It waits only a moment for a host that is
+// cut off, but for a disk that does not answer it waits: that may still write what it was told. If ctx ends first, the removal goes on.
 func (t *Target) Remove(ctx context.Context, nqn string) error {
 	if err := checkName("the subsystem", nqn); err != nil {
 		return err
@@ -308,10 +309,9 @@ func (t *Target) Remove(ctx context.Context, nqn string) error {
 	return nil
 }
 
-// fence removes the namespace. The kernel returns from that when no request is in flight (nvmet_ns_disable), also if somebody was
-// killed in the middle of it: it holds the folder above meanwhile. (From writing 0 to "enable" a second one returns at once, and
-// nobody can connect or disconnect at this target meanwhile.) Requests are also in flight while their data are on the way from the
-// host, so if it takes long, the connections are ended.
+// fence removes the namespace. The kernel returns from that when no request is in flight (nvmet_ns_disable), also to a second caller if the first was
+// killed meanwhile, as it holds the folder above. (With 0 written to "enable" a second caller returns at once, and meanwhile nobody can connect or
+// disconnect at this target.) A request is also in flight while its data is on the way from the host: so after patience the connections are ended.
 func fence(nqn string) error {
 	removed := make(chan error, 1)
 	go func() { removed <- remove(namespaceFolder(nqn)) }()
@@ -324,8 +324,8 @@ func fence(nqn string) error {
 	return errors.Join(<-removed, unpublished)
 }
 
-// dismantle takes away all that is left of an export that has no namespace, also if adding or removing it was cut short. Its host is then one that no subsystem
-// allows: nothing else tells which it is.
+// dismantle removes all that is left of an export that has no namespace, also after an Add or Remove that was cut short. The host is found as one that no
+// subsystem allows any more, as nothing else tells which it was.
 func dismantle(nqn string) error {
 	if err := unpublish(nqn); err != nil {
 		return err
@@ -354,7 +354,7 @@ func dismantle(nqn string) error {
 	return sweepHosts()
 }
 
-// Resized has the kernel look at the size of an export's device again, and tell the host. errdefs.ErrNotFound if there is none.
+// Resized has the kernel read the size of an export's device again, and tell the host. errdefs.ErrNotFound if there is no such export.
 func (t *Target) Resized(ctx context.Context, nqn string) error {
 	if err := checkName("the subsystem", nqn); err != nil {
 		return err
@@ -372,9 +372,8 @@ func (t *Target) Resized(ctx context.Context, nqn string) error {
 	return nil
 }
 
-// Exports returns what the kernel has of ours, whoever made it and at whatever address, without the secrets. What was cut short, or others have changed,
-// lacks some of its fields: without a host nobody may connect, and without a device nobody can, as it appears nowhere, has no namespace, or is to be connected to with
-// TLS and has no key.
+// Exports returns our exports, whoever made them and at whatever address, without the secrets. One that was cut short, or that others have changed, lacks
+// fields. Without Host, nobody may connect. Without Device, nobody can: it appears at no port, has no namespace, or lacks its key of TLS.
 func (t *Target) Exports(ctx context.Context) ([]Export, error) {
 	subsystems, err := list(filepath.Join(root, "subsystems"))
 	if err != nil {

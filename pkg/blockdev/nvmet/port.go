@@ -14,7 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The ports that are ours: a port has no name but its number, which means nothing to anybody else.
+// The numbers of our ports. A port has no other name, and its number means nothing to others.
 const (
 	firstPort = 42000
 	lastPort  = 42999
@@ -39,13 +39,13 @@ func ports() ([]string, error) {
 	return found, nil
 }
 
-// security is the attribute of a port that says whether it has TLS: none, tls1.3. Linux has it since 6.7.
+// security is the attribute of a port for TLS: none, tls1.3. Linux has it since 6.7.
 const security = "addr_tsas"
 
-// encrypted is the value of that attribute of a port with TLS.
+// encrypted is the value of security with TLS.
 const encrypted = "tls1.3"
 
-// where are the attributes of a port that say where it listens.
+// where returns the attributes of a port that say where it listens, with their values.
 func (t *Target) where() [][2]string {
 	family := "ipv4"
 	if t.address.Addr().Is6() {
@@ -57,7 +57,7 @@ func (t *Target) where() [][2]string {
 	}
 }
 
-// attributes are all of those of a port.
+// attributes returns the attributes that a port at the target's address has to have: where, and with or without TLS.
 func (t *Target) attributes(port string, tls bool) [][2]string {
 	switch {
 	case tls:
@@ -68,8 +68,8 @@ func (t *Target) attributes(port string, tls bool) [][2]string {
 	return t.where()
 }
 
-// port returns the folder of our port of the target's address, with or without TLS. If there is none, one at which nothing is exported becomes it, whose
-// maker or remover was cut short. Who calls has the lock.
+// port returns the folder of our port at the target's address, with or without TLS. If there is none, it takes a port of ours without exports, which a
+// process that was cut short has left, or makes one. errdefs.ErrLimit if all are used. The caller holds the lock.
 func (t *Target) port(tls bool) (string, error) {
 	have, err := ports()
 	if err != nil {
@@ -105,7 +105,7 @@ func (t *Target) port(tls bool) (string, error) {
 	return idle, nil
 }
 
-// has reports whether a port has attributes.
+// has reports whether the attributes of a port have these values.
 func has(port string, attributes [][2]string) (bool, error) {
 	for _, attribute := range attributes {
 		if have, err := get(filepath.Join(port, attribute[0])); err != nil || have != attribute[1] {
@@ -115,7 +115,7 @@ func has(port string, attributes [][2]string) (bool, error) {
 	return true, nil
 }
 
-// listening returns the folder of our port that listens at the target's address, which it does as long as something is exported there; empty if none does.
+// listening returns the folder of our port that listens at the target's address; empty if none does. A port listens while something is exported there.
 func (t *Target) listening() (string, error) {
 	have, err := ports()
 	if err != nil {
@@ -133,7 +133,7 @@ func (t *Target) listening() (string, error) {
 	return "", nil
 }
 
-// listens makes sure that the kernel listens at the target's address, or can.
+// listens returns an error unless the kernel listens at the target's address, or can.
 func (t *Target) listens() error {
 	if port, err := t.listening(); err != nil || port != "" {
 		return err
@@ -145,7 +145,8 @@ func (t *Target) listens() error {
 	return listener.Close()
 }
 
-// cannotListen is the error of who cannot listen.
+// cannotListen returns the error for a failure to listen: errdefs.ErrUnavailable if the address is another node's or is used, errdefs.ErrUnsupported if
+// the kernel lacks the module.
 func cannotListen(err error) error {
 	switch {
 	case errors.Is(err, unix.EADDRNOTAVAIL):
@@ -158,8 +159,8 @@ func cannotListen(err error) error {
 	return errdefs.FromErrno(err)
 }
 
-// publish has subsystems appear at the target's address, with or without TLS, but for those that are removed meanwhile. At an address of before, at which they appear
-// as well, they stay: who uses them is connected there. What appears the other way at whatever address appears nowhere else.
+// publish has subsystems appear at the target's address, with or without TLS, except for those that are removed meanwhile. Those that appear at an earlier
+// address stay there as well, as their users are connected there. Errors are those of Add: ErrOtherwise, errdefs.ErrUnavailable.
 func (t *Target) publish(tls bool, nqns []string) error {
 	if len(nqns) == 0 {
 		return nil
@@ -196,7 +197,8 @@ func (t *Target) publish(tls bool, nqns []string) error {
 	return errors.Join(append(failures, err)...)
 }
 
-// link has subsystems appear at the target's address, which has no port yet, or one that is as it is to be. Who calls has the lock.
+// link has subsystems appear at the target's address. There has to be no port at that address that listens the other way, with or without TLS. The caller
+// holds the lock.
 func (t *Target) link(tls bool, nqns []string) error {
 	if len(nqns) == 0 {
 		return nil
@@ -214,10 +216,10 @@ func (t *Target) link(tls bool, nqns []string) error {
 	return errors.Join(failures...)
 }
 
-// ErrOtherwise: it is exported already with TLS, or without, and was to be the other way. It stays as it is: whoever uses it is connected.
+// ErrOtherwise is for an export that is there with TLS and was asked for without, or the other way round. It stays as it is, as its user is connected.
 var ErrOtherwise = fmt.Errorf("%w: it is exported since before that was wanted", errdefs.ErrExists)
 
-// appearing are the subsystems that appear at one of our ports, at one with TLS and at one without.
+// appearing returns the subsystems that appear at our ports: under true those at a port with TLS, under false those at one without.
 func appearing() (map[bool]map[string]bool, error) {
 	all, err := ports()
 	if err != nil {
@@ -229,7 +231,7 @@ func appearing() (map[bool]map[string]bool, error) {
 		if err != nil {
 			return nil, err
 		}
-		way, _ := get(filepath.Join(port, security)) // before Linux 6.7 there is none
+		way, _ := get(filepath.Join(port, security)) // before Linux 6.7 there is no such attribute
 		for _, nqn := range nqns {
 			appear[way == encrypted][nqn] = true
 		}
@@ -237,7 +239,7 @@ func appearing() (map[bool]map[string]bool, error) {
 	return appear, nil
 }
 
-// published are the subsystems that appear at one of our ports, and can be connected to: at one with TLS only with a key.
+// published returns the subsystems that appear at our ports and can be connected to: at a port with TLS only those with a key.
 func published() (map[string]bool, error) {
 	appear, err := appearing()
 	if err != nil || len(appear[true]) == 0 {
@@ -252,7 +254,7 @@ func published() (map[string]bool, error) {
 	return appear[false], err
 }
 
-// unpublish has a subsystem appear nowhere any more, and ends its connections. A port at which nothing is exported any more goes.
+// unpublish removes a subsystem from all our ports, which ends its connections. A port without exports is removed.
 func unpublish(nqn string) error {
 	unlock, err := lock()
 	if err != nil {

@@ -19,24 +19,24 @@ import (
 
 const (
 	keyType = "psk"
-	keyring = ".nvme" // the kernel's own, in which tlshd looks for the key that who connects names
+	keyring = ".nvme" // the kernel's own; tlshd looks there for the key that a connecting host names
 )
 
 // readable lets processes of the user that made a key (tlshd) read it by its number: KEY_POS_ALL, KEY_USR_VIEW, KEY_USR_READ.
 const readable = 0x3f030000
 
-// key is one that the kernel has, of those that this process may see.
+// key is a key of the kernel that this process may see.
 type key struct {
 	serial      int
 	revoked     bool // nobody can use it any more
 	kind        string
-	description []string // its words
+	description []string // the words of its description
 }
 
-// list returns the keys that there are, of whatever network namespace.
+// list returns the keys of the kernel that this process may see, of all network namespaces.
 func list() (keys []key, err error) {
 	text, err := os.ReadFile("/proc/keys")
-	if err != nil && !errors.Is(err, fs.ErrNotExist) { // as of a kernel without keys
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // a kernel without keys has no such file
 		return nil, fmt.Errorf("keys of the kernel: %w", errdefs.FromErrno(err))
 	}
 	for line := range strings.Lines(string(text)) {
@@ -51,7 +51,7 @@ func list() (keys []key, err error) {
 	return keys, nil
 }
 
-// ring returns the number of the keyring; errdefs.ErrUnsupported if there is none.
+// ring returns the number of the keyring, and all keys that list returns; errdefs.ErrUnsupported if there is no such keyring.
 func ring() (serial int, all []key, err error) {
 	all, err = list()
 	for _, k := range all {
@@ -65,7 +65,8 @@ func ring() (serial int, all []key, err error) {
 	return 0, all, err
 }
 
-// Serve lets a host that has a secret connect to a subsystem of this machine, from this network namespace's addresses; and with a secret of before nobody, be it that host or another.
+// Serve lets a host that has a secret connect to a subsystem of this machine, at addresses of this network namespace. Keys of earlier secrets of the
+// subsystem, of this or another host, are removed.
 func Serve(psk secret.Text, host, subsystem string) error {
 	identity, shared, err := derive(psk, host, subsystem)
 	if err != nil {
@@ -83,7 +84,7 @@ func Serve(psk secret.Text, host, subsystem string) error {
 	})
 }
 
-// End takes away what Serve put there for a subsystem; again, or without, it does nothing.
+// End removes the keys that Serve put there for a subsystem. If there are none, it does nothing.
 func End(subsystem string) error {
 	from, all, err := ring()
 	if errors.Is(err, errdefs.ErrUnsupported) {
@@ -92,7 +93,7 @@ func End(subsystem string) error {
 	return errors.Join(err, take(from, all, func(k key) bool { return k.subsystem() == subsystem }))
 }
 
-// subsystem is that which a key of TLS is for; empty for one of another kind.
+// subsystem returns the subsystem that a key of TLS is for; empty for other keys.
 func (k key) subsystem() string {
 	if k.kind != keyType || len(k.description) < 3 {
 		return ""
@@ -100,7 +101,7 @@ func (k key) subsystem() string {
 	return k.description[2]
 }
 
-// take takes some keys out of a keyring, of those that are there.
+// take removes the keys that which selects from a keyring; all are those of list.
 func take(from int, all []key, which func(key) bool) (err error) {
 	for _, k := range all {
 		if !which(k) {
@@ -113,7 +114,7 @@ func take(from int, all []key, which func(key) bool) (err error) {
 	return err
 }
 
-// Served returns the subsystems, of those whose names have a prefix, that hosts can connect to by keys as Serve puts them there.
+// Served returns the subsystems whose names have a prefix, and for which the keyring has a key as of Serve. Revoked keys do not count.
 func Served(prefix string) (subsystems []string, err error) {
 	from, all, err := ring()
 	if errors.Is(err, errdefs.ErrUnsupported) {
@@ -123,7 +124,7 @@ func Served(prefix string) (subsystems []string, err error) {
 		return nil, err
 	}
 	in, err := members(from)
-	unseen := errors.Is(err, unix.EACCES) // by who may only add keys, and takes all of them for members
+	unseen := errors.Is(err, unix.EACCES) // this process may only add keys; then all count as members
 	if err != nil && !unseen {
 		return nil, fmt.Errorf("read the keyring %s: %w", keyring, errdefs.FromErrno(err))
 	}
@@ -135,11 +136,11 @@ func Served(prefix string) (subsystems []string, err error) {
 	return subsystems, nil
 }
 
-// members are the numbers of the keys in a keyring.
+// members returns the numbers of the keys in a keyring.
 func members(ring int) (map[int]bool, error) {
 	buffer := make([]byte, 1<<10)
 	for {
-		n, err := unix.KeyctlBuffer(unix.KEYCTL_READ, ring, buffer, 0) // how many bytes there are, be there room or not
+		n, err := unix.KeyctlBuffer(unix.KEYCTL_READ, ring, buffer, 0) // n is how many bytes there are, also if buffer is too small
 		if err != nil {
 			return nil, err
 		}
@@ -155,8 +156,8 @@ func members(ring int) (map[int]bool, error) {
 	}
 }
 
-// Use calls a function with the number of the key by which a host connects to a subsystem. In no keyring the key stays: it goes with the connection that was
-// made with it, or when the function returns.
+// Use calls do with the number of the key by which a host connects to a subsystem. The key stays in no keyring: it goes when do returns, or with the
+// connection that do has made with it.
 func Use(psk secret.Text, host, subsystem string, do func(serial int) error) error {
 	identity, key, err := derive(psk, host, subsystem)
 	if err != nil {

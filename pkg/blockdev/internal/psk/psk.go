@@ -1,5 +1,6 @@
-// Package psk has the keys of TLS for NVMe over TCP: what both ends of a connection make of one secret, and where the kernel and tlshd find it. The kernel does not
-// do the handshake of TLS itself: tlshd does, a daemon in user space, one for each network namespace (net/handshake in Linux 6.5).
+// Package psk has the keys of TLS for NVMe over TCP: it derives what both ends of a connection make of one secret, and puts it where the kernel and tlshd
+// find it. The kernel does not do the handshake of TLS itself. tlshd does, a daemon in user space, one for each network namespace (net/handshake in Linux
+// 6.5).
 package psk
 
 import (
@@ -16,18 +17,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// size is that of all keys here, in bytes: that of SHA-256.
+// size is the size of all keys here, in bytes: that of SHA-256.
 const size = sha256.Size
 
-// Secret is the secret of 32 random bytes in the form that NVMe has for it: "NVMeTLSkey-1:01:", the bytes with their CRC-32 in base64, and a colon
-// (NVM Express TCP Transport Specification, PSK interchange format).
+// Secret returns 32 random bytes as the secret that NVMe has: "NVMeTLSkey-1:01:", the bytes with their CRC-32 in base64, and a colon (NVM Express TCP
+// Transport Specification, PSK interchange format).
 func Secret(key []byte) secret.Text {
 	return secret.Of("NVMeTLSkey-1:01:" + base64.StdEncoding.EncodeToString(binary.LittleEndian.AppendUint32(key[:len(key):len(key)], crc32.ChecksumIEEE(key))) + ":")
 }
 
 var secrets = regexp.MustCompile(`^NVMeTLSkey-1:01:([A-Za-z0-9+/]{48}):$`)
 
-// Check returns an error unless a secret is as Secret makes them: errdefs.ErrInvalid, without it.
+// Check returns errdefs.ErrInvalid unless a secret has the form that Secret returns. The secret is not in the error.
 func Check(psk secret.Text) error {
 	_, err := parse(psk)
 	return err
@@ -43,8 +44,8 @@ func parse(psk secret.Text) (key []byte, err error) {
 	return nil, fmt.Errorf("%w: the secret of TLS is not of the form NVMeTLSkey-1:01:KEY: as NVMe has it", errdefs.ErrInvalid)
 }
 
-// derive is what a host and a subsystem make of a secret: by what name the host tells the subsystem which key it means, and the key (the same specification,
-// 3.6.1.3 and 3.6.1.4, with SHA-256, version 1).
+// derive returns what a host and a subsystem make of a secret: the key, and the identity by which the host tells the subsystem which key it means (the
+// same specification, 3.6.1.3 and 3.6.1.4, with SHA-256, version 1).
 func derive(psk secret.Text, host, subsystem string) (identity string, key []byte, err error) {
 	configured, err := parse(psk)
 	if err != nil {

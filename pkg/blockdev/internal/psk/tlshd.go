@@ -14,8 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Handshakes returns an error unless somebody does handshakes in this network namespace: errdefs.ErrUnsupported if the kernel has none done,
-// errdefs.ErrUnavailable if there is no tlshd now.
+// Handshakes returns an error unless a tlshd does handshakes in this network namespace: errdefs.ErrUnsupported if the kernel has no handshakes,
+// errdefs.ErrUnavailable if no tlshd runs now.
 func Handshakes() error {
 	group, err := group("handshake", "tlshd")
 	if errors.Is(err, unix.ENOENT) {
@@ -35,8 +35,8 @@ func Handshakes() error {
 		errdefs.ErrUnavailable)
 }
 
-// listens reports whether a socket listens to a group of generic netlink, as proc(5) has it in net/netlink: its protocol is in the second column, and the first 32
-// groups in the fourth. Of one beyond those nothing is told, and it is taken for granted.
+// listens reports whether a socket listens to a group of generic netlink. sockets is the text of net/netlink (proc(5)): the protocol is in the second
+// column, the first 32 groups are in the fourth. Other groups are not shown, and listens is true for them.
 func listens(sockets string, group uint32) bool {
 	if group < 1 || group > 32 {
 		return true
@@ -53,7 +53,7 @@ func listens(sockets string, group uint32) bool {
 	return false
 }
 
-// group asks the kernel for the number of a group of a family of generic netlink; ENOENT if it has none.
+// group returns the kernel's number of a group of a family of generic netlink; ENOENT if there is none.
 func group(family, name string) (uint32, error) {
 	socket, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_GENERIC)
 	if err != nil {
@@ -76,7 +76,7 @@ func group(family, name string) (uint32, error) {
 	return groupIn(answer[:n], name)
 }
 
-// attribute appends an attribute to a message.
+// attribute appends an attribute to a message of netlink.
 func attribute(to []byte, kind uint16, value string) []byte {
 	to = binary.NativeEndian.AppendUint16(to, uint16(unix.NLA_HDRLEN+len(value)))
 	to = binary.NativeEndian.AppendUint16(to, kind)
@@ -84,7 +84,7 @@ func attribute(to []byte, kind uint16, value string) []byte {
 	return append(to, make([]byte, -len(value)&3)...)
 }
 
-// groupIn is the number of a group in the answer about its family.
+// groupIn returns the number of a group, from the answer about its family; ENOENT if it is not there.
 func groupIn(answer []byte, name string) (uint32, error) {
 	if len(answer) < unix.NLMSG_HDRLEN+unix.GENL_HDRLEN {
 		return 0, unix.EBADMSG
@@ -101,7 +101,7 @@ func groupIn(answer []byte, name string) (uint32, error) {
 	return 0, unix.ENOENT
 }
 
-// attributes are those of a message, by their kinds.
+// attributes returns the attributes of a message, by their kinds.
 func attributes(message []byte) map[uint16][]byte {
 	found := map[uint16][]byte{}
 	for len(message) >= unix.NLA_HDRLEN {

@@ -1,5 +1,5 @@
-// Package unbroken is for calls of the kernel that no signal breaks off, and that may take long when a disk or the other end of a
-// connection does not answer.
+// Package unbroken runs calls of the kernel that no signal interrupts, and that may take long when a disk or the other end of a connection does not
+// answer.
 package unbroken
 
 import (
@@ -8,13 +8,13 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/turns"
 )
 
-// Table has what is under way, by name. Its zero value is ready for use.
+// Table has the calls that are under way, by name. Its zero value is ready for use.
 type Table struct {
 	turns turns.Table[string]
 }
 
-// Do does something of a name when nothing else of that name is under way any more. It returns when that is done, or with ctx.Err()
-// when ctx ends before: what has begun then goes on to its end, and the next of that name waits for it.
+// Do calls do once no other call of that name is under way, and returns its error. If ctx ends first, it returns ctx.Err(). A do that has begun then goes
+// on to its end, and the next call of that name waits for it.
 func (t *Table) Do(ctx context.Context, name string, do func() error) error {
 	if err := ctx.Err(); err != nil {
 		return err
