@@ -24,13 +24,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// knownLoop is a loop device that was seen over an object: over its image, or, as its keeper,
-// over the device that is.
+// knownLoop is a loop device that was seen for an object: over its image, or as the keeper over the device that is over the image.
 type knownLoop struct {
 	number        int
 	device, inode uint64 // of its backing file
 	keeper        bool
-	seen          uint64 // counts what was noted: what is seen again is another one
+	seen          uint64 // a number of its own for each time that a device is noted
 }
 
 // attachedLoop is a loop device that is open and known to be over the image of an object.
@@ -40,7 +39,7 @@ type attachedLoop struct {
 	guard
 }
 
-// noteLoop notes a loop device of an object.
+// noteLoop notes a loop device of an object, in place of an earlier note of its number.
 func (p *pool) noteLoop(ref blockdev.Ref, b loop.Backing) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -54,7 +53,7 @@ func (p *pool) noteLoop(ref blockdev.Ref, b loop.Backing) {
 	p.loops[ref] = append(known, knownLoop{b.Number, b.Device, b.Inode, b.Node != 0, p.seen})
 }
 
-// forgetLoops takes back what was noted of loop devices of an object, but for those seen again since.
+// forgetLoops removes notes of loop devices of an object. A device that was noted again since stays.
 func (p *pool) forgetLoops(ref blockdev.Ref, gone []knownLoop) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -69,18 +68,18 @@ func (p *pool) forgetLoops(ref blockdev.Ref, gone []knownLoop) {
 	}
 }
 
-// label of the loop devices over an object. The directory in it is that of the pool, so that the
-// pools of several drivers on one kernel do not take each other's devices for theirs.
+// label returns the label of the loop devices over an object. It has the pool's directory in it, so that pools of several drivers on one kernel do not
+// take each other's devices for their own.
 func (p *pool) label(ref blockdev.Ref) string { return ref.String() + "." + p.directoryID[ref.Kind] }
 
-// parseLabel is the inverse of label; false for those of other pools.
+// parseLabel is the inverse of label; false for labels of other pools.
 func (p *pool) parseLabel(label string) (blockdev.Ref, bool) {
 	name, dir, _ := cutLast(label)
 	ref := blockdev.ParseRef(name)
 	return ref, ref.Validate() == nil && dir == p.directoryID[ref.Kind]
 }
 
-// cutLast cuts the last two parts off a label.
+// cutLast splits a label into the object's name, which has two parts, and the directory's, which has two.
 func cutLast(label string) (name, dir string, found bool) {
 	parts := strings.Split(label, ".")
 	if len(parts) != 4 {
@@ -89,7 +88,7 @@ func cutLast(label string) (name, dir string, found bool) {
 	return parts[0] + "." + parts[1], parts[2] + "." + parts[3], true
 }
 
-// directoryID names a directory among all of one kernel: device and inode number, in hexadecimal.
+// directoryID returns a name for a directory that no other one on this kernel has: device and inode number, in hexadecimal.
 func directoryID(dir *os.File) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(dir.Fd()), &st); err != nil {
@@ -98,25 +97,24 @@ func directoryID(dir *os.File) (string, error) {
 	return fmt.Sprintf("%x.%x", unix.Major(st.Dev)<<20|unix.Minor(st.Dev), st.Ino), nil
 }
 
-// findLoops looks once, at the start, at all loop devices of the machine and notes those of
-// this pool. After that, no call looks at more than its own. The path of the backing file says
-// which devices to look at, and what they are compared with; it is no proof.
+// findLoops looks at all loop devices of the machine, once, when the pool is opened, and notes those of this pool. After that, each call looks only at
+// those of its object. The name of a backing file tells which devices to open, and which image to compare with; it proves nothing.
 func (p *pool) findLoops() error {
 	numbers, err := loop.Configured()
 	if err != nil {
 		return fmt.Errorf("list loop devices: %w", err)
 	}
-	rest := map[int]loop.Backing{} // over no image that is there
-	kept := map[int]blockdev.Ref{} // by the number of the device that their keeper is over
+	rest := map[int]loop.Backing{} // devices over no image of ours, by their numbers
+	kept := map[int]blockdev.Ref{} // objects with a keeper, by the number of the device below that
 	for _, n := range numbers {
-		// Not those that are surely others': to open a device is to hold it for a moment.
+		// Devices that are surely others' are not opened: to open one is to hold it for a moment.
 		name, unlinked, err := loop.BackingName(n)
 		if base := path.Base(name); err != nil || (!strings.HasSuffix(base, ".img") && !strings.HasPrefix(base, "loop")) {
 			continue
 		}
 		over := ImageAt(name)
 		f, err := loop.Open(n, os.O_RDONLY)
-		if loop.Going(err) { // who told it to go may keep it (waitGoing)
+		if loop.Going(err) { // whoever told it to go may have it open still: see waitGoing
 			p.noteGoing(over, n)
 		}
 		if err != nil {
@@ -129,7 +127,7 @@ func (p *pool) findLoops() error {
 		}
 		ref, labelled := p.parseLabel(status.Label)
 		switch {
-		case status.Node != 0: // a pod has no device like this one, so the label is as we wrote it
+		case status.Node != 0: // a keeper: no pod has a node of it, so its label is as we wrote it
 			if labelled && unix.Major(status.Node) == loop.Major {
 				kept[int(unix.Minor(status.Node))] = ref
 				p.noteLoop(ref, status)
@@ -150,7 +148,7 @@ func (p *pool) findLoops() error {
 	return nil
 }
 
-// noteGoing notes a loop device that cannot be opened, as it was told to go, by the name of what it is over.
+// noteGoing notes a loop device that was told to go, and so cannot be opened. over is the object by the name of its backing file.
 func (p *pool) noteGoing(over blockdev.Ref, n int) {
 	if over.Validate() != nil {
 		return
@@ -161,7 +159,7 @@ func (p *pool) noteGoing(over blockdev.Ref, n int) {
 	}
 }
 
-// isOverImage tells whether a loop device is over the image of an object that the name of its backing file is of.
+// isOverImage reports whether a loop device is over the image of an object; over is that by the name of its backing file.
 func (p *pool) isOverImage(over blockdev.Ref, status loop.Backing) bool {
 	if over.Validate() != nil {
 		return false
@@ -170,25 +168,25 @@ func (p *pool) isOverImage(over blockdev.Ref, status loop.Backing) bool {
 	return err == nil && isImage(info, status)
 }
 
-// ImageAt returns the object whose image has a path; an invalid one if it is no path of an image.
+// ImageAt returns the object whose image is at a path; an invalid Ref if the path is of no image.
 func ImageAt(name string) blockdev.Ref {
 	key, isImage := strings.CutSuffix(path.Base(name), ".img")
 	for kind, dir := range layout.Directories {
 		if isImage && path.Base(path.Dir(name)) == dir {
-			return blockdev.Ref{Kind: kind, Key: strings.Clone(key)} // who keeps it does not keep the path
+			return blockdev.Ref{Kind: kind, Key: strings.Clone(key)} // a clone, which does not keep the whole path in memory
 		}
 	}
 	return blockdev.Ref{}
 }
 
-// isImage tells whether a loop device is over a file.
+// isImage reports whether a loop device is over a file.
 func isImage(info fs.FileInfo, b loop.Backing) bool {
 	st := info.Sys().(*syscall.Stat_t)
 	return b.Node == 0 && b.Device == st.Dev && b.Inode == st.Ino
 }
 
-// openLoops opens the loop devices over the image of an object, as far as they still are over
-// it: numbers are reused. The caller closes them.
+// openLoops opens the loop devices over the image of an object; the caller closes them. Noted devices that are not the object's any more are forgotten, as
+// numbers are reused.
 func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
 	p.Mu.Lock()
 	candidates := slices.Clone(p.loops[ref])
@@ -209,7 +207,7 @@ func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
 		image = nil
 	}
 	var gone []knownLoop
-	keepers := map[uint64]guard{} // by the device number of what they are over
+	keepers := map[uint64]guard{} // by the number of the device that they are over
 	for _, c := range candidates {
 		f, status, going, err := p.openLoop(ref, image, c)
 		switch {
@@ -237,7 +235,7 @@ func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
 	return loops, nil
 }
 
-// openLoop opens a loop device that an object had; f is nil if it is not the object's any more, or if it is going, so that nobody can open it.
+// openLoop opens a loop device that was noted for an object. f is nil if it is not the object's any more, or if it is going: then nobody can open it.
 func (p *pool) openLoop(ref blockdev.Ref, image fs.FileInfo, known knownLoop) (f *os.File, status loop.Backing, going bool, err error) {
 	f, err = loop.Open(known.number, os.O_RDONLY)
 	if errors.Is(err, fs.ErrNotExist) || loop.Going(err) {
@@ -251,12 +249,12 @@ func (p *pool) openLoop(ref blockdev.Ref, image fs.FileInfo, known knownLoop) (f
 		return f, status, false, nil
 	}
 	f.Close()
-	loop.ForgetStopped(known.number) // it went with its last user
+	loop.ForgetStopped(known.number) // another device has the number, or none: ours is gone
 	return nil, status, false, nil
 }
 
-// isOf tells whether a loop device that an object had is still its own: over its image (nil if there is none), or, by its label, its
-// keeper.
+// isOf reports whether a loop device that was noted for an object is still its own: over the same file, which is the image (nil: there is none) or has no
+// name any more; or its keeper, by the label.
 func (p *pool) isOf(ref blockdev.Ref, image fs.FileInfo, known knownLoop, now loop.Backing) bool {
 	if now.Device != known.device || now.Inode != known.inode {
 		return false
@@ -267,8 +265,8 @@ func (p *pool) isOf(ref blockdev.Ref, image fs.FileInfo, known knownLoop, now lo
 	return image != nil && isImage(image, now) || loop.Unlinked(known.number)
 }
 
-// isOver tells whether a loop device that cannot be opened is over the image of an object, or over one of its loop
-// devices, by the name of what it is over.
+// isOver reports, by the name of its backing file, whether a loop device that cannot be opened is over the image of an object, or over one of its loop
+// devices.
 func isOver(n int, ref blockdev.Ref, loops []knownLoop) bool {
 	name, _, err := loop.BackingName(n)
 	return err == nil && (ImageAt(name) == ref ||
@@ -281,13 +279,13 @@ func closeLoops(loops []attachedLoop) {
 	}
 }
 
-// node is the number of the loop device itself.
+// node returns the device number of the loop device.
 func (l attachedLoop) node() uint64 { return unix.Mkdev(loop.Major, uint32(l.Number)) }
 
-// kept tells whether a device stays when nobody has it open.
+// kept reports whether the device stays when nobody has it open.
 func (l attachedLoop) kept() bool { return l.Stays() || l.keeper != none }
 
-// device describes what is handed out of an open loop device.
+// device returns what Attach and Attached return of an open loop device.
 func (l attachedLoop) device(hold func() error) (blockdev.Device, error) {
 	size, err := blockdev.DeviceSize(l.file)
 	if err != nil {
@@ -336,9 +334,8 @@ func (p *pool) attach(ctx context.Context, o *object, record blockdev.Record, ho
 	return l.device(l.file.Close)
 }
 
-// attachedAs returns the device that is attached in the way that is wanted; without a file if
-// there is none. errdefs.ErrInUse if there is a writable one in another way: two writable devices over
-// one image would not see each other's writes.
+// attachedAs returns the device that is attached the way that how asks for; without a file if there is none. errdefs.ErrInUse if the object has a writable
+// device of the other way: two writable devices over one image would not see each other's writes. It waits a moment for one that goes with its last user.
 func (p *pool) attachedAs(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (attachedLoop, error) {
 	for try := 0; ; try++ {
 		loops, err := p.openLoops(ref)
@@ -363,10 +360,10 @@ func (p *pool) attachedAs(ctx context.Context, ref blockdev.Ref, how blockdev.At
 	}
 }
 
-// takesDiscards: on btrfs, holes would cost more space than they give back (in place).
+// takesDiscards reports whether devices of this pool take discards. On btrfs, holes would cost more space than they free (package nocow).
 func (p *pool) takesDiscards() bool { return p.kind != unix.BTRFS_SUPER_MAGIC }
 
-// attachImage puts a loop device over the image of an object.
+// attachImage makes a loop device over the image of an object.
 func (p *pool) attachImage(ctx context.Context, o *object, record blockdev.Record, how blockdev.Attachment) (attachedLoop, error) {
 	ref := record.Ref
 	flags := os.O_RDWR
@@ -383,7 +380,7 @@ func (p *pool) attachImage(ctx context.Context, o *object, record blockdev.Recor
 			return attachedLoop{}, err
 		}
 	}
-	// What is kept is kept by its guard.
+	// Autoclear also for Keep: then its guard keeps it.
 	file, n, err := loop.Attach(ctx, image, loop.Config{Label: p.label(ref), ReadOnly: how.ReadOnly, Autoclear: true,
 		Discards: how.ReadOnly || p.takesDiscards(), Sector: recordfile.SectorOf(record)})
 	if err != nil {
@@ -398,8 +395,7 @@ func (p *pool) attachImage(ctx context.Context, o *object, record blockdev.Recor
 	return attachedLoop{Backing: status, file: file, guard: guard{keeper: none}}, nil
 }
 
-// refill gives a thick image back what discards (fstrim, blkdiscard) took from it
-// while it was attached before: its space is promised.
+// refill allocates again what discards (fstrim, blkdiscard) took from a thick image while it was attached: its space is promised.
 func (p *pool) refill(ctx context.Context, o *object, image *os.File, size int64) error {
 	info, err := image.Stat()
 	if err != nil {
@@ -431,8 +427,8 @@ func (p *pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 	return devices, nil
 }
 
-// attachedInUse is Attached without what goes with its last user if something only looks at it, or has just closed it: in use is what stays, or is
-// there after a moment still.
+// attachedInUse is Attached, but waits a moment for devices that go with their last user: something may only look at them, or have just closed them. What
+// it returns is in use.
 func (p *pool) attachedInUse(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	for try := 0; ; try++ {
 		devices, err := p.Attached(ctx, ref)
@@ -467,8 +463,7 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	return nil
 }
 
-// waitGoing waits for devices of an object that could not be opened, as somebody told them to go. Whoever did and
-// still has one open keeps its image, for as long as he likes.
+// waitGoing waits until devices of an object that somebody told to go are gone. Whoever has one open keeps it, and its image, for as long as he likes.
 func (p *pool) waitGoing(ctx context.Context, ref blockdev.Ref) error {
 	p.Mu.Lock()
 	known := p.loops[ref]
@@ -481,7 +476,7 @@ func (p *pool) waitGoing(ctx context.Context, ref blockdev.Ref) error {
 	return nil
 }
 
-// detach takes a loop device away, with its guard. It closes it.
+// detach removes a loop device and its guard, and closes its file.
 func detach(ctx context.Context, l attachedLoop) error {
 	if err := unguard(ctx, l); err != nil {
 		l.file.Close()
@@ -490,7 +485,7 @@ func detach(ctx context.Context, l attachedLoop) error {
 	return loop.Detach(ctx, l.file, l.Backing)
 }
 
-// resizeLoops lets attached devices see the size of their image.
+// resizeLoops has attached devices take the size of their image. It restores their settings first.
 func (p *pool) resizeLoops(ref blockdev.Ref) error {
 	loops, err := p.openLoops(ref)
 	if err != nil {
@@ -508,7 +503,7 @@ func (p *pool) resizeLoops(ref blockdev.Ref) error {
 	return nil
 }
 
-// Used is what the image of an object takes of the filesystem.
+// Used: see blockdev.Measurer. It is what the image takes of the filesystem.
 func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 	_, record, err := p.Lookup(ref)
 	if err != nil {
@@ -521,8 +516,8 @@ func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 	return min(info.Sys().(*syscall.Stat_t).Blocks*512, record.Size), nil
 }
 
-// Untouched: a new image is a hole, or preallocated space that was never written, from
-// end to end (lseek(2), SEEK_DATA). What was written is read.
+// Untouched: see blockdev.Prover. A new image is a hole, or preallocated space that was never written, from end to end (lseek(2), SEEK_DATA). Whatever was
+// written is read, and has to be zeros.
 func (p *pool) Untouched(ctx context.Context, ref blockdev.Ref) (bool, error) {
 	_, record, err := p.Lookup(ref)
 	if err != nil {

@@ -11,16 +11,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a btrfs gives to files is free for statfs(2) until it runs the references of its extents, at the end of the transaction at the latest: for half a
-// minute. What images have taken is counted at once, so that would be there twice. The kernel tells of it in /sys/fs/btrfs (fs/btrfs/space-info.h): what
-// was given to files is bytes_reserved, and what pages in memory are to get is bytes_may_use. Where data and metadata are mixed, that is of metadata too.
+// Space that a btrfs has given to files stays free for statfs(2) until the references of the extents are run, for half a minute at most, when the
+// transaction ends. The account counts it with the images at once, so it would be there twice. The kernel shows it in /sys/fs/btrfs
+// (fs/btrfs/space-info.h): bytes_reserved is what was given to files, bytes_may_use what pages in memory will get. Where data and metadata are mixed, the
+// counts include metadata.
 
-// given returns how many bytes are taken that statfs(2) does not know of, or a few more, if it is asked afterwards.
+// given returns how many bytes are taken that statfs(2) still counts as free, or some more. It has to be called before statfs(2).
 func (p *pool) given() (bytes int64, err error) {
 	if p.kind != unix.BTRFS_SUPER_MAGIC {
 		return 0, nil
 	}
-	for _, of := range []string{"data/bytes_may_use", "data/bytes_reserved", "mixed/bytes_reserved"} { // in the order in which they become each other
+	for _, of := range []string{"data/bytes_may_use", "data/bytes_reserved", "mixed/bytes_reserved"} { // in the order in which bytes go from one to the next
 		text, err := os.ReadFile(filepath.Join(p.allocation, of))
 		if errors.Is(err, fs.ErrNotExist) {
 			continue

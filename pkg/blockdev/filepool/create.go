@@ -86,8 +86,8 @@ func (p *pool) validate(spec blockdev.Spec) error {
 	return nil
 }
 
-// begin promises the space and writes the record. An image that is there already is of a volume
-// that lost its record, and is not taken over.
+// begin promises the space of a new object and writes its record. catalog.ErrRecord if there is an image already: it is of a volume that lost its record,
+// and is not taken over.
 func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err error) {
 	if _, err := p.root.Lstat(layout.Image(spec.Ref)); err == nil {
 		return nil, fmt.Errorf("%w: look at %s, and bring its record back from a backup, or move it away", recordfile.ErrNoRecord, layout.Image(spec.Ref))
@@ -126,19 +126,19 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	return o, nil
 }
 
-// giveUp undoes an unfinished object, unless a retry can go on with its copy.
+// giveUp removes an unfinished object after an error, or releases it if a retry can go on with its copy.
 func (p *pool) giveUp(ctx context.Context, o *object, spec blockdev.Spec) {
 	if o.Copied > 0 && spec.Origin.Kind == blockdev.Snapshot {
 		p.Release(o, true)
 		return
 	}
-	// Some caller may still hold back writes, so what takes long is left to the next call.
+	// The caller may still hold back writes: what takes long is left to the next call.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), sweepTime)
 	defer cancel()
-	_ = p.remove(ctx, o) // a failure has its own next try
+	_ = p.remove(ctx, o) // the next sweep tries again
 }
 
-// fill makes the bytes, and then the object ready.
+// fill makes the image of a new object, and then the object ready.
 func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockdev.Record, error) {
 	image, err := p.root.OpenFile(layout.Image(spec.Ref), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -164,7 +164,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 		return blockdev.Record{}, err
 	}
 	if err := image.Sync(); err != nil {
-		o.Copied = 0 // the kernel says once that it lost what was written, so a retry goes on with none of it
+		o.Copied = 0 // the kernel reports only once that writes were lost, so a retry must begin anew
 		return blockdev.Record{}, fmt.Errorf("sync the image: %w", errdefs.FromErrno(err))
 	}
 	if spec.Prepare != nil {
@@ -188,9 +188,8 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	return record, nil
 }
 
-// allocate gives an image its size: space of its own, which reads as zero until it
-// is written (fallocate(2)), or a hole. An image with holes in many places takes long, so it
-// goes in steps, between which the context may end it, and others may look at the account.
+// allocate gives an image its size: as a hole if thin, else with space of its own, which reads as zeros until it is written (fallocate(2)). An image with
+// holes in many places takes long: so it goes in steps, between which ctx may end it, and others may look at the account.
 func (p *pool) allocate(ctx context.Context, o *object, image *os.File, size int64, thin bool) error {
 	if thin {
 		if err := image.Truncate(size); err != nil {
@@ -205,8 +204,7 @@ func (p *pool) allocate(ctx context.Context, o *object, image *os.File, size int
 		err := take()
 		p.space.allocating.RUnlock()
 		if errors.Is(err, unix.ENOSPC) && p.kind == unix.BTRFS_SUPER_MAGIC {
-			// What was deleted counts as free, and can be had once a transaction is committed; and several at once
-			// may keep the last of it from each other.
+			// Deleted space counts as free, but can be had only after a commit. And several allocations at once may keep the last space from each other.
 			p.space.allocating.Lock()
 			if err = unix.Syncfs(int(image.Fd())); err == nil {
 				err = take()
@@ -218,7 +216,7 @@ func (p *pool) allocate(ctx context.Context, o *object, image *os.File, size int
 	})
 }
 
-// fallocate has an image take the space of a range.
+// fallocate allocates the space of a range of an image. errdefs.ErrUnsupported if the filesystem cannot.
 func (p *pool) fallocate(image *os.File, offset, length int64) error {
 	for {
 		err := unix.Fallocate(int(image.Fd()), 0, offset, length)
@@ -235,7 +233,7 @@ func (p *pool) fallocate(image *os.File, offset, length int64) error {
 	}
 }
 
-// copyOrigin makes image a copy of the origin and returns the moment of the cut.
+// copyOrigin makes image a copy of the origin, by sharing blocks or by copying bytes, and returns the moment of the cut.
 func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec blockdev.Spec) (time.Time, error) {
 	from, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
@@ -254,7 +252,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec b
 	if err != nil {
 		return time.Time{}, err
 	}
-	shares, err := nocow.InPlace(source) // what is not in place cannot share with what is
+	shares, err := nocow.InPlace(source) // btrfs shares no blocks between a file that is written in place and one that is not
 	if err != nil {
 		return time.Time{}, err
 	}
@@ -265,7 +263,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec b
 	return cut, errors.Join(err, p.countAllocated(o, image, func() error { return nil }))
 }
 
-// CutsAtOnce: see blockdev.Cutter. Of images that an older driver made on btrfs the bytes are copied.
+// CutsAtOnce: see blockdev.Cutter. False for images that an older driver made on btrfs: their bytes are copied.
 func (p *pool) CutsAtOnce(origin blockdev.Ref) bool {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -273,12 +271,12 @@ func (p *pool) CutsAtOnce(origin blockdev.Ref) bool {
 	return p.reflink && o != nil && !o.use.copying
 }
 
-// keepsHoles reports whether an object takes only the space of its data. Snapshots never grow.
+// keepsHoles reports whether a new object takes only the space of its data: a thin one, and each snapshot, as it never grows.
 func keepsHoles(s blockdev.Spec) bool {
 	return s.Provisioning == blockdev.Thin || s.Kind == blockdev.Snapshot
 }
 
-// shareOrigin makes image share the blocks of its source, and returns the moment of the cut.
+// shareOrigin makes image share the blocks of source, and returns the moment of the cut. moving: others may be writing to the source.
 func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.File, spec blockdev.Spec, moving bool) (time.Time, error) {
 	shared, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
@@ -301,7 +299,7 @@ func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.Fil
 	if err != nil {
 		return time.Time{}, err
 	}
-	// The image of an origin that grew half-way may be longer than its record.
+	// An origin whose growth was not finished may have an image that is longer than its record says.
 	if err := image.Truncate(origin.Size); err != nil {
 		return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 	}
@@ -311,14 +309,14 @@ func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.Fil
 	return cut, p.allocate(ctx, o, image, spec.Size, keepsHoles(spec))
 }
 
-// copyBytes makes image a copy of its source, and returns the moment of the cut.
+// copyBytes makes image a copy of source, or goes on with one, and returns the moment of the cut. moving: others may be writing to the source.
 func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File, spec blockdev.Spec, moving bool) (time.Time, error) {
 	_, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
 		return time.Time{}, err
 	}
 	if !o.cut.Equal(origin.Created) || sparse.StillWhole(image, spec.Size) != nil {
-		// Nothing yet, or of another origin of that name, or somebody removed what was there: begin anew.
+		// Begin anew: nothing is copied yet, or it is of another origin of that name, or somebody cut it short.
 		if err := image.Truncate(0); err != nil {
 			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}
@@ -340,10 +338,10 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 	}
 	cut := time.Now().UTC()
 	done, err := sparse.Copy(ctx, image, source, o.Copied, origin.Size)
-	if short := sparse.StillWhole(source, origin.Size); short != nil { // what is copied may be of no use
+	if short := sparse.StillWhole(source, origin.Size); short != nil { // a cut source reads as a hole, so what was copied is worth nothing
 		done, err = 0, short
 	}
-	if spec.Origin.Kind == blockdev.Snapshot { // it stays as it is: a retry may go on here, after what the disk has taken
+	if spec.Origin.Kind == blockdev.Snapshot { // a snapshot does not change: a retry may go on, with what is on the disk
 		if err != nil && image.Sync() != nil {
 			done = 0
 		}
@@ -352,8 +350,8 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 	return cut, err
 }
 
-// flushDevices writes out what the page caches of the origin's devices still hold,
-// and reports whether somebody may be writing to one of them.
+// flushDevices writes out the page caches of the origin's devices. moving: somebody may be writing to one of them (it is writable, and spec is not
+// Quiesced).
 func (p *pool) flushDevices(ctx context.Context, spec blockdev.Spec) (moving bool, err error) {
 	devices, err := p.Attached(ctx, spec.Origin)
 	if err != nil {
@@ -374,14 +372,15 @@ func (p *pool) flushDevices(ctx context.Context, spec blockdev.Spec) (moving boo
 	return moving && !spec.Quiesced, nil
 }
 
-// errNotOwn is what is in the place of an image, and is not it.
+// errNotOwn is the error for a file in the place of an image that is not the object's.
 var errNotOwn = fmt.Errorf("%w: not its image", errdefs.ErrDataLoss)
 
-// openImage opens the bytes of an object and makes sure that they are its own, and all there.
+// openImage opens the image of an object. errdefs.ErrDataLoss if it is missing, too short, another object's (errNotOwn), or not the file that the object's
+// devices write to (errReplaced).
 func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 	ref := record.Ref
 	info, err := p.root.Lstat(layout.Image(ref))
-	if err == nil && !info.Mode().IsRegular() { // not opened: who opens a FIFO waits, and a link leads to another's image
+	if err == nil && !info.Mode().IsRegular() { // opening a FIFO would wait, and a link may lead to another image
 		return nil, fmt.Errorf("%w: %s of pool %s is no file (%s); restore the image from a backup, or delete the volume", errNotOwn, layout.Image(ref), p.name, info.Mode())
 	}
 	f, err := p.root.OpenFile(layout.Image(ref), flags, 0)
@@ -409,7 +408,8 @@ func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
 	return f, nil
 }
 
-// refused is why a file cannot be opened, made or removed. Root is refused with EPERM only what somebody set an attribute of (chattr(1)), or of its directory.
+// refused adds to the error of opening, making or removing a file what to do, and errdefs.ErrPrecondition, if it is EPERM. Root has that only for a file
+// with an attribute (chattr(1)), or in a directory with one.
 func (p *pool) refused(path string, err error) error {
 	if errors.Is(err, unix.EPERM) {
 		file := p.location.Path + "/" + path
@@ -418,11 +418,11 @@ func (p *pool) refused(path string, err error) error {
 	return err
 }
 
-// errReplaced is that of an image that is not the one which is in use.
+// errReplaced is the error for an image that is not the file which the object's devices write to.
 var errReplaced = fmt.Errorf("%w: the image was replaced while it is in use", errdefs.ErrDataLoss)
 
-// checkReplaced makes sure that what is written to the devices of an object goes to its image: whoever puts a copy in its place
-// while it is in use has a file that lacks all that is written from then on.
+// checkReplaced returns errReplaced unless writes to the devices of an object go to its image. Somebody who puts a copy in the place of an image in use
+// has a file that lacks all later writes.
 func (p *pool) checkReplaced(ref blockdev.Ref, image fs.FileInfo) error {
 	device, err := p.beside(ref, image)
 	if err != nil || device == "" {
@@ -431,7 +431,7 @@ func (p *pool) checkReplaced(ref blockdev.Ref, image fs.FileInfo) error {
 	return fmt.Errorf("%w: %s", errReplaced, p.nameless(ref, device))
 }
 
-// missing is the error of an object without an image.
+// missing returns the error for an object without an image; errdefs.ErrUnavailable if all of the pool is gone.
 func (p *pool) missing(ref blockdev.Ref) error {
 	if err := p.alive(); err != nil {
 		return err
@@ -446,14 +446,14 @@ func (p *pool) missing(ref blockdev.Ref) error {
 	return fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, layout.Image(ref), p.name)
 }
 
-// beside is the device that an object is written through, if that is over another file than its image (nil: there is none); empty without one.
+// beside returns the writable device of an object that is over another file than image (nil: there is no image); empty if there is none.
 func (p *pool) beside(ref blockdev.Ref, image fs.FileInfo) (device string, err error) {
 	p.Mu.Lock()
 	may := slices.ContainsFunc(p.loops[ref], func(l knownLoop) bool {
 		return !l.keeper && (image == nil || !isImage(image, loop.Backing{Device: l.device, Inode: l.inode}))
 	})
 	p.Mu.Unlock()
-	if !may { // nearly always, so no device is opened to find that out
+	if !may { // the usual case: no device has to be opened
 		return "", nil
 	}
 	loops, err := p.openLoops(ref)
@@ -469,18 +469,18 @@ func (p *pool) beside(ref blockdev.Ref, image fs.FileInfo) (device string, err e
 	return "", nil
 }
 
-// nameless says what happens to what is written through such a device, and what to do.
+// nameless returns, for an error, what becomes of writes to such a device, and what to do.
 func (p *pool) nameless(ref blockdev.Ref, device string) string {
 	return fmt.Sprintf("what is written to %s goes to a file without a name, and is lost when its users end; stop what they write, copy %s to another file, end them, and put that in the place of %s of pool %s",
 		device, device, layout.Image(ref), p.name)
 }
 
-// imageOwner is the attribute of an image (xattr(7)) that says whose it is, as its name may come to be
-// wrong: whoever brings images back from lost+found or a backup may mix them up, or give one two names.
+// imageOwner is the extended attribute of an image (xattr(7)) with the object that it belongs to. Its name may become wrong: somebody who brings images
+// back from lost+found or a backup may mix them up, or give one two names.
 const imageOwner = "user.ashlar.object"
 
-// checkOwner makes sure that an open image is that of an object. Those of older drivers do not say whose they are;
-// with give they do from then on, as far as the filesystem has attributes, and room for one.
+// checkOwner returns errNotOwn if an open image says that it is of another object. Images of older drivers say nothing: with give it writes the attribute,
+// if the filesystem has attributes, and room for one.
 func (p *pool) checkOwner(ref blockdev.Ref, image *os.File, give bool) error {
 	have := make([]byte, 64)
 	n, err := unix.Fgetxattr(int(image.Fd()), imageOwner, have)
@@ -515,21 +515,21 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
 	}
-	// Also with nothing to grow: a retry may come after a crash between the two.
+	// Also with nothing to grow: a crash may have come between the growth and this.
 	if err := p.resizeLoops(ref); err != nil {
 		return blockdev.Record{}, err
 	}
 	return p.Get(ctx, ref)
 }
 
-// promisedTo is what is promised to an object, and the size that it is being grown to, or 0.
+// promisedTo returns how many bytes are promised to an object, and the size that it grows to, or 0.
 func (p *pool) promisedTo(o *object) (size, growing int64) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	return o.size(), o.growing
 }
 
-// saveSize saves the size of an object, and that which it is being grown to.
+// saveSize saves the size of an object, and the size that it grows to, or 0.
 func (p *pool) saveSize(ctx context.Context, o *object, size, growing int64) error {
 	end, err := p.BeginChange(ctx, o)
 	if err != nil {
@@ -541,8 +541,8 @@ func (p *pool) saveSize(ctx context.Context, o *object, size, growing int64) err
 	return p.save(o, record, catalog.Ready, growing)
 }
 
-// grow writes down where it is heading, takes the space, and then says it is there. An image that is
-// longer than its record says (the record may be an older one) is never cut. before is the size that it was being grown to.
+// grow writes the new size into the record as growing, allocates the space, and then makes it the size. before is the growing of the record until now;
+// after an error it is restored. An image that is longer than its record says, as that may be an older one, is never cut.
 func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, promised, before, size int64) error {
 	image, err := p.openImage(record, os.O_RDWR)
 	if err != nil {
@@ -561,16 +561,15 @@ func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, prom
 		}
 	}
 	err = errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), record.Thin), image.Sync())
-	ctx = context.WithoutCancel(ctx) // what was begun is written down
+	ctx = context.WithoutCancel(ctx) // what was begun has to be written down
 	if err != nil {
-		// Take the promise back; what was allocated beyond the size goes with it.
+		// Take the promise back, and with it what was allocated beyond the size.
 		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.saveSize(ctx, o, record.Size, before))
 	}
 	return p.saveSize(ctx, o, size, 0)
 }
 
-// checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy of what the
-// record says would lack the end of it.
+// checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy by that record would lack the end of it.
 func (p *pool) checkLength(record blockdev.Record, growing int64, image *os.File) error {
 	info, err := image.Stat()
 	if err != nil {

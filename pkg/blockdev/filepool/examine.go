@@ -64,7 +64,7 @@ func (l Location) Examine(ctx context.Context, report blockdev.Report) {
 	l.examineSpace(report, st)
 }
 
-// examineIdentity tells which pool is at a place, or whether a driver without a cluster would make one there.
+// examineIdentity reports which pool is at the place, or why none would be made there by a driver without a cluster.
 func (l Location) examineIdentity(ctx context.Context, report blockdev.Report) {
 	switch id, err := l.place().Identify(ctx); {
 	case err != nil:
@@ -74,7 +74,7 @@ func (l Location) examineIdentity(ctx context.Context, report blockdev.Report) {
 	}
 }
 
-// examineFilesystem finds out what the filesystem under a pool can do, by trying.
+// examineFilesystem reports what the filesystem of a directory can do, by trying.
 func examineFilesystem(report blockdev.Report, path string) {
 	switch shared, err := machine.Reflinks(path); {
 	case err != nil:
@@ -95,7 +95,7 @@ func examineFilesystem(report blockdev.Report, path string) {
 	}
 }
 
-// examineSpace works out what the driver would promise.
+// examineSpace reports what the driver would promise.
 func (l Location) examineSpace(report blockdev.Report, st unix.Statfs_t) {
 	total, free := int64(st.Blocks)*st.Frsize, int64(st.Bavail)*st.Frsize
 	var promised, taken int64
@@ -133,7 +133,7 @@ func (l Location) examineSpace(report blockdev.Report, st unix.Statfs_t) {
 		machine.Size(free), machine.Size(total), machine.Size(promised), machine.Size(left), reserve, l.Overprovision, advice)
 }
 
-// nearest returns a path, or the first above it that exists.
+// nearest returns a path, or the nearest directory above it that exists.
 func nearest(path string) (string, os.FileInfo, error) {
 	for {
 		info, err := os.Stat(path)
@@ -145,7 +145,7 @@ func nearest(path string) (string, os.FileInfo, error) {
 	}
 }
 
-// Foundations: see blockdev.Founded. Of a pool that is not there yet, they are those of the place that it would have.
+// Foundations: see blockdev.Founded. If there is no pool yet, they are those of the place that it would have.
 func (l Location) Foundations(context.Context) ([]uint64, error) {
 	at, _, err := nearest(l.Path)
 	if err != nil {
@@ -159,8 +159,7 @@ func (l Location) Foundations(context.Context) ([]uint64, error) {
 	return ground.Of(f)
 }
 
-// locked reports whether another process holds the lock of a pool. It asks for a
-// shared lock, and gives it back with the file.
+// locked reports whether another process holds the lock of a pool. It takes a shared lock, which ends with the file.
 func locked(path string) bool {
 	f, err := os.Open(path)
 	if err != nil {

@@ -19,33 +19,28 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Who has a block device has its ioctls. Of a loop device LOOP_CLR_FD takes the file away and
-// asks for no right at all; LOOP_SET_STATUS64, LOOP_SET_BLOCK_SIZE and others only want a
-// descriptor that can write. A number that is free goes to the next volume, which whoever has
-// the old node then reads. So a device that is kept for somebody else has a guard, unless there is a device mapper, which lays
-// a device over it that passes none of these ioctls down (pkg/device).
+// guard keeps a loop device that somebody else is given, where there is no device mapper. (With one, a device over it passes no such ioctl down:
+// pkg/device.) Whoever has a block device open can call its ioctls. On a loop device LOOP_CLR_FD, for which any descriptor will do, takes the file away,
+// and then the number goes to the next volume, which whoever has the old node then reads. LOOP_SET_STATUS64, LOOP_SET_BLOCK_SIZE and others need a
+// descriptor that can write.
 //
-// The guard is a second loop device over the first (the keeper), which nobody else has a node
-// of. While it has the first one open, LOOP_CLR_FD only sets the mark that the device goes with
-// its last user, and that mark it has anyway. What else can be changed of a loop device
-// (offset, size, sector, name) harms only whoever did it, and is put right when the device is
-// handed out again. A device that can be written to keeps its backing file: LOOP_CHANGE_FD wants one that cannot.
+// The guard is a second loop device over the first, the keeper, of which nobody else has a node. While it has the first one open, LOOP_CLR_FD only marks
+// that as one that goes with its last user, which it is anyway. What else can be changed of a loop device (offset, size, sector, name) harms only whoever
+// does it, and is undone when the device is handed out again. LOOP_CHANGE_FD cannot change the file of a device that can be written to.
 //
-// The loop device below is to go with its last user (LO_FLAGS_AUTOCLEAR): it goes when its guard
-// does.
+// The loop device below goes with its last user (LO_FLAGS_AUTOCLEAR), and so with its guard.
 type guard struct {
-	keeper int    // number of the loop device that holds it, or none
-	sector uint32 // of the keeper, which has that of the device below it from the beginning; bytes
+	keeper int    // number of the loop device over it, or none
+	sector uint32 // the keeper's, in bytes: what the device below it had when it was made
 }
 
-// none is no number of a loop device.
+// none stands for no loop device.
 const none = -1
 
-// keeperLimit is what a keeper shows of the device below it, in bytes: nothing that could be
-// taken for a filesystem.
+// keeperLimit is how much a keeper shows of the device below it, in bytes: too little to be taken for a filesystem.
 const keeperLimit = 4096
 
-// topPrefix begins the name of the device of the device mapper over an object, and topUUID its UUID; its label follows. lvm2 reads no device
+// topPrefix and topUUID begin the name and the UUID of the device of the device mapper over an object; the object's label follows. lvm2 reads no device
 // whose UUID is that of a part of a logical volume: LVM- and more than 64 characters.
 const (
 	topPrefix = "ashlar-"
@@ -67,7 +62,7 @@ func (p *pool) ParseTop(name string) (blockdev.Ref, bool) {
 	return p.parseLabel(label)
 }
 
-// IsTop tells whether a device of the device mapper is that over an object of some file pool, by its name.
+// IsTop reports whether a device of the device mapper is, by its name, the top of an object of some file pool.
 func IsTop(name string) bool {
 	label, ours := strings.CutPrefix(name, topPrefix)
 	if ours {
@@ -76,8 +71,7 @@ func IsTop(name string) bool {
 	return ours
 }
 
-// protect gives an open loop device its guard, if it has none, and puts right what whoever had it
-// did to it.
+// protect gives an open loop device a guard, if it has none; else it restores its settings.
 func (p *pool) protect(ctx context.Context, ref blockdev.Ref, l *attachedLoop) error {
 	if l.keeper != none {
 		return p.restoreSettings(ref, *l)
@@ -105,7 +99,7 @@ func (p *pool) keep(ctx context.Context, ref blockdev.Ref, l *attachedLoop) erro
 	return nil
 }
 
-// unguard takes the guard of a loop device away, so that the device goes with its last user.
+// unguard removes the guard of a loop device, which then goes with its last user.
 func unguard(ctx context.Context, l attachedLoop) error {
 	if l.keeper == none {
 		return nil
@@ -127,10 +121,10 @@ func unguard(ctx context.Context, l attachedLoop) error {
 	return loop.Detach(ctx, keeper, status)
 }
 
-// changed says what is not as it was when a loop device was made.
+// changed returns which settings of a loop device differ from those that it was made with.
 func (l attachedLoop) changed() []string {
 	if l.keeper == none {
-		return nil // in nobody's hands, or made by a driver that did not care
+		return nil // nobody else was given it, or an older driver made it
 	}
 	var what []string
 	if l.Offset != 0 || l.SizeLimit != 0 {
@@ -145,8 +139,7 @@ func (l attachedLoop) changed() []string {
 	return what
 }
 
-// restoreSettings undoes what whoever had a loop device in his hands did to it. That the kernel looks for
-// partitions cannot be undone while the device is there.
+// restoreSettings undoes what whoever was given a loop device changed of its settings. The scan for partitions cannot be undone while the device is there.
 func (p *pool) restoreSettings(ref blockdev.Ref, l attachedLoop) error {
 	if l.keeper == none {
 		return nil
@@ -169,7 +162,7 @@ func (p *pool) restoreSettings(ref blockdev.Ref, l attachedLoop) error {
 		return fail(err)
 	}
 	if l.Flags&unix.LO_FLAGS_DIRECT_IO == 0 {
-		_, _ = ioctl.Value(l.file, unix.LOOP_SET_DIRECT_IO, 1) // where it can be had
+		_, _ = ioctl.Value(l.file, unix.LOOP_SET_DIRECT_IO, 1) // not all filesystems have it
 	}
 	if p.takesDiscards() {
 		return nil
@@ -177,7 +170,8 @@ func (p *pool) restoreSettings(ref blockdev.Ref, l attachedLoop) error {
 	return loop.StopDiscards(l.Number) // some kernels switch them on again with the sector
 }
 
-// recoverGuards is for the start: devices that are kept have their guards, also those of a driver that gave none.
+// recoverGuards gives devices that are kept their guards, when the pool is opened: those of an older driver have none. A failure is logged, and the next
+// attach tries again.
 func (p *pool) recoverGuards(ctx context.Context) {
 	for _, ref := range slices.Collect(maps.Keys(p.loops)) {
 		loops, err := p.openLoops(ref)

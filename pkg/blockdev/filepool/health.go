@@ -21,7 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// alive makes sure that the pool's directories are still those that were opened.
+// alive returns errdefs.ErrUnavailable unless the pool's directories are still those that were opened.
 func (p *pool) alive() error {
 	for _, kind := range slices.Sorted(maps.Keys(p.directories)) {
 		var held, named unix.Stat_t
@@ -41,8 +41,8 @@ func (p *pool) alive() error {
 	return nil
 }
 
-// replaced reports whether another directory with the same pool is at the pool's place. What is only another one for a part of the pool,
-// as something is mounted there, is not what its disk has.
+// replaced reports whether another directory with the same pool is at the pool's place. It does not count if only a part of the pool is hidden by a mount,
+// as what is there is not on the pool's disk.
 func (p *pool) replaced() bool {
 	root, err := os.OpenRoot(p.location.Path)
 	if err != nil {
@@ -58,8 +58,8 @@ func (p *pool) replaced() bool {
 	return err != nil || failure == nil && !os.SameFile(held, named)
 }
 
-// Gone: see Leaver. Another directory with the same pool is at its place, as after its disk came back; or
-// its filesystem has stopped for good, and no device is over it.
+// Gone: see blockdev.Leaver. It is true if another directory with the same pool is at its place, as after its disk came back; or if its filesystem has
+// stopped for good, and no device is over an image.
 func (p *pool) Gone() bool {
 	if p.alive() != nil && p.replaced() {
 		return true
@@ -78,7 +78,7 @@ func (p *pool) Gone() bool {
 	return errors.Is(err, unix.EIO) || errors.Is(err, unix.EROFS) // XFS shuts down, ext4 and btrfs turn read-only
 }
 
-// version tells what an object is at one moment from what it is at another; it is the same as long as nobody changed its record.
+// version identifies the state of an object's record: two are equal if nobody changed the record in between.
 type version struct {
 	o       *object
 	at      recordfile.Position
@@ -105,7 +105,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 		return nil, err
 	}
 	if found.o != o {
-		return p.Health(ctx, ref) // made meanwhile
+		return p.Health(ctx, ref) // the object was made meanwhile
 	}
 	if err := p.alive(); err != nil {
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)}}, nil
@@ -115,13 +115,13 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	case err == nil:
 		defer image.Close()
 		problems, err := p.deviceHealth(ref)
-		if longer := p.checkLength(record, found.growing, image); longer != nil && p.version(ref) == found { // else it is growing
+		if longer := p.checkLength(record, found.growing, image); longer != nil && p.version(ref) == found { // otherwise it grows just now
 			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "ImageLonger", Message: longer.Error()})
 		}
 		return problems, err
 	case errors.Is(err, errdefs.ErrDataLoss):
 		if p.version(ref) != found {
-			return p.Health(ctx, ref) // deleted meanwhile, or even made anew
+			return p.Health(ctx, ref) // it was deleted meanwhile, or made anew
 		}
 		reason := "ImageTruncated"
 		if errors.Is(err, errNotOwn) {
@@ -137,11 +137,11 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	}
 }
 
-// nearlyFull is how little may be left of a filesystem before it is said, in percent; with a smaller reserve it is that.
-// Of its own filesystem, it is when the kubelet begins to evict pods.
+// nearlyFull is the part of a filesystem, in percent, below which free space is reported; a smaller reserve counts in its place. At that value the kubelet
+// begins to evict pods, if it is its own filesystem.
 const nearlyFull = 10
 
-// deviceHealth reports what whoever has the raw device of an object did to it.
+// deviceHealth reports the settings that users of an object's raw device changed (DeviceChanged).
 func (p *pool) deviceHealth(ref blockdev.Ref) ([]blockdev.Problem, error) {
 	loops, err := p.openLoops(ref)
 	if err != nil {
@@ -181,7 +181,7 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	problems = append(problems, p.spaceHealth()...)
-	problems = append(problems, p.Damage(recordfile.ErrNoRecord)...) // those are of the strays
+	problems = append(problems, p.Damage(recordfile.ErrNoRecord)...) // ErrNoRecord is for the strays, which are reported below
 	if p.alone > 0 {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "RecordsNotSafe", Message: fmt.Sprintf(
 			"pool %s: %d records could be written to one of their two places only; it is tried again when they are used next: make room, or look at the kernel's log", p.name, p.alone)})
@@ -193,20 +193,20 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	return problems
 }
 
-// takesChanges makes sure that the pool's filesystem can be written to.
+// takesChanges returns an error unless the pool's filesystem can be written to. A full one can.
 func (p *pool) takesChanges() error {
-	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16), and takes new times (6.1).
+	// An ext4 that stopped writing after an error does not show that in statfs (Linux 6.16), and takes new times (6.1).
 	err := unix.Fsetxattr(int(p.lock.Fd()), "user.ashlar.health", []byte("ok"), 0)
 	if errors.Is(err, unix.ENOTSUP) {
 		err = p.root.Chtimes(directory.LockFile, time.Now(), time.Now())
 	}
-	if err = errdefs.FromErrno(err); err == nil || errors.Is(err, errdefs.ErrNoSpace) { // a quota included
+	if err = errdefs.FromErrno(err); err == nil || errors.Is(err, errdefs.ErrNoSpace) { // a full quota as well
 		return nil
 	}
 	return fmt.Errorf("the filesystem of pool %s at %s takes no changes: %w; look at the kernel's log", p.name, p.location.Path, p.refused(directory.LockFile, err))
 }
 
-// spaceHealth is what keeps the account from being exact. The caller holds Mu.
+// spaceHealth reports what keeps the account from being exact. The caller holds Mu.
 func (p *pool) spaceHealth() []blockdev.Problem {
 	var problems []blockdev.Problem
 	say := func(reason, format string, args ...any) {

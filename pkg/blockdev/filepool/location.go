@@ -11,23 +11,23 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/options"
 )
 
-// Location is where a file pool is, and how it is kept. As a URL:
+// Location is where a file pool is, and its options. As a URL:
 //
 //	file:///var/lib/ashlar?overprovision=1.5&reservePercent=5
 type Location struct {
 	Path string // absolute and clean
 	// Overprovision is how many bytes may be promised for each byte that is there.
 	Overprovision float64
-	// ReservePercent of the storage is never promised; ReserveAuto until the pool is opened: see Reserve.
+	// ReservePercent is how much of the filesystem is never promised; ReserveAuto until the pool is opened: see Reserve.
 	ReservePercent float64
 	// Create says whether a directory without a pool becomes one: directory.Never, Always or Auto.
 	Create float64
 }
 
-// ReserveAuto: the reserve depends on whose filesystem it is.
+// ReserveAuto is for a reserve that depends on whether the pool has the filesystem for itself.
 const ReserveAuto = -1
 
-// CreateAuto is how Location.Create is if the URL does not say it.
+// CreateAuto is Location.Create if the URL does not say it.
 const CreateAuto = directory.Auto
 
 // Parse parses the URL of a file pool. The error says what is wrong with it.
@@ -42,7 +42,7 @@ func Parse(u *url.URL) (Location, error) {
 	return l, options.Read(u, l.options()...)
 }
 
-// options are those of the URL, with where their values go.
+// options returns the options of the URL, with the fields that have their values.
 func (l *Location) options() []options.Option {
 	return []options.Option{
 		options.Overprovision(&l.Overprovision),
@@ -53,13 +53,13 @@ func (l *Location) options() []options.Option {
 	}
 }
 
-// Forms are how the URLs of file pools are written.
+// Forms returns how the URLs of file pools are written, for people.
 func Forms() []options.Form {
 	return []options.Form{{URL: "file:///DIRECTORY", Options: (&Location{}).options(),
 		Means: "files: thick or thin. On XFS or btrfs, snapshots and clones take milliseconds; on ext4 they are copies"}}
 }
 
-// Scheme is that of the URLs of file pools.
+// Scheme returns the scheme of the URLs of file pools.
 func (Location) Scheme() string { return "file" }
 
 func (l Location) place() directory.Place { return directory.Place{Path: l.Path, Create: l.Create} }

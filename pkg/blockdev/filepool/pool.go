@@ -1,4 +1,4 @@
-// Package filepool is pools of files on a filesystem, which are attached as loop devices.
+// Package filepool keeps volumes and snapshots as files on a filesystem, and attaches them as loop devices.
 package filepool
 
 import (
@@ -49,41 +49,41 @@ type pool struct {
 	id          string
 	root        *os.Root
 	lock        *os.File
-	directories map[blockdev.Kind]*os.File // held to be synced
+	directories map[blockdev.Kind]*os.File // kept open, to be synced
 	directoryID map[blockdev.Kind]string
-	device      uint64 // that the directories are on
+	device      uint64 // st_dev of the directories
 	reflink     bool   // the filesystem can share blocks between files
 	kind        int64  // of the filesystem, as in statfs(2)
 	block       int64  // of the filesystem in bytes, or less
-	allocation  string // where the kernel tells what the space of a btrfs is for
+	allocation  string // of a btrfs: the folder in sysfs that says what its space is used for; see given
 
 	*catalog.Catalog[*object]
-	// Guarded by its Mu, too, or not changed after the pool was opened:
+	// Guarded by Mu of the catalog, or not changed after the pool was opened:
 	strays []string                     // images without a record
-	loops  map[blockdev.Ref][]knownLoop // loop devices last seen over the object; its slices are never changed
-	seen   uint64                       // see knownLoop
+	loops  map[blockdev.Ref][]knownLoop // loop devices last seen over each object; the slices are replaced, never changed
+	seen   uint64                       // the last number of a knownLoop.seen
 	space  space
 
-	// How many of the objects there are: PoolHealth says so without a look at each.
-	alone   int // with a record in one of its two places only
-	copying int
+	// How many such objects there are, so that PoolHealth need not look at each:
+	alone   int // whose record is in one of its two slots only
+	copying int // whose image btrfs writes to new places (use.copying)
 }
 
 // object is what is known of one record file.
 type object struct {
 	catalog.Entry
-	growing int64               // the size that it is being grown to, or 0
-	at      recordfile.Position // of the record
-	cut     time.Time           // of the origin of an unfinished copy
-	use     use                 // of the filesystem
-	unsaid  bool                // it is being deleted, and its record could not be made to say so
+	growing int64               // the size that it grows to; 0: it does not grow
+	at      recordfile.Position // of the record in its file
+	cut     time.Time           // of an unfinished copy: the origin's Created
+	use     use                 // of the filesystem, by the image
+	unsaid  bool                // it is being deleted, and its record does not say so: that could not be written
 }
 
-// size is what is promised to an object, in bytes.
+// size returns how many bytes are promised to an object.
 func (o *object) size() int64 { return max(o.Size(), o.growing) }
 
-// Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
-// Location.Create, or what is known of it, lets it; else it is errdefs.ErrUnavailable.
+// Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. If there is no pool, it makes one where Location.Create
+// and known permit that; else errdefs.ErrUnavailable.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
 	p := &pool{name: name, location: l, directories: map[blockdev.Kind]*os.File{}, Catalog: catalog.New[*object](name), loops: map[blockdev.Ref][]knownLoop{}, directoryID: map[blockdev.Kind]string{}}
 	p.space.survey.most = surveyExtents
@@ -117,7 +117,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	return p, nil
 }
 
-// openDirectory opens and locks the directory, and makes it a pool if there may be one.
+// openDirectory opens and locks the directory. If there is no pool, and one may be made, it makes it first.
 func (p *pool) openDirectory(ctx context.Context, known blockdev.Known) (err error) {
 	var whole bool
 	if p.root, p.id, whole, err = p.location.place().Open(ctx, known); err != nil {
@@ -142,14 +142,14 @@ func (p *pool) openDirectory(ctx context.Context, known blockdev.Known) (err err
 			return err
 		}
 	}
-	// Somebody may take the lock file for a stale one, and remove it.
+	// Locked as well, as somebody may take the lock file for a stale one and remove it.
 	if err := directory.Exclusive(p.directories[blockdev.Volume]); err != nil {
 		return err
 	}
 	return p.identify(ctx, whole)
 }
 
-// lookAtFilesystem finds out what the filesystem of the directory can do, and how much of it is in reserve.
+// lookAtFilesystem finds out what the filesystem of the directory can do, and how much of it is the reserve.
 func (p *pool) lookAtFilesystem(ctx context.Context) (err error) {
 	var shared bool
 	if p.location.ReservePercent, shared, err = p.location.Reserve(); err != nil {
@@ -177,7 +177,7 @@ func (p *pool) lookAtFilesystem(ctx context.Context) (err error) {
 	return nil
 }
 
-// insert adds an object to the catalog and to what is promised. The caller holds Mu, or is alone.
+// insert adds an object to the catalog, and its size to what is promised. The caller holds Mu, or is alone.
 func (p *pool) insert(o *object) {
 	p.Put(o)
 	p.alone += one(o.at.Alone)
@@ -198,7 +198,7 @@ func one(is bool) int {
 	return 0
 }
 
-// forget removes an object from the catalog and from what is promised.
+// forget removes an object from the catalog, and its size from what is promised.
 func (p *pool) forget(o *object) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -212,11 +212,11 @@ func (p *pool) forget(o *object) {
 	}
 }
 
-// sweepTime bounds how long a call works on what others have left, and the start on all of it.
+// sweepTime bounds how long a call removes what others left unfinished. The start has five times as long.
 const sweepTime = 2 * time.Second
 
-// recoverUnfinished finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs space,
-// not data.
+// recoverUnfinished removes objects that are not ready, and finishes growths, when the pool is opened. What fails is left for the next start: it costs
+// space, and no data.
 func (p *pool) recoverUnfinished(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 5*sweepTime)
 	defer cancel()
@@ -236,7 +236,7 @@ func (p *pool) recoverUnfinished(ctx context.Context) {
 	}
 }
 
-// sweep is Sweep in bounded time.
+// sweep is Sweep for at most sweepTime.
 func (p *pool) sweep(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, sweepTime)
 	defer cancel()
@@ -276,7 +276,7 @@ func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
 	return p.delete(ctx, ref, false)
 }
 
-// Erase: see blockdev.Pool. On filesystems that write to new places, what was there before stays until it is used again.
+// Erase: see blockdev.Pool. On a filesystem that writes to new places, the old bytes stay on the disk until their place is used again.
 func (p *pool) Erase(ctx context.Context, ref blockdev.Ref) error {
 	return p.delete(ctx, ref, true)
 }
@@ -289,22 +289,20 @@ func (p *pool) delete(ctx context.Context, ref blockdev.Ref, erased bool) error 
 	return p.removeAs(ctx, o, erased)
 }
 
-// remove takes the bytes away, then the record. Unlinked files need no sync of the
-// directory: should a power cut bring them back, the record still says deleting (or
-// creating) and the next start removes them again.
+// remove removes an object that the caller has claimed: the bytes, then the record. The directory is not synced: should a power cut bring the files back,
+// the record still says deleting (or creating), and the next start removes them again.
 //
-// The object is nobody's from the moment its record says so. What fails after that, or takes
-// longer than the context, is tried again by the next Create or Capacity, as the caller may
-// not come back.
+// The object is nobody's from the moment its record says so. If something fails after that, or takes longer than ctx, the next Create or Capacity tries
+// again, as the caller may not come back.
 func (p *pool) remove(ctx context.Context, o *object) error {
 	return p.removeAs(ctx, o, false)
 }
 
-// removeAs is remove; what is ready is erased first if the caller says so.
+// removeAs is remove. With erased, an object that is ready is erased first; an unfinished copy always is (BeginErase).
 func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
 	erase, end, err := p.BeginErase(ctx, o, erased)
 	defer end()
-	if err == nil && erase { // before its record says that it is deleted: a start would not know that
+	if err == nil && erase { // before its record says deleting: a start would remove it without that
 		err = p.Erased(ctx, o.Ref(), p.erase(ctx, o.Ref()))
 	}
 	if err == nil {
@@ -318,14 +316,14 @@ func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
 	return nil
 }
 
-// removeFiles: a filesystem may be so full that it takes no change of a record (btrfs, which
-// writes its own metadata to new places, can always remove files and not always write), and a disk
-// may not take any at its place. Then the image goes without that; should a crash come in between, the
-// object has lost its bytes, which is reported (errdefs.ErrDataLoss), and the retry of the deletion removes
-// the rest. That both are gone is durable before it is said, as no record would remove them again.
+// removeFiles marks an object as deleted, if it is ready, and removes its image and its record. It works also where a record cannot be changed: on a disk
+// that cannot be written to at that place, or on a full filesystem (btrfs, which writes its metadata to new places, can always remove files and not always
+// write). Then the image goes without the mark (unsaid). Should a crash come in between, the object has lost its bytes, which is reported
+// (errdefs.ErrDataLoss), and the retry of the deletion removes the rest. Without the mark both removals are synced before it returns, as no record would
+// have them done again.
 func (p *pool) removeFiles(ctx context.Context, o *object) error {
 	ref := o.Ref()
-	o.Copied = 0 // there is nothing to go on with any more
+	o.Copied = 0 // no retry can go on with it any more
 	if o.State == catalog.Ready {
 		if err := p.condemn(ctx, o); err != nil {
 			return err
@@ -337,7 +335,7 @@ func (p *pool) removeFiles(ctx context.Context, o *object) error {
 	if err := p.unlink(layout.Image(ref)); err != nil {
 		return err
 	}
-	if p.kind == unix.BTRFS_SUPER_MAGIC { // it counts space as free from its next commit on
+	if p.kind == unix.BTRFS_SUPER_MAGIC { // btrfs counts the space as free only after its next commit
 		if err := btrfs.Commit(p.lock); err != nil {
 			return fmt.Errorf("sync the filesystem of pool %s: %w", p.name, errdefs.FromErrno(err))
 		}
@@ -351,7 +349,8 @@ func (p *pool) removeFiles(ctx context.Context, o *object) error {
 	return nil
 }
 
-// condemn has the record of an object say that it is deleted, or notes that the disk or the filesystem does not take that.
+// condemn writes into the record of an object that it is deleted. If the disk or the filesystem cannot take that, it sets unsaid instead, and returns no
+// error.
 func (p *pool) condemn(ctx context.Context, o *object) error {
 	err := p.save(o, o.Record(), catalog.Deleting, o.growing)
 	if err == nil || !recordfile.Unwritable(err) {
@@ -365,8 +364,9 @@ func (p *pool) condemn(ctx context.Context, o *object) error {
 	return nil
 }
 
-// erase overwrites the beginning of an image, as far as it has data there: that alone was ever written. Blocks that it has alone are
-// overwritten where they are; in place of those that others share it gets new ones. One that has a second name keeps its bytes (see empty).
+// erase overwrites the beginning of an image, where it has data: nothing else was ever written. Blocks that the image has alone are overwritten in place;
+// for those that it shares it gets new ones, and the others keep theirs. errdefs.ErrPrecondition for an image with a second name, which keeps its bytes
+// (see empty).
 func (p *pool) erase(ctx context.Context, ref blockdev.Ref) error {
 	image, err := p.openOwn(ref)
 	if image == nil || err != nil {
@@ -383,7 +383,7 @@ func (p *pool) erase(ctx context.Context, ref blockdev.Ref) error {
 	return sparse.Overwrite(ctx, image, blockdev.HeadSize)
 }
 
-// openOwn opens the image of an object to write to it; nil if there is none, or what is there is not its own.
+// openOwn opens the image of an object for writing; nil if there is none, or if what is there is another object's.
 func (p *pool) openOwn(ref blockdev.Ref) (*os.File, error) {
 	info, err := p.root.Lstat(layout.Image(ref))
 	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
@@ -416,11 +416,9 @@ func (p *pool) unlink(path string) error {
 	return nil
 }
 
-// empty gives back what an image takes. That is said only when it is so: XFS frees unlinked
-// files in the background, but a truncated one at once. Each extent takes the kernel some
-// 30 us, and an image that was written at random has millions of them: so large ones go in
-// steps, between which the context may end it. A retry goes on with what is left.
-// What is there and is not the object's image, or has a second name, keeps its bytes.
+// empty gives back the space of an image, and has done so when it returns: XFS frees an unlinked file in the background, but a truncated one at once. The
+// kernel takes some 30 us for each extent, and an image that was written at random has millions of them: so a large one is truncated in steps, between
+// which ctx may end it. A retry goes on with what is left. A file that is not the object's image, or that has a second name, keeps its bytes.
 func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
 	image, err := p.openOwn(ref)
 	if image == nil || err != nil {
@@ -441,7 +439,7 @@ func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
 		}
 		return errdefs.FromErrno(image.Truncate(at))
 	})
-	if errors.Is(err, errdefs.ErrNoSpace) { // to unlink it always works
+	if errors.Is(err, errdefs.ErrNoSpace) { // the image can be unlinked all the same
 		return nil
 	}
 	return err
@@ -461,8 +459,8 @@ func (p *pool) Close() error {
 	return errors.Join(failures...)
 }
 
-// identify gives a pool of version 1 its identity, and makes a damaged one whole. It needs room
-// for one small file: without, the next start tries again.
+// identify writes the identity of a pool that has none (version 1), or whose file is damaged. That needs room for one small file: without it, the next
+// start tries again.
 func (p *pool) identify(ctx context.Context, whole bool) error {
 	if whole {
 		return nil

@@ -20,7 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// load reads all records of a kind.
+// load reads all records of a kind into the catalog, when the pool is opened. An image without a record is a stray.
 func (p *pool) load(kind blockdev.Kind) error {
 	entries, err := fs.ReadDir(p.root.FS(), layout.Directories[kind])
 	if err != nil {
@@ -34,7 +34,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 	}
 	var refs []blockdev.Ref
 	for _, entry := range entries {
-		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before it took the place of the record
+		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before the rename: see saveAnew
 			if err := p.root.Remove(layout.Directories[kind] + "/" + entry.Name()); err != nil {
 				return errdefs.FromErrno(err)
 			}
@@ -62,17 +62,17 @@ func (p *pool) load(kind blockdev.Kind) error {
 	return nil
 }
 
-// readAtOnce is how many records are read at once at the most: a disk that was not read from yet has the most to do with many.
+// readAtOnce is how many records are read in parallel: a disk that nothing was read from yet is fastest with many requests.
 const readAtOnce = 32
 
-// stored is what a record file says, or why it says nothing.
+// stored is what a record file has, or the error of reading it.
 type stored struct {
 	record *recordfile.Record
 	at     recordfile.Position
 	err    error
 }
 
-// readRecords reads the records of objects, all at once.
+// readRecords reads the records of objects, in parallel.
 func (p *pool) readRecords(refs []blockdev.Ref) []stored {
 	read := make([]stored, len(refs))
 	var readers sync.WaitGroup
@@ -86,7 +86,8 @@ func (p *pool) readRecords(refs []blockdev.Ref) []stored {
 	return read
 }
 
-// found notes what the record of an object says, and whether it has an image.
+// found puts an object into the catalog by what its record has, or notes it as damaged. image: it has one. The error is for what is no fault of the
+// record.
 func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
 	switch {
 	case r.err == nil:
@@ -94,7 +95,7 @@ func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
 	case errors.Is(r.err, recordfile.ErrEmpty) && !image:
 		// A crash before the record was on disk; nothing was ever handed out.
 		return errdefs.FromErrno(p.root.Remove(layout.Record(ref)))
-	case errors.Is(r.err, errdefs.ErrUnavailable): // it says nothing of the record
+	case errors.Is(r.err, errdefs.ErrUnavailable): // the filesystem's fault, not the record's
 		return r.err
 	case errors.Is(r.err, errdefs.ErrDataLoss):
 		p.Damaged[ref] = r.err
@@ -104,8 +105,8 @@ func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
 	return nil
 }
 
-// save writes a record over the one of o, on disk and then in memory. A new file takes its place if somebody removed it, as what is in memory is what was ever answered; or if
-// the disk takes no writes to it.
+// save writes a new record of o to the disk, and then into the catalog. If somebody removed the file, or the disk takes no writes to it, a new file takes
+// its place: the catalog has all that was ever answered, so nothing is lost. The caller is the object's worker.
 func (p *pool) save(o *object, record blockdev.Record, state catalog.State, growing int64) error {
 	path, written := layout.Record(record.Ref), recordfile.New(record, state, growing)
 	at, err := recordfile.Update(p.root, path, written, o.at)
@@ -135,7 +136,8 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 	return nil
 }
 
-// saveAnew has a new file with a record take the place of the one of ref, which is at some position, durably. It needs space. The position that it returns is right also with an error.
+// saveAnew writes a record into a new file, which takes the place of the record of ref durably. That needs space. at is the position of the present file.
+// The position that it returns is right also with an error.
 func (p *pool) saveAnew(s *recordfile.Record, ref blockdev.Ref, at recordfile.Position) (recordfile.Position, error) {
 	path := layout.Record(ref)
 	fresh := path + freshRecord
@@ -149,7 +151,7 @@ func (p *pool) saveAnew(s *recordfile.Record, ref blockdev.Ref, at recordfile.Po
 	return made, errdefs.FromErrno(p.directories[ref.Kind].Sync())
 }
 
-// completeSlots makes sure that both slots have the record of o, before anybody acts on what it says.
+// completeSlots writes the record of o again if only one slot has it. Callers do that before they act on what it says.
 func (p *pool) completeSlots(o *object) error {
 	if !o.at.Alone {
 		return nil
@@ -157,9 +159,8 @@ func (p *pool) completeSlots(o *object) error {
 	return p.save(o, o.Record(), o.State, o.growing)
 }
 
-// completeAllSlots does so for all, when the pool is opened: what a crash left between the slots, what
-// rotted, and what is of version 1. Records that cannot be written now (the disk may be full) are
-// when they are used.
+// completeAllSlots calls completeSlots for all objects, when the pool is opened: after a crash between the two slots, for a slot that rotted, and for
+// records of version 1. A record that cannot be written now (the disk may be full) is written when it is used.
 func (p *pool) completeAllSlots(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	var anew []string
@@ -178,12 +179,12 @@ func (p *pool) completeAllSlots(ctx context.Context) {
 	}
 }
 
-// freshRecord is the end of the name of a record that is being made anew.
+// freshRecord ends the name of the file that saveAnew writes.
 const freshRecord = ".new"
 
-// prepareInPlace has new images and records written in place, and makes those records anew
-// that are not: a change of a record, and so each deletion, must not need space. What cannot
-// be done is left for the next start.
+// prepareInPlace makes btrfs write images and records in place (package nocow). New ones are by their directory. Records that are not in place are made
+// anew: a change of a record, and so each deletion, must not need space. Images stay as they are, and are counted (copying). What cannot be done is left
+// for the next start.
 func (p *pool) prepareInPlace(ctx context.Context) error {
 	if p.kind != unix.BTRFS_SUPER_MAGIC {
 		return nil
@@ -210,7 +211,7 @@ func (p *pool) prepareInPlace(ctx context.Context) error {
 	return nil
 }
 
-// moveRecord has a new file, which is written in place, take the place of a record that is not.
+// moveRecord makes a record anew that is not written in place: see prepareInPlace.
 func (p *pool) moveRecord(o *object) error {
 	old, err := p.root.Open(layout.Record(o.Record().Ref))
 	if err != nil {

@@ -9,20 +9,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// What is never promised of a filesystem if the URL says nothing, in percent.
+// How much of a filesystem is never promised if the URL says nothing, in percent.
 const (
-	// OwnReserve is that of a filesystem that a pool has for itself: room for its metadata.
+	// OwnReserve is for a filesystem that a pool has for itself: room for its metadata.
 	OwnReserve = 5
-	// SharedReserve is that of one that others write to. The kubelet evicts pods when 10 % of its own
-	// filesystem, or 15 % of that of images, are left, and clears images away from there until 20 % are
-	// free (evictionHard, imageGCLowThresholdPercent): volumes leave it that.
+	// SharedReserve is for one that others write to. The kubelet evicts pods when 10 % of its own filesystem, or 15 % of that of images, are left, and
+	// removes images until 20 % are free (evictionHard, imageGCLowThresholdPercent): volumes leave it that.
 	SharedReserve = 20
 )
 
-// Reserve returns how much of the filesystem of a file pool is never promised, in percent, and whether the pool
-// shares it with others as far as can be seen: a pool has a filesystem for itself if its directory is the root of
-// it, and no other mount is of it. In a container, that is all that can be seen of the machine. A directory that is
-// not there is shared.
+// Reserve returns how much of the filesystem of a file pool is never promised, in percent, and whether the pool shares it, as far as can be seen. A pool
+// has a filesystem for itself if its directory is the root of it, and no other mount of it can be seen; in a container, that is all that can be seen of
+// the machine. A directory that is not there counts as shared.
 func (l Location) Reserve() (percent float64, shared bool, err error) {
 	shared, err = mountpoint.Shared(l.Path)
 	switch {
@@ -36,7 +34,7 @@ func (l Location) Reserve() (percent float64, shared bool, err error) {
 	return OwnReserve, false, nil
 }
 
-// inodes returns how many files a filesystem has room for, and how many more; zero if it does not count them.
+// inodes returns how many files the filesystem has room for, and how many of these are free; zero if it does not count them.
 func (p *pool) inodes() (total, free uint64, err error) {
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
@@ -45,8 +43,8 @@ func (p *pool) inodes() (total, free uint64, err error) {
 	return st.Files, st.Ffree, nil
 }
 
-// checkInodes returns errdefs.ErrNoSpace if a new object would take inodes of the reserve, which is of them as it is of bytes:
-// the kubelet evicts pods when they run out, too.
+// checkInodes returns errdefs.ErrNoSpace if a new object would take inodes of the reserve. The percentage is that of bytes: the kubelet evicts pods when
+// inodes run out, too.
 func (p *pool) checkInodes() error {
 	const each = 2 // an image and a record
 	total, free, err := p.inodes()

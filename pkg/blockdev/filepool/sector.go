@@ -11,14 +11,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume's logical sector is chosen when it is made, and is in its record: a partition table
-// counts in sectors, and a filesystem with smaller blocks than a sector does not mount. The
-// kernel's own choice for a loop device is what the file takes for direct I/O, which changes: once
-// its blocks were shared (FICLONE), XFS asks for 4096 bytes. From then on a device of 512 goes
-// through the page cache.
+// A volume's logical sector is chosen when the volume is made, and is in its record: a partition table counts in sectors, and a filesystem whose blocks
+// are smaller than a sector does not mount. The kernel's own choice for a loop device is what the file needs for direct I/O, and that changes: XFS asks
+// for 4096 bytes once blocks of the file are shared (FICLONE). From then on a device of 512 goes through the page cache.
 
-// directSector is the smallest sector with which a new file takes direct I/O (statx(2), Linux
-// 6.1), in bytes; 0 if that is the usual one, or it takes none.
+// directSector returns the smallest sector with which a new file takes direct I/O (statx(2), Linux 6.1), in bytes; 0 if that is the usual one, or there is
+// none.
 func directSector(f *os.File) int64 {
 	var st unix.Statx_t
 	if err := unix.Statx(int(f.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st); err != nil || st.Mask&unix.STATX_DIOALIGN == 0 {
@@ -30,7 +28,7 @@ func directSector(f *os.File) int64 {
 	return 0
 }
 
-// sectorSize is the logical sector of an open device, in bytes.
+// sectorSize returns the logical sector of an open device, in bytes.
 func sectorSize(f *os.File) (uint32, error) {
 	size, err := ioctl.SectorSize(f)
 	if err != nil {

@@ -22,24 +22,20 @@ import (
 //
 //	(what is free below + what our images take already - the reserve) * overprovision
 //
-// and what is promised is the full size of every volume and snapshot. Both are
-// looked at and changed in one step, so nothing is promised twice.
+// and what is promised is the full size of every volume and snapshot. Both are looked at and changed in one step, so nothing is promised twice.
 //
-// What images take is never counted too high. Of an image that shares no blocks it is what
-// stat(2) says, looked at every few seconds. What is shared, and so to be counted once, only a
-// survey of all extents tells, which may take long: it is made in the background, and only a
-// call that would have to be refused waits for it. Until then an image that shares blocks counts
-// with what it took of its own when it was made, or at the last survey.
+// What images take is never counted too high. For an image that shares no blocks it is what stat(2) says, looked at every few seconds. Blocks that images
+// share count once, and only a survey of all extents finds them. That may take long: so it is made in the background, and only a call that would be
+// refused waits for it. Until then an image that shares blocks counts with the blocks of its own that it had when it was made, or at the last survey.
 type space struct {
 	promised  int64     // sum of the sizes of all objects; guarded by pool.Mu
 	allocated int64     // sum of what is counted of each image; guarded by pool.Mu
 	measured  time.Time // when images were last looked at; guarded by pool.Mu
-	usable    int64     // the least of free plus allocated since then; guarded by pool.Mu
+	usable    int64     // the lowest sum of free and allocated since measured; guarded by pool.Mu
 
-	// step makes looking and promising one step.
+	// step is held from the look at the account until the space is promised.
 	step sync.Mutex
-	// allocating is held for reading while an image takes its blocks, and for writing
-	// to see a state in which none does.
+	// allocating is held for reading while an image takes its blocks. Held for writing, it shows a state in which none does.
 	allocating sync.RWMutex
 
 	survey survey
@@ -47,21 +43,20 @@ type space struct {
 
 // use is what an image takes of its filesystem, in bytes; guarded by pool.Mu.
 type use struct {
-	counted int64 // in the account: never more than it takes and no other image is counted with
-	blocks  int64 // the least that stat(2) said since that was counted
+	counted int64 // in the account; never more than it takes, without blocks that another image is counted with
+	blocks  int64 // the least that stat(2) said since counted was set
 	shared  bool  // it was copied, or was copied from: it may share blocks with another
 	copying bool  // btrfs writes the image to new places (an older driver made it)
-	// When its inode last changed, and that of the last survey: what did not change has the same blocks.
+	// The ctime of its inode, now and at the last survey: if they are equal, it has the same blocks.
 	changed, surveyed unix.Timespec
-	extents, surveys  int // at the last survey; how many there were
+	extents, surveys  int // extents at the last survey; number of surveys of it
 }
 
-// measureEvery bounds how old the look at growing images may be.
+// measureEvery bounds how old a look at the images may be.
 const measureEvery = 5 * time.Second
 
-// entangled returns a test for whether the image of an object may share blocks with
-// another: it was copied, or was copied from. With a link of a chain of copies gone,
-// nobody knows what shares with what. The caller holds Mu.
+// entangled returns a test for whether the image of an object may share blocks with another one: it is a copy, or the origin of one. If the origin of any
+// copy is gone, nobody knows which images share blocks, and it is true for all. The caller holds Mu.
 func (p *pool) entangled() func(o *object) bool {
 	if !p.reflink {
 		return func(*object) bool { return false }
@@ -74,13 +69,13 @@ func (p *pool) entangled() func(o *object) bool {
 		}
 	}
 	return func(o *object) bool {
-		// Of an image that btrfs copies as it is written, and may compress, stat(2) tells too little.
+		// Of an image that btrfs writes to new places, and may compress, stat(2) reports too little.
 		return all || o.use.copying || o.Origin() != (blockdev.Ref{}) || origins[o.Ref()]
 	}
 }
 
-// measureImages brings the account up to date by stat(2). The images of objects that are being made or
-// removed at the same time are looked at as they are.
+// measureImages brings the account up to date by stat(2), without a lock over the looks: images that are made or removed meanwhile are taken as they are
+// found.
 func (p *pool) measureImages() error {
 	p.Mu.Lock()
 	objects := make(map[blockdev.Ref]*object, len(p.Objects))
@@ -108,12 +103,12 @@ func (p *pool) measureImages() error {
 	return nil
 }
 
-// countImage counts what an image takes. The caller holds Mu.
+// countImage counts what an image takes, by what stat(2) says of it. shared is as of entangled. The caller holds Mu.
 func (p *pool) countImage(o *object, st unix.Stat_t, shared bool) {
 	blocks := st.Blocks * 512
 	o.use.shared, o.use.changed = shared, st.Ctim
 	if shared {
-		p.count(o, max(0, o.use.counted-max(0, o.use.blocks-blocks))) // what went may all have been counted
+		p.count(o, max(0, o.use.counted-max(0, o.use.blocks-blocks))) // the blocks that it lost may all have been counted
 		o.use.blocks = min(o.use.blocks, blocks)
 		p.space.survey.stale = p.space.survey.stale || o.use.changed != o.use.surveyed
 		return
@@ -128,7 +123,7 @@ func (p *pool) count(o *object, bytes int64) {
 	o.use.counted = bytes
 }
 
-// statImage looks at the image of an object; an error may be fs.ErrNotExist.
+// statImage returns the blocks and the ctime of an object's image. The error may be fs.ErrNotExist.
 func (p *pool) statImage(ref blockdev.Ref) (unix.Stat_t, error) {
 	info, err := p.root.Stat(layout.Image(ref))
 	if err != nil {
@@ -138,7 +133,7 @@ func (p *pool) statImage(ref blockdev.Ref) (unix.Stat_t, error) {
 	return unix.Stat_t{Blocks: st.Blocks, Ctim: unix.Timespec(st.Ctim)}, nil
 }
 
-// countAllocated runs something that has the image of an object take blocks of its own, and counts them.
+// countAllocated calls run, by which an image gets blocks of its own, and counts them.
 func (p *pool) countAllocated(o *object, image *os.File, run func() error) error {
 	p.Mu.Lock()
 	surveys := o.use.surveys
@@ -152,7 +147,7 @@ func (p *pool) countAllocated(o *object, image *os.File, run func() error) error
 	switch {
 	case !o.use.shared:
 		p.count(o, blocks)
-	case o.use.surveys == surveys: // which else has counted some of them
+	case o.use.surveys == surveys: // else a survey has counted them
 		p.count(o, o.use.counted+max(0, blocks-before.Blocks*512))
 	}
 	o.use.blocks = blocks
@@ -172,8 +167,8 @@ func (p *pool) statfs() (total, free int64, err error) {
 	return int64(st.Blocks) * st.Frsize, max(0, int64(st.Bavail)*st.Frsize-given), nil
 }
 
-// capacity looks at the account. exact waits for images that are taking their
-// blocks and looks at all anew; otherwise the answer is cheap. It is never too high.
+// capacity returns the account. With exact it waits for images that are taking their blocks, and looks at all images anew; otherwise it is cheap. What it
+// returns as Available is never too high.
 func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 	if exact {
 		p.space.allocating.Lock()
@@ -184,8 +179,8 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 	p.Mu.Unlock()
 	least := int64(math.MaxInt64)
 	if stale {
-		// What an image gives back (a discard) after it was looked at is free afterwards, and what one takes before that was free before:
-		// both would count twice.
+		// What is free is read before the images are looked at, and again after that; the lower one counts. Otherwise blocks would count twice that an image
+		// gives back (by a discard) after its look, or takes before it.
 		var err error
 		if _, least, err = p.statfs(); err == nil {
 			err = p.measureImages()
@@ -201,8 +196,7 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 		return blockdev.Capacity{}, err
 	}
 	free = min(free, least)
-	// Images that shrink (discards) give nothing that may be promised: until the next
-	// look, what is free plus what they took at the last one would count it twice.
+	// Images that shrink (by discards) raise nothing before the next look: their blocks are free already, and are still in allocated.
 	if usable := free + p.space.allocated; stale || usable < p.space.usable {
 		p.space.usable = usable
 	}
@@ -213,8 +207,8 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 	return c, nil
 }
 
-// reserve promises n more bytes, or fails with errdefs.ErrNoSpace. The caller inserts the
-// object (or the larger size) that accounts for them within promise.
+// reserve promises n more bytes: promise is called with the step held, to insert the object or the larger size. errdefs.ErrNoSpace, without that, if there
+// are not as many; it waits for a survey first.
 func (p *pool) reserve(ctx context.Context, n int64, promise func() error) error {
 	short, err := p.tryReserve(n, promise)
 	if short == nil {
@@ -230,7 +224,7 @@ func (p *pool) reserve(ctx context.Context, n int64, promise func() error) error
 	return short
 }
 
-// tryReserve is reserve with what is known of shared blocks; short is the errdefs.ErrNoSpace.
+// tryReserve is reserve without a survey. short is the errdefs.ErrNoSpace.
 func (p *pool) tryReserve(n int64, promise func() error) (short, err error) {
 	p.space.step.Lock()
 	defer p.space.step.Unlock()
@@ -256,7 +250,7 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	if err == nil && p.surveySoon(ctx) {
 		c, err = p.capacity(false)
 	}
-	if err == nil && (p.checkInodes() != nil || p.takesChanges() != nil) { // no error: whoever places volumes would go on with what was said before
+	if err == nil && (p.checkInodes() != nil || p.takesChanges() != nil) { // with an error, whoever places volumes would go on with the last answer
 		c.Available, c.MaxVolume = 0, 0
 	}
 	return c, err

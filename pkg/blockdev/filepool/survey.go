@@ -15,31 +15,30 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// survey finds out which blocks the images share that may share some (use.shared), by the
-// extents of each (FIEMAP). The kernel takes up to 10 us for each extent, and an image that is
-// written at random has one for every other block: so it is made in the background, at most one
-// at a time, of a number of extents that is bounded, and only if something changed.
+// survey finds out which blocks images share, of those that may share some (use.shared), by their extents (FIEMAP). The kernel takes up to 10 us for each
+// extent, and an image that was written at random has one for every other block. So a survey runs in the background, one at a time, over a bounded number
+// of extents, and only if something changed.
 type survey struct {
 	context context.Context // of the pool
 	stop    context.CancelFunc
 	work    sync.WaitGroup
-	most    int // extents of one survey
+	most    int // how many extents one survey looks at
 
 	// Guarded by pool.Mu:
-	running chan struct{} // closed at the end of the one under way; nil without
-	due     bool          // an object that shares came or went
-	stale   bool          // one was written to
+	running chan struct{} // closed at the end of the survey that runs; nil: none runs
+	due     bool          // an object that may share blocks came or went
+	stale   bool          // such an object was written to
 	ended   time.Time     // of the last one
 	took    time.Duration
-	left    int   // images that it did not look at in full, as there were too many extents
+	left    int   // images that the last one did not look at in full, as there were too many extents
 	failure error // of the last one
 }
 
 const (
-	// surveyExtents is how many extents a survey looks at, at most.
+	// surveyExtents is how many extents a survey looks at.
 	surveyExtents = 4 << 20
-	// surveyPatience is how long a call that could do without waits for a survey. After
-	// one that took longer there is a pause of surveyPause times as long.
+	// surveyPatience is how long a call waits for a survey that it can do without. After a survey that took longer than that, there is a pause of surveyPause
+	// times as long as it took.
 	surveyPatience = 200 * time.Millisecond
 	surveyPause    = 50
 )
@@ -49,8 +48,7 @@ func (s *survey) close() {
 	s.work.Wait()
 }
 
-// wanted tells whether a survey would tell more than the last one, and may be made now. The
-// caller holds pool.Mu.
+// wanted reports whether a survey would find more than the last one, and may be made now. The caller holds pool.Mu.
 func (s *survey) wanted() bool {
 	since := time.Since(s.ended)
 	if s.took > surveyPatience && since < surveyPause*s.took {
@@ -59,8 +57,7 @@ func (s *survey) wanted() bool {
 	return s.due || (s.stale && since > measureEvery)
 }
 
-// surveySoon starts a survey if one is wanted, and waits for it for a moment. It reports
-// whether there is a new one.
+// surveySoon starts a survey if one is wanted, and waits for the one that runs, for surveyPatience at most. It reports whether one has ended meanwhile.
 func (p *pool) surveySoon(ctx context.Context) bool {
 	p.Mu.Lock()
 	if p.space.survey.running == nil && p.space.survey.wanted() {
@@ -80,8 +77,8 @@ func (p *pool) surveySoon(ctx context.Context) bool {
 	return false
 }
 
-// surveyed waits for a survey that began after this call, and reports whether there was one:
-// not if nothing changed since the last one, or that one took long and was just made.
+// surveyed makes a survey that begins after this call, and waits for it. fresh is false if there is none: nothing changed since the last one, or that took
+// long and has just been made.
 func (p *pool) surveyed(ctx context.Context) (fresh bool, err error) {
 	s := &p.space.survey
 	for {
@@ -90,7 +87,7 @@ func (p *pool) surveyed(ctx context.Context) (fresh bool, err error) {
 		fresh = running == nil
 		if fresh {
 			if s.stale {
-				s.due = true // who would be refused need not wait for the next look
+				s.due = true // a call that would be refused does not wait for measureEvery
 			}
 			if !s.wanted() {
 				p.Mu.Unlock()
@@ -114,7 +111,7 @@ func (p *pool) surveyed(ctx context.Context) (fresh bool, err error) {
 	}
 }
 
-// startSurvey starts one; the caller holds Mu.
+// startSurvey starts a survey. The caller holds Mu.
 func (p *pool) startSurvey() {
 	s := &p.space.survey
 	done, began := make(chan struct{}), time.Now()
@@ -138,8 +135,8 @@ type sharer struct {
 	use use
 }
 
-// pieces is how many extents an image is thought to have: of one that is not known as many as a
-// survey may look at, so that it comes after those that are, and before the one that took all of it.
+// pieces returns how many extents an image is expected to have. An image that was not surveyed yet has most-1: it comes after those that were, but before
+// one that takes a whole survey.
 func (u use) pieces(most int) int {
 	if u.extents == 0 {
 		return most - 1
@@ -147,8 +144,7 @@ func (u use) pieces(most int) int {
 	return u.extents
 }
 
-// sharing lists the objects that a survey is to look at, those with the fewest extents first. The
-// caller holds Mu.
+// sharing returns the objects that a survey looks at, those with the fewest extents first. The caller holds Mu.
 func (p *pool) sharing() []sharer {
 	entangled, most := p.entangled(), p.space.survey.most
 	var items []sharer
@@ -163,8 +159,8 @@ func (p *pool) sharing() []sharer {
 	return items
 }
 
-// survey counts what each object takes that none before it has. Blocks that it does not come to
-// are not counted, so what may be promised is too little then.
+// survey counts for each object the blocks that no object before it has. Blocks beyond the number of extents are not counted, so less may be promised than
+// there is. left is how many images were not looked at in full.
 func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error) {
 	seen, budget := fiemap.NewBlocks(p.block), p.space.survey.most
 	for i := range items {
@@ -193,7 +189,7 @@ func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error)
 	defer p.Mu.Unlock()
 	for _, it := range items {
 		if p.Objects[it.ref] != it.o {
-			continue // it is gone, and with it what it was counted with
+			continue // it was removed, and is not in the account any more
 		}
 		o := &it.o.use
 		p.count(it.o, it.use.counted)
@@ -202,7 +198,7 @@ func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error)
 	return left, nil
 }
 
-// addImage is AddFile for the image of an object.
+// addImage adds the blocks of an object's image: see fiemap.Blocks.AddFile.
 func (p *pool) addImage(ctx context.Context, seen *fiemap.Blocks, ref blockdev.Ref, most int) (fresh int64, extents int, err error) {
 	f, err := layout.Open(p.root, layout.Image(ref))
 	if err != nil {
