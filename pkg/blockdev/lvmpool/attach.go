@@ -18,11 +18,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// An object is attached for writing as the device of its logical volume, over which there is another one (Top), and for reading as a
-// linear device of our own over it, so that read-only is read-only.
+// An object is attached for writing as the device of its logical volume, over which there is always a top (pkg/device). For reading it is attached as a
+// linear device of our own over that of the logical volume, which is read-only for everybody.
 //
-// The logical volume's device and that for reading are removed while they are held open (DM_DEFERRED_REMOVE), so that they go with
-// their last user, whatever becomes of the driver.
+// The logical volume's device and the one for reading are removed while they are held open (DM_DEFERRED_REMOVE): so they go with their last user, also if
+// the driver has ended.
 const (
 	topSuffix      = "-writable"
 	readOnlySuffix = "-readonly"
@@ -49,10 +49,10 @@ func (p *pool) ParseTop(name string) (blockdev.Ref, bool) {
 	return ref, ours && top && p.Find(ref) != nil && !p.stray(ref)
 }
 
-// stray reports whether what has the name of an object is another's.
+// stray reports whether a volume that has the name of an object is another's.
 func (p *pool) stray(ref blockdev.Ref) bool { return slices.Contains(p.strays, p.path(ref.String())) }
 
-// base returns the device of the logical volume of an object; nil if there is none.
+// base returns the device of an object's logical volume; nil if there is none.
 func (p *pool) base(ref blockdev.Ref) (*dm.Device, error) {
 	if p.stray(ref) {
 		return nil, nil
@@ -60,8 +60,8 @@ func (p *pool) base(ref blockdev.Ref) (*dm.Device, error) {
 	return p.own(p.device(ref.String()))
 }
 
-// devices returns the devices that an object is attached as, either of which may be nil. The logical volume's is one of them if
-// anything but the one for reading has it open.
+// devices returns the devices that an object is attached as; nil if it is not. writable is the logical volume's device, if anything but the one for
+// reading has it open.
 func (p *pool) devices(ref blockdev.Ref) (writable, readOnly *dm.Device, err error) {
 	if p.stray(ref) {
 		return nil, nil, nil
@@ -83,8 +83,8 @@ func (p *pool) devices(ref blockdev.Ref) (writable, readOnly *dm.Device, err err
 	return writable, readOnly, err
 }
 
-// devicesInUse is devices without that of the logical volume if something only looks at it (udev does), or has just closed it: in use
-// is what has a top, or is still open after a moment.
+// devicesInUse is devices, but waits a moment for a writable device without a top: something may only look at it (udev does), or have just closed it. What
+// it returns is in use.
 func (p *pool) devicesInUse(ctx context.Context, ref blockdev.Ref) (writable, readOnly *dm.Device, err error) {
 	for try := 0; ; try++ {
 		writable, readOnly, err = p.devices(ref)
@@ -98,7 +98,7 @@ func (p *pool) devicesInUse(ctx context.Context, ref blockdev.Ref) (writable, re
 	}
 }
 
-// own is dm.FindUsed for a device of this group.
+// own is dm.FindUsed for a device of this group; nil if the device is another's.
 func (p *pool) own(name string) (*dm.Device, error) {
 	d, err := dm.FindUsed(name)
 	if d != nil && !strings.HasPrefix(d.UUID, "LVM-"+p.uuid) {
@@ -122,8 +122,7 @@ func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return device, nil
 }
 
-// attachTries bounds how often a device that goes away while it is opened is looked for
-// again.
+// attachTries bounds how often a device is looked for again that went away while it was opened.
 const attachTries = 5
 
 func (p *pool) attach(ctx context.Context, o *logical, record blockdev.Record, how blockdev.Attachment) (blockdev.Device, error) {
@@ -158,7 +157,7 @@ func (p *pool) attachOnce(ctx context.Context, o *logical, record blockdev.Recor
 		return blockdev.Device{}, err
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
-	if !d.Deferred { // from here on it goes with its last user; also if nobody could open it
+	if !d.Deferred { // from here on it goes with its last user, also if it could not be opened
 		_, failure := dm.Remove(d.Name)
 		err = errors.Join(err, failure)
 	}
@@ -180,13 +179,13 @@ func (p *pool) truncated(record blockdev.Record, size int64) error {
 	return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, p.path(record.String()), size, record.Size)
 }
 
-// makeReader makes the device for reading over that of a logical volume.
+// makeReader makes the device for reading over that of a logical volume, which goes with it.
 func (p *pool) makeReader(base *dm.Device) (*dm.Device, error) {
 	held, err := dm.Open(base, os.O_RDONLY)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = held.Close() }() // the device above it holds it from then on
+	defer func() { _ = held.Close() }() // from then on the device over it holds it
 	if !base.Deferred {
 		if _, err := dm.Remove(base.Name); err != nil {
 			return nil, err
@@ -207,22 +206,22 @@ func (p *pool) makeReader(base *dm.Device) (*dm.Device, error) {
 	return d, err
 }
 
-// activateObject is activate for an object, whose logical volume has to be there.
+// activateObject is activate for an object. errdefs.ErrDataLoss if its logical volume is gone.
 func (p *pool) activateObject(ctx context.Context, o *logical, ref blockdev.Ref) (*dm.Device, error) {
-	if p.known(o).missing { // so what has its name is another's
+	if p.known(o).missing { // a volume of its name is another's
 		return nil, p.gone(o, fmt.Errorf("%w: %s", lvm2.ErrNoLV, p.path(ref.String())))
 	}
 	d, err := p.activate(ctx, ref.String())
 	return d, p.gone(o, err)
 }
 
-// activate returns the device of a logical volume, which it brings up if it is not.
+// activate returns the device of a logical volume; if there is none, lvm2 activates the volume. errdefs.ErrUnavailable if the thin pool is down.
 func (p *pool) activate(ctx context.Context, volume string) (*dm.Device, error) {
 	d, err := p.own(p.device(volume))
 	if err != nil || d != nil && d.Live {
 		return d, err
 	}
-	if d != nil { // an lvm2 that was cut short made it; what it may have loaded may not be true any more
+	if d != nil { // an lvm2 that was cut short left it; the table that it may have loaded may be out of date
 		if err := p.discard(d.Name); err != nil {
 			return nil, err
 		}
@@ -251,7 +250,7 @@ func (p *pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 	return described(writable, readOnly)
 }
 
-// attachedInUse is Attached of what is in use (devicesInUse).
+// attachedInUse is Attached, but waits a moment for what goes by itself: see devicesInUse.
 func (p *pool) attachedInUse(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	writable, readOnly, err := p.devicesInUse(ctx, ref)
 	if err != nil {
@@ -260,7 +259,7 @@ func (p *pool) attachedInUse(ctx context.Context, ref blockdev.Ref) ([]blockdev.
 	return described(writable, readOnly)
 }
 
-// described leaves out devices that are nil, or have gone.
+// described returns what Attached returns of devices. Those that are nil, or have just gone, are left out.
 func described(all ...*dm.Device) (devices []blockdev.Device, err error) {
 	for _, d := range all {
 		if d == nil {
@@ -286,7 +285,7 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 		return nil
 	}
 	var in []string
-	// An activation that was cut short leaves the logical volume's without another.
+	// The logical volume's device may be there alone, left by an activation that was cut short.
 	for _, name := range []string{p.device(ref.String()) + readOnlySuffix, p.device(ref.String())} {
 		d, err := p.own(name)
 		inUse := false
@@ -307,5 +306,5 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	return nil
 }
 
-// Orphans: nothing is attached here to be kept.
+// Orphans: see blockdev.Pool. There are none, as nothing is attached with Keep.
 func (p *pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) { return nil, nil }

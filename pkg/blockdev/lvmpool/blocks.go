@@ -13,15 +13,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The metadata of a thin pool, as far as it is read here (drivers/md/dm-thin-metadata.c, drivers/md/persistent-data/dm-btree-internal.h):
-// a superblock in block 0, which says where its snapshot is, another superblock. That has the root of a B-tree of the thin volumes by their numbers, in
-// which each has the root of a B-tree of its blocks. All of it is little-endian, and each block has a sum.
+// The metadata of a thin pool, as far as it is read here (drivers/md/dm-thin-metadata.c, drivers/md/persistent-data/dm-btree-internal.h). The superblock
+// in block 0 says where the snapshot is, which is another superblock. That one has the root of a B-tree of the thin volumes, by number, and each entry
+// there is the root of a B-tree of the volume's blocks. All of it is little-endian, and each block has a checksum.
 const (
 	metadataBlock = 4096
 	thinMagic     = 27022010
 	thinVersion   = 2
 
-	// Of any block: its sum, and its own number.
+	// Of any block: its checksum is at 0.
 	blockNumberAt = 8
 	// Of a superblock.
 	magicAt       = 32
@@ -31,7 +31,7 @@ const (
 	mappingRootAt = 320
 	dataBlockAt   = 336 // in sectors
 	superblockSum = 160774
-	// Of a node: its keys, and after room for the most of them their values.
+	// Of a node: the keys are followed by room for as many as there may be, and then by the values.
 	flagsAt      = 4
 	entriesAt    = 16
 	mostAt       = 20
@@ -41,9 +41,9 @@ const (
 	internalNode = 1
 	leafNode     = 2
 
-	// timeBits of a block's number say when it was mapped.
+	// timeBits is how many bits of an entry say when the block was mapped. The others are its number.
 	timeBits = 24
-	// mostDepth is more than any tree has.
+	// mostDepth is more than the depth of any such tree.
 	mostDepth = 16
 )
 
@@ -53,7 +53,7 @@ type metadataFile struct {
 	name string
 }
 
-// block reads a block, and makes sure that it is one.
+// block returns a block. errdefs.ErrUnsupported if its checksum or its number is wrong.
 func (m metadataFile) block(number uint64, sum uint32) ([]byte, error) {
 	memory, free, err := direct.Memory(metadataBlock)
 	if err != nil {
@@ -80,10 +80,10 @@ func (m metadataFile) strange(number uint64, what string) error {
 	return fmt.Errorf("%w: block %d of the thin pool's metadata, %s: %s", errdefs.ErrUnsupported, number, m.name, what)
 }
 
-// superblock is what is read of one.
+// superblock is what is read of a superblock.
 type superblock struct {
 	time uint32 // counts the snapshots of volumes
-	held uint64 // where the snapshot of the metadata is; 0: there is none
+	held uint64 // the block of the snapshot of the metadata; 0: there is none
 	root uint64 // of the tree of volumes
 	size int64  // of the thin pool's blocks, in bytes
 }
@@ -104,7 +104,7 @@ func (m metadataFile) superblock(number uint64) (superblock, error) {
 	return superblock{short(timeAt), long(heldRootAt), long(mappingRootAt), 512 * int64(short(dataBlockAt))}, nil
 }
 
-// view is a snapshot of the metadata, and how many snapshots of volumes were made since.
+// view is a snapshot of the metadata (at and of are its superblock), and how many snapshots of volumes were made since (behind).
 type view struct {
 	at     uint64
 	of     superblock
@@ -134,7 +134,7 @@ func current(metadata string) (view, error) {
 	return metadataFile{file, metadata}.view()
 }
 
-// walk calls visit with the entries of a tree whose keys are below an end, in order.
+// walk calls visit with the entries of a tree whose keys are below end, in order of the keys.
 func (m metadataFile) walk(root, end uint64, depth int, visit func(key, value uint64) error) error {
 	b, err := m.block(root, nodeSum)
 	if err != nil {
@@ -163,8 +163,8 @@ func (m metadataFile) walk(root, end uint64, depth int, visit func(key, value ui
 	return nil
 }
 
-// alone returns the pieces of the first bytes of a thin volume, by its number, that no other volume of the thin pool has, of the snapshot that the
-// metadata on a device has, and that snapshot.
+// alone returns the pieces of the first size bytes of a thin volume, by its number, whose blocks no other volume of the thin pool has. It reads the
+// snapshot of the metadata on a device, and returns which snapshot that was (seen).
 func alone(metadata string, volume uint64, size int64) (pieces []piece, seen view, err error) {
 	file, err := direct.Open(metadata, os.O_RDONLY)
 	if err != nil {

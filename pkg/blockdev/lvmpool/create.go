@@ -79,15 +79,15 @@ func (p *pool) checkSize(size int64) error {
 	return nil
 }
 
-// atOnce reports whether what lvcreate made, of a size in bytes, is all there is to an object.
+// atOnce reports whether an object is complete with what lvcreate makes; made is the size of that, in bytes.
 func (p *pool) atOnce(spec blockdev.Spec, made int64) bool {
 	return p.location.Thin != "" && spec.Prepare == nil && made >= spec.Size
 }
 
-// begin promises the space, and makes the logical volume with its record. The object is
-// in the index from then on, also with an error.
+// begin promises the space of a new object, and makes the logical volume with its record. The object that it returns, also with an error, is in the
+// catalog.
 func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) {
-	made := spec.Size // of what lvcreate makes
+	made := spec.Size // the size of what lvcreate makes
 	if p.location.Thin != "" && spec.Origin != (blockdev.Ref{}) {
 		var err error
 		if made, err = p.whole(ctx, spec.Origin); err != nil {
@@ -118,7 +118,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 			return errdefs.Recast(errdefs.ErrPrecondition, err, "a logical volume of that name is there that is not known to this pool; remove or rename it by hand")
 		case errors.Is(err, errdefs.ErrNoSpace), errors.Is(err, errdefs.ErrInvalid), errors.Is(err, lvm2.ErrNoLV):
 			return err
-		default: // it may have been made, or not
+		default: // nobody knows whether it was made
 			p.unreserve(spec.Size)
 		}
 		p.Mu.Lock()
@@ -142,9 +142,9 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 	return o, nil
 }
 
-// lvcreate returns the command that makes the logical volume of a spec; made is the size of what it makes, in bytes.
+// lvcreate returns the command that makes the logical volume of a spec; made is the size that it then has, in bytes.
 func (p *pool) lvcreate(spec blockdev.Spec, made int64, tags []string) []string {
-	// -ky: not to be activated by whoever activates all there is at boot (lvcreate(8)).
+	// -ky: it is not activated by whoever activates all volumes at boot (lvcreate(8)).
 	args := []string{"lvcreate", "-n", spec.Ref.String()}
 	if p.atOnce(spec, made) {
 		args = append(args, "-an")
@@ -161,23 +161,23 @@ func (p *pool) lvcreate(spec blockdev.Spec, made int64, tags []string) []string 
 	return append(args, "-s", "-ky", p.path(spec.Origin.String()))
 }
 
-// giveUp undoes an unfinished object, unless a retry can go on with its copy.
+// giveUp removes an unfinished object after an error. If cause says that no time is left, it releases it: the next call goes on with its copy, or removes
+// it.
 func (p *pool) giveUp(ctx context.Context, o *logical, spec blockdev.Spec, cause error) {
 	if o == nil {
 		return
 	}
-	if errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded) { // no time is left; the next call undoes it
+	if errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded) { // no time is left
 		p.Release(o, o.Copied > 0 && (o.source != "" || spec.Origin.Kind != blockdev.Volume))
 		return
 	}
 	ctx, cancel := undoing.Context(ctx)
 	defer cancel()
-	_ = p.remove(ctx, o) // a failure has its own next try
+	_ = p.remove(ctx, o) // the next sweep tries again
 }
 
-// fill makes the bytes, and then the object ready. That is a change of its own also where there
-// are no bytes to make: lvm2 writes down a thin volume before the thin pool has it, and does
-// not make up for that when it finds one that a crash left so.
+// fill makes the bytes of a new object, and then the object ready. That is a change of its own also if there are no bytes to make: lvm2 writes down a thin
+// volume before the thin pool has it, and does not make up for that after a crash in between.
 func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	if p.atOnce(spec, p.known(o).size) {
 		return p.save(ctx, o, o.Record())
@@ -191,7 +191,7 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 		return err
 	}
 	defer target.Close()
-	// From here on it goes with the driver.
+	// From here on the device goes with its last user, and so with the driver.
 	if _, err := dm.Remove(d.Name); err != nil {
 		return err
 	}
@@ -204,7 +204,7 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
 		}
-	case p.known(o).size < spec.Size: // it is a copy of a smaller one
+	case p.known(o).size < spec.Size: // a copy of a smaller origin
 		err = p.lvm.Hold(ctx, func(run lvm2.Run) error { return p.extend(run, o, spec.Ref, spec.Size) })
 	}
 	if err == nil && spec.Prepare != nil {
@@ -227,9 +227,8 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	return nil
 }
 
-// extend makes a logical volume larger, by extents that are told or by any; the caller has
-// the turn. Its device, which may be about to go with its last user, is held meanwhile: lvm2 would
-// have the thin pool suspended when it finds that it is gone, and could not go on.
+// extend makes a logical volume larger, by the extents where, or by any. Its device is held open meanwhile: if it went with its last user, lvm2 would find
+// that out with the thin pool suspended, and could not go on. The caller has the turn.
 func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, where ...string) error {
 	base, err := p.own(p.device(ref.String()))
 	if err != nil {
@@ -252,17 +251,17 @@ func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, wh
 	return err
 }
 
-// CutsAtOnce: see blockdev.Cutter. lvm2 suspends the logical volume for as long as that takes.
+// CutsAtOnce: see blockdev.Cutter. lvm2 suspends the logical volume for the moment of the cut.
 func (p *pool) CutsAtOnce(blockdev.Ref) bool { return true }
 
-// cutSize is what the space for the changes of a volume takes while it is copied, in
-// bytes: all of it may change, and each chunk of 64 KiB has an entry of 16 bytes.
+// cutSize returns the size of the cut of a volume of size bytes: all of the volume may change while it is copied, and each chunk of 64 KiB has an entry of
+// 16 bytes.
 func (p *pool) cutSize(size int64) int64 {
 	return (size+size/2048+p.extent-1)/p.extent*p.extent + p.extent
 }
 
-// copyOrigin makes the target a copy of the origin. One that somebody may be writing to
-// is cut first (dm-snapshot), for as long as the copy takes.
+// copyOrigin makes the target a copy of the origin, or goes on with one. If somebody may be writing to the origin, it is copied from a cut (makeCut),
+// which stays for as long as the copy takes.
 func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec blockdev.Spec) error {
 	_, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
@@ -280,7 +279,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec
 			return err
 		}
 	}
-	if o.source != "" && spec.Cut != nil { // also of an earlier call: nobody has to wait for the rest
+	if o.source != "" && spec.Cut != nil { // also for a cut of an earlier call: writers need not wait for the rest
 		if err := spec.Cut(ctx); err != nil {
 			return err
 		}
@@ -308,10 +307,11 @@ func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec
 	return err
 }
 
-// cutPrefix begins the name of what a copy is made from.
+// cutPrefix begins the name of a cut: what a copy is made from.
 const cutPrefix = "cut."
 
-// makeCut fixes the bytes of the origin in a snapshot of lvm2's, which is no object.
+// makeCut makes the cut of a copy: a snapshot of lvm2's of the origin (dm-snapshot), which is no object. errdefs.ErrNoSpace if there is no room for what
+// changes in the origin.
 func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	size := p.cutSize(o.Size())
 	if err := p.reserve(ctx, size, func() {}); err != nil {
@@ -334,8 +334,7 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 	})
 }
 
-// dropCuts removes what copies of an object that are not finished are made from; they
-// begin anew. errdefs.ErrBusy while one of them is being removed.
+// dropCuts removes the cuts of all unfinished copies of an object, which then begin anew. errdefs.ErrBusy while one of these copies is being removed.
 func (p *pool) dropCuts(ctx context.Context, origin blockdev.Ref) error {
 	copies, release, err := p.ClaimCopies(origin)
 	if err != nil {
@@ -350,8 +349,7 @@ func (p *pool) dropCuts(ctx context.Context, origin blockdev.Ref) error {
 	return nil
 }
 
-// dropCut removes what a copy is made from, if that was cut for it. What is not finished of
-// it is worth nothing then.
+// dropCut removes the cut of a copy, if it has one. What was copied so far counts for nothing then.
 func (p *pool) dropCut(ctx context.Context, o *logical) error {
 	if o.source == "" {
 		return nil
@@ -363,8 +361,8 @@ func (p *pool) dropCut(ctx context.Context, o *logical) error {
 	return nil
 }
 
-// endCut removes a cut, and before it what it kept of the beginning of its origin; size is what that frees, in bytes. A cut that cannot be
-// written to goes all the same: the copy, and all who wait for it, do not depend on that.
+// endCut removes a cut, after it has erased what the cut keeps of the beginning of its origin; size is what that frees, in bytes. A cut that cannot be
+// erased is removed all the same, and that is logged: the copy, and all who wait for it, do not depend on it.
 func (p *pool) endCut(ctx context.Context, cut string, size int64) error {
 	if err := p.eraseCut(ctx, cut); err != nil && ctx.Err() != nil {
 		return err
@@ -387,7 +385,7 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 			return blockdev.Record{}, err
 		}
 	}
-	// Also because what a growth that was cut short did is not known without a report.
+	// whole asks lvm2, as only a report shows what a growth that was cut short has done.
 	have, err := p.whole(ctx, ref)
 	if err != nil {
 		return blockdev.Record{}, fmt.Errorf("expand %s in pool %s: %w", ref, p.name, err)
@@ -397,15 +395,15 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
 	}
-	// Also with nothing to grow: a retry may come after a crash between the two.
+	// Also with nothing to grow: a crash may have come between the growth and this.
 	if err := p.resize(ref, o); err != nil {
 		return blockdev.Record{}, err
 	}
 	return p.Get(ctx, ref)
 }
 
-// whole makes sure that all of the logical volume of a ready object is there, as what is
-// lost is not made up for, and returns its size.
+// whole returns the size of the logical volume of a ready object. errdefs.ErrDataLoss if it is gone, or smaller than the record says: what is lost is not
+// made anew.
 func (p *pool) whole(ctx context.Context, ref blockdev.Ref) (size int64, err error) {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return 0, err
@@ -425,17 +423,17 @@ func (p *pool) whole(ctx context.Context, ref blockdev.Ref) (size int64, err err
 	return o.size, nil
 }
 
-// growStep is how much a volume grows by at once, in bytes: what a call that ran out of
-// time has zeroed stays with the volume, and the next one goes on from there. The record
-// has the new size when all is there.
+// growStep is how much a volume grows by at once, in bytes. When a call runs out of time, the steps that it has done stay with the volume, and the next
+// call goes on from there. The record has the new size when all steps are done.
 const growStep = 8 << 30
 
+// grow promises and takes the space in steps of growStep, and then writes the size into the record.
 func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, size int64) error {
 	if err := errors.Join(p.dropCuts(ctx, record.Ref), p.dropSpare(ctx, o)); err != nil {
 		return err
 	}
 	promise := size - record.Size
-	have := p.known(o).size // more than the record says after a growth that was cut short
+	have := p.known(o).size // after a growth that was cut short, more than the record says
 	if size > have {
 		if err := p.reserve(ctx, size-have, func() { p.space.promised += promise }); err != nil {
 			return err
@@ -478,9 +476,10 @@ func (p *pool) saveSize(ctx context.Context, o *logical, size int64) error {
 	return p.save(ctx, o, record)
 }
 
+// spareOf returns the name of the volume in which an object's new extents are zeroed: see enlarge.
 func spareOf(ref blockdev.Ref) string { return "grow." + ref.Key }
 
-// dropSpare removes what is left of a growth that was cut short.
+// dropSpare removes what a growth that was cut short has left.
 func (p *pool) dropSpare(ctx context.Context, o *logical) error {
 	if !o.spare {
 		return nil
@@ -491,13 +490,12 @@ func (p *pool) dropSpare(ctx context.Context, o *logical) error {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	o.spare = false
-	p.space.at = time.Time{} // nobody counted it
+	p.space.at = time.Time{} // it was not counted in the account
 	return nil
 }
 
-// enlarge gives a logical volume space, which is pending. Linear volumes get none that
-// has not been zeroed: it is zeroed as a volume of its own, and then given over extent by
-// extent.
+// enlarge grows a logical volume from have to size bytes, which are pending. Linear volumes get only extents that are zeroed: these are a volume of their
+// own first (spareOf), and are given over when they are zeroed.
 func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, size int64) error {
 	var where []string
 	spare := spareOf(ref)
@@ -505,7 +503,7 @@ func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, 
 		o.spare = true
 		var err error
 		if where, err = p.prepareExtents(ctx, spare, size-have); err != nil {
-			if ctx.Err() != nil { // no time is left; the next growth removes it
+			if ctx.Err() != nil { // no time is left; the next growth removes the spare
 				return err
 			}
 			undo, cancel := undoing.Context(ctx)
@@ -529,8 +527,7 @@ func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, 
 	})
 }
 
-// prepareExtents zeroes free extents of the group, as a logical volume of its own, and
-// returns which they are: DEVICE:FIRST-LAST.
+// prepareExtents zeroes free extents of the group as a logical volume of their own, and returns their ranges: DEVICE:FIRST-LAST.
 func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
 	if _, err := p.lvm.Run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
 		"-l", strconv.FormatInt(size/p.extent, 10), p.location.Group); err != nil {
@@ -558,7 +555,7 @@ func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]
 	return slices.Compact(where), err
 }
 
-// resize lets the device for reading see the size of its volume; that of the logical volume does.
+// resize gives the device for reading the size of its logical volume. The logical volume's own device has it already.
 func (p *pool) resize(ref blockdev.Ref, o *logical) error {
 	base, err := p.base(ref)
 	if err != nil || base == nil {

@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// diffBlock is what ranges are made of, in bytes.
+// diffBlock is the unit of ranges that are found by reading, in bytes.
 const diffBlock = 64 << 10
 
 func (p *pool) Allocated(ctx context.Context, ref blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
@@ -30,7 +30,8 @@ func (p *pool) Changed(ctx context.Context, base, target blockdev.Ref, from int6
 	return p.ranges(ctx, base, target, from, yield)
 }
 
-// ranges asks a thin pool's metadata, and reads where that cannot be asked.
+// ranges passes on where base and target differ, from an offset on; the zero Ref as base is all zeros. It asks the thin pool's metadata, and reads the
+// objects if that cannot be asked.
 func (p *pool) ranges(ctx context.Context, base, target blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
 	_, record, err := p.Lookup(target)
 	if err != nil {
@@ -50,8 +51,7 @@ func (p *pool) ranges(ctx context.Context, base, target blockdev.Ref, from int64
 	return p.compare(ctx, base, target, from, yield)
 }
 
-// compare reads two objects and calls yield for where they differ; the zero Ref is all
-// zeros.
+// compare reads two objects and passes on where they differ; the zero Ref as base is all zeros.
 func (p *pool) compare(ctx context.Context, base, target blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
 	after, size, err := p.openForReading(ctx, target)
 	if err != nil {
@@ -95,7 +95,7 @@ func (p *pool) compare(ctx context.Context, base, target blockdev.Ref, from int6
 	return w.Flush()
 }
 
-// addChanges adds the blocks that differ of what two objects have at an offset.
+// addChanges adds the blocks in which have and want differ, which two objects have at an offset.
 func addChanges(w *extents.Writer, at int64, have, want []byte) error {
 	for i := int64(0); i < int64(len(want)); i += diffBlock {
 		j := min(i+diffBlock, int64(len(want)))
@@ -109,7 +109,7 @@ func addChanges(w *extents.Writer, at int64, have, want []byte) error {
 	return nil
 }
 
-// openForReading opens an object past the page cache; nothing but the file holds it.
+// openForReading opens an object for reading past the page cache, and returns its size. The device goes with the file.
 func (p *pool) openForReading(ctx context.Context, ref blockdev.Ref) (*os.File, int64, error) {
 	device, err := p.Attach(ctx, ref, blockdev.Attachment{ReadOnly: true})
 	if err != nil {

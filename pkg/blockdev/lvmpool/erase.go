@@ -39,7 +39,7 @@ func (p *pool) erase(ctx context.Context, o *logical) error {
 	if dm.Vanished(err) {
 		err = errdefs.Recast(errdefs.ErrUnavailable, err, "try again")
 	}
-	if !d.Deferred { // from here on it goes with the driver
+	if !d.Deferred { // from here on the device goes with its last user, and so with the driver
 		_, failure := dm.Remove(d.Name)
 		err = errors.Join(err, failure)
 	}
@@ -58,23 +58,25 @@ func (p *pool) erase(ctx context.Context, o *logical) error {
 	return err
 }
 
-// piece is where bytes of a thin volume are on the data device of its thin pool.
+// piece is a range of bytes of a volume: its offset there (logical), and on the device that has them (at).
 type piece struct{ logical, at, length int64 }
 
-// eraseThin overwrites the blocks of a thin volume where they are, on the data device of the thin pool. To write to the volume is not
-// enough: of a volume that a snapshot was ever made of, or that is one, the thin pool gives each write a new block, and leaves the old one
-// as it is, also when nobody else has it any more. And it needs no space, so that a full thin pool is no worse.
+// eraseThin overwrites the first size bytes of a thin volume where they are, on the data device of the thin pool. Writing to the volume would not do: if
+// it is a snapshot, or one was ever made of it, the thin pool gives each write a new block and leaves the old one as it is, also when nobody else has it
+// any more. Nor does this need space, so a full thin pool is no obstacle.
 //
-// A block is overwritten that the volume has, and no other one, for these reasons (drivers/md/dm-thin.c, dm-thin-metadata.c):
-//   - Which volume of which thin pool it is, and where that has its metadata and its data, the kernel says of the volume that is open, and lvm2 agrees. So
-//     the thin pool stays up with the devices that it has, and is not repaired.
-//   - The snapshot of the metadata is of all that was mapped when it was made: the thin pool commits first. What it has, other volumes share
-//     from then on only if somebody makes a snapshot. lvm2 does not, while its lock is held; and others would be found by the thin pool's time.
-//   - The volume keeps its blocks, as nobody has it open to write to it or to discard. So no other one is given them, even if somebody
-//     else releases the snapshot.
-//   - What is overwritten reads as the volume does.
+// A block is overwritten only if the volume has it and no other one does. These are the reasons why that is known (drivers/md/dm-thin.c,
+// dm-thin-metadata.c):
 //
-// Two volumes share a block at the same place only, as snapshots alone make them.
+//   - Which volume of which thin pool it is, and where that has its metadata and data, the kernel says of the open volume, and lvm2 agrees. So the thin
+//     pool stays up with these devices, and is not being repaired.
+//   - The snapshot of the metadata has all that was mapped when it was made, as the thin pool commits first. Other volumes can share more after that only
+//     by a new snapshot. lvm2 makes none while its lock is held; one of somebody else shows in the thin pool's time (unchanged).
+//   - The volume keeps its blocks, as nobody has it open for writes or discards. So no other volume gets them, even if somebody else releases the
+//     snapshot.
+//   - The block on the data device has the same bytes as the volume (same).
+//
+// Two volumes share a block only at the same offset, as only snapshots make them share.
 func (p *pool) eraseThin(ctx context.Context, ref blockdev.Ref, name string, volume *os.File, size int64) error {
 	number, data, err := p.beneath(ctx, name)
 	if err != nil {
@@ -119,8 +121,9 @@ func (p *pool) eraseThin(ctx context.Context, ref blockdev.Ref, name string, vol
 	})
 }
 
-// beneath returns the number that a thin volume, whose device somebody has open, has in the thin pool, and the device of the data of that, as
-// the kernel has them. What lvm2 has written down may be for the next activation only (lvconvert --merge, vgcfgrestore).
+// beneath returns the number of a thin volume in the thin pool, and the data device of that, by the kernel's tables; somebody has the volume's device
+// open. lvm2's own notes may be for the next activation only (lvconvert --merge, vgcfgrestore). errdefs.ErrUnsupported if the tables are not those of this
+// thin pool.
 func (p *pool) beneath(ctx context.Context, name string) (number uint64, data *dm.Device, err error) {
 	use, err := p.thinUse(ctx)
 	if err != nil {
@@ -154,13 +157,13 @@ func (p *pool) beneath(ctx context.Context, name string) (number uint64, data *d
 	return number, data, nil
 }
 
-// numbers of a device, as they are in the tables of others.
+// numbers returns MAJOR:MINOR of a device, as tables have it.
 func numbers(d *dm.Device) string {
 	return fmt.Sprintf("%d:%d", unix.Major(d.Number), unix.Minor(d.Number))
 }
 
-// running makes sure that a thin volume, and all that it needs of its thin pool, is not suspended, which would hold up the caller, who has lvm2's lock, and
-// so all of lvm2.
+// running returns errdefs.ErrUnavailable if a thin volume, or a device of its thin pool, is suspended: I/O would hold up the caller, who has lvm2's lock,
+// and so all of lvm2.
 func (p *pool) running(volume string) error {
 	thin := p.device(p.location.Thin)
 	for _, name := range []string{volume, thin + "-tpool", thin + "_tdata", thin + "_tmeta"} {
@@ -175,10 +178,10 @@ func (p *pool) running(volume string) error {
 	return nil
 }
 
-// unchanged makes sure that a view of the metadata is that of the snapshot that the thin pool has still, that nobody has made snapshots of its volumes
-// since, and that it is at work.
+// unchanged returns errdefs.ErrBusy unless the thin pool still has the snapshot of the metadata that was seen, no snapshot of a volume was made since, and
+// it takes changes.
 func (p *pool) unchanged(metadata string, seen view) error {
-	use, there, err := p.thinNow() // which has the thin pool commit
+	use, there, err := p.thinNow() // it has the thin pool commit
 	if err != nil {
 		return err
 	}
@@ -192,8 +195,8 @@ func (p *pool) unchanged(metadata string, seen view) error {
 	return nil
 }
 
-// lockGroup takes lvm2's own lock of the group (lib/misc/lvm-flock.c), so that no command of anybody's is at work in it until release is called. The
-// caller has the turn, and runs none.
+// lockGroup takes lvm2's own lock of the group (lib/misc/lvm-flock.c): no command runs in the group, of whomever, until release is called. The caller has
+// the turn, and runs no command meanwhile.
 func (p *pool) lockGroup(ctx context.Context) (release func(), err error) {
 	path := lockDirectory + "/V_" + p.location.Group
 	for {
@@ -208,7 +211,7 @@ func (p *pool) lockGroup(ctx context.Context) (release func(), err error) {
 		if err == nil {
 			err = unix.Stat(path, &named)
 		}
-		if err == nil && is.Ino == named.Ino && is.Dev == named.Dev { // who lets go of it may remove it
+		if err == nil && is.Ino == named.Ino && is.Dev == named.Dev { // whoever let go of the lock may have removed the file
 			return func() { _ = f.Close() }, nil
 		}
 		_ = f.Close() // of no harm if it is nil
@@ -223,7 +226,7 @@ func (p *pool) lockGroup(ctx context.Context) (release func(), err error) {
 	}
 }
 
-// same makes sure that what is on the data device is what the volume reads.
+// same returns errdefs.ErrUnsupported unless a piece has the same bytes on the volume and on the data device.
 func same(volume, data *os.File, at piece) error {
 	memory, free, err := direct.Memory(2 * blockdev.HeadSize)
 	if err != nil {
@@ -245,7 +248,7 @@ func same(volume, data *os.File, at piece) error {
 	return nil
 }
 
-// overwrite writes zeros, durably. A disk that is told that a range is zeros may keep what is there, so they are written.
+// overwrite writes zeros over pieces of a device, durably. It does not ask the disk to zero them, as a disk may then keep the bytes.
 func overwrite(ctx context.Context, f *os.File, pieces ...piece) error {
 	zeros, free, err := direct.Memory(copyBlock)
 	if err != nil {
@@ -268,7 +271,7 @@ func overwrite(ctx context.Context, f *os.File, pieces ...piece) error {
 	return nil
 }
 
-// eraseCut overwrites what a cut has kept of the beginning of its origin: what was there before it was written to.
+// eraseCut overwrites what a cut keeps of the first HeadSize bytes of its origin: the bytes that were there before a write.
 func (p *pool) eraseCut(ctx context.Context, volume string) error {
 	_, err := p.activate(ctx, volume)
 	if errors.Is(err, lvm2.ErrNoLV) {
@@ -296,14 +299,15 @@ func (p *pool) eraseCut(ctx context.Context, volume string) error {
 	return overwrite(ctx, store, pieces...)
 }
 
-// The store of a snapshot of lvm2's (drivers/md/dm-snap-persistent.c), in chunks as they are asked for in makeCut: a header, and then areas. Each is a
-// chunk of pairs, which chunk of the origin is in which one here, and those that it tells of; the first pair of zeros is the end.
+// The store of a snapshot of lvm2's (drivers/md/dm-snap-persistent.c), in chunks of the size that makeCut asks for. It has a header, and then areas. An
+// area is a chunk of pairs, each with a chunk of the origin and the chunk of the store that has its bytes, and then those chunks. The first pair of zeros
+// is the end.
 const (
 	cutChunk = 64 << 10
 	cutMagic = 0x70416e53
 )
 
-// kept returns where a store has what the first bytes of the origin were.
+// kept returns the pieces of a store that have earlier bytes of the first size bytes of the origin. errdefs.ErrUnsupported if it is no such store.
 func kept(store *os.File, size int64) (pieces []piece, err error) {
 	chunk, free, err := direct.Memory(cutChunk)
 	if err != nil {

@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 )
 
-// versionPattern finds the version in what lvm2 prints.
+// versionPattern matches the version in what lvm2 prints.
 var versionPattern = regexp.MustCompile(`\bv?(\d+\.\d+(\.\d+)?)\b`)
 
 // Examine: see blockdev.Examiner. An LVM pool needs lvm2, targets of the device mapper, and the volume group.
@@ -26,7 +26,7 @@ func (l Location) Examine(ctx context.Context, report blockdev.Report) {
 	}
 }
 
-// examinePrograms returns false if lvm2 is not there.
+// examinePrograms reports on lvm2 and its tools; false if lvm2 is not there.
 func (l Location) examinePrograms(ctx context.Context, report blockdev.Report) bool {
 	stdout, _, err := command.Run(ctx, "lvm", "version")
 	if errors.Is(err, exec.ErrNotFound) {
@@ -45,7 +45,7 @@ func (l Location) examinePrograms(ctx context.Context, report blockdev.Report) b
 	return true
 }
 
-// examineTargets returns false if the kernel has no device mapper.
+// examineTargets reports on targets of the device mapper; false if there is no device mapper.
 func (l Location) examineTargets(ctx context.Context, report blockdev.Report) bool {
 	targets, err := dm.Targets()
 	if err != nil {
@@ -100,16 +100,16 @@ func (l Location) Foundations(ctx context.Context) ([]uint64, error) {
 	return p.Foundations(ctx)
 }
 
-// groupSurvey is what an LVM pool would find, looked at without opening it. All sizes are in bytes.
+// groupSurvey is what an LVM pool would find, without opening it. All sizes are in bytes.
 type groupSurvey struct {
 	size, free int64 // of the volume group
 	extent     int64
 	missing    int   // physical volumes
-	volumes    int   // that carry the driver's tag
+	volumes    int   // with the driver's tag
 	promised   int64 // the sum of their sizes
 	thinSize   int64
-	// written are the physical volumes to which zeros are written block by block; the
-	// others have a command that guarantees them (write zeroes, or discards that do).
+	// written are the physical volumes to which the kernel writes zeros block by block; the others have a command that guarantees them (write zeroes, or
+	// discards that do).
 	written []string
 	problem string // why the pool would not open; empty if it would
 }

@@ -54,8 +54,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	return nil, nil
 }
 
-// metadataLow is when the metadata areas of a group are said to be nearly full: below
-// this part of their size. Each volume takes about 1 KiB of them.
+// metadataLow is the part of a group's metadata areas below which their free space is reported. Each volume takes about 1 KiB of them.
 const metadataLow = 0.05
 
 func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {

@@ -10,7 +10,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/options"
 )
 
-// Location is where an LVM pool is, and how it is kept. As a URL:
+// Location is where an LVM pool is, and its options. As a URL:
 //
 //	lvm://vg0?reservePercent=5
 //	lvm://vg0/thinpool?overprovision=2&dataWatermark=80&metadataWatermark=80
@@ -26,7 +26,7 @@ type Location struct {
 	DataWatermark, MetadataWatermark float64
 }
 
-// groupPattern is how lvm2 takes the names of groups and volumes (lvm(8), VALID NAMES).
+// groupPattern matches names of groups and volumes that lvm2 takes (lvm(8), VALID NAMES).
 var groupPattern = regexp.MustCompile(`^[a-zA-Z0-9+_.][-a-zA-Z0-9+_.]{0,126}$`)
 
 func groupName(name string) bool {
@@ -48,12 +48,12 @@ func Parse(u *url.URL) (Location, error) {
 	return l, options.Read(u, l.thinOptions()...)
 }
 
-// options are those of the URL of a group, with where their values go.
+// options returns the options of the URL of a group, with the fields that have their values.
 func (l *Location) options() []options.Option {
 	return []options.Option{options.ReservePercent(&l.ReservePercent, "0")}
 }
 
-// thinOptions are those of the URL of a thin pool.
+// thinOptions returns the options of the URL of a thin pool.
 func (l *Location) thinOptions() []options.Option {
 	return append([]options.Option{options.Overprovision(&l.Overprovision)}, append(l.options(),
 		options.Option{Name: "dataWatermark", From: 1, To: 100, Value: &l.DataWatermark, Default: "90",
@@ -62,7 +62,7 @@ func (l *Location) thinOptions() []options.Option {
 			Means: "percent of its metadata in use, from which on nothing more is promised"})...)
 }
 
-// Forms are how the URLs of LVM pools are written.
+// Forms returns how the URLs of LVM pools are written, for people.
 func Forms() []options.Form {
 	return []options.Form{
 		{URL: "lvm://GROUP", Options: (&Location{}).options(),
@@ -72,7 +72,7 @@ func Forms() []options.Form {
 	}
 }
 
-// Scheme is that of the URLs of LVM pools.
+// Scheme returns the scheme of the URLs of LVM pools.
 func (Location) Scheme() string { return "lvm" }
 
 func (l Location) String() string {

@@ -23,25 +23,25 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// What an lvm2 that was cut short may have left, and how it is put right: devices that are suspended
-// or have no table, and a thin pool that is down, or does not know of the last change, or knows of
-// it and lvm2 does not.
+// What an lvm2 that was cut short may leave, and how it is repaired: devices that are suspended or have no table; a thin pool that is down; and a change
+// that either lvm2 or the thin pool has noted, and the other has not.
 
-// mend puts right what a command that was cut short may have left. The caller has the turn.
+// mend repairs what a command that was cut short may have left. The caller has the turn.
 func (p *pool) mend(ctx context.Context, run lvm2.Run) {
-	if p.lock == nil { // it is not ours yet
+	if p.lock == nil { // the pool is not locked yet, and may be another's
 		return
 	}
 	p.messagesPending = p.location.Thin != ""
-	changing := p.lvm.Dirty() // else a thin pool that is down was taken down by others
+	changing := p.lvm.Dirty() // if lvm2 changed nothing, others took the thin pool down
 	p.resumeOwn(ctx, run)
 	if p.location.Thin == "" || p.mending {
 		return
 	}
-	p.mending = true // the commands of this may be cut short, too
+	p.mending = true // its own commands may be cut short, too
 	defer func() { p.mending = false }()
 	var err error
-	if changing { // also if it works: lvm2 takes it for down if its second device is missing, and has it down in the end
+	// Also if it works: if its second device is missing, lvm2 takes it for down, and takes it down in the end.
+	if changing {
 		err = p.activateThinPool(run)
 	}
 	use, there, failure := p.thinNow()
@@ -54,19 +54,17 @@ func (p *pool) mend(ctx context.Context, run lvm2.Run) {
 	}
 }
 
-// resumeOwn is resume for the objects that are known.
+// resumeOwn is resume for the objects in the catalog.
 func (p *pool) resumeOwn(ctx context.Context, run lvm2.Run) {
 	p.resume(ctx, run, func(volume string) bool {
-		return leftover(volume) || p.Find(blockdev.ParseRef(volume)) != nil // nobody else makes such leftovers
+		return leftover(volume) || p.Find(blockdev.ParseRef(volume)) != nil // nobody else uses the names of leftovers
 	})
 }
 
-// resume ends the suspension of devices of this pool: an lvm2 that was killed may have
-// left some. A table that was loaded for them may show extents that the metadata gives to
-// nobody, as nobody knows whether that was written; so each goes on as it was, and then
-// lvm2 brings it to what its metadata says. Devices below them that nobody uses then are
-// removed: no logical volume has them; and so are devices without a table, which have the names
-// that lvm2 needs. Devices of others may be suspended because their lvm2 is at work.
+// resume resumes the devices of this pool that an lvm2 that was killed has left suspended; ours tells by the name of a volume whether it is this pool's. A
+// table that is loaded for one of them may show extents that the metadata gives to nobody, as nobody knows whether that was written: so it is dropped, the
+// device goes on as it was, and then lvm2 brings it to its metadata. Removed are devices below that nobody uses then, as no logical volume has them, and
+// devices without a table, as lvm2 needs their names. Devices of others are left alone: their lvm2 may be at work. The caller has the turn, or is alone.
 func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string) bool) {
 	report := func(err error) {
 		if err != nil {
@@ -78,7 +76,7 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 	resumed := map[string]bool{}
 	var below []string
 	for _, name := range names {
-		// A volume may have several: -real and -cow, of a thin pool -tpool, _tdata and _tmeta.
+		// A volume may have several devices: -real and -cow, of a thin pool -tpool, _tdata and _tmeta.
 		volume, part, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
 		if p.ofThin(name) {
 			volume = p.location.Thin
@@ -86,17 +84,17 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 			continue
 		}
 		d, err := p.own(name)
-		reader := "-"+part == readOnlySuffix // it may just be being made
+		reader := "-"+part == readOnlySuffix // the one for reading may be being made just now
 		switch {
-		case err != nil || d == nil || "-"+part == topSuffix: // those of pkg/device are none of lvm2's
-		case !d.Live && !reader: // it was made, and got no table
+		case err != nil || d == nil || "-"+part == topSuffix: // tops are not lvm2's, but those of pkg/device
+		case !d.Live && !reader: // a crash came before it had a table
 			err = p.discard(name)
 		case d.Suspended:
 			klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
 			resumed[volume] = true
 			err = errors.Join(dm.Clear(name), dm.Resume(name, 0))
 		case d.Loaded && !reader:
-			err = dm.Clear(name) // it has a device below in it
+			err = dm.Clear(name) // that table may hold a device below
 		}
 		report(err)
 		if part == "real" || part == "cow" {
@@ -116,7 +114,7 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 	}
 }
 
-// ofThin reports whether a device is one of those of the thin pool.
+// ofThin reports whether a device, by its name, is one of the thin pool's own.
 func (p *pool) ofThin(name string) bool {
 	part, ok := strings.CutPrefix(name, p.device(p.location.Thin))
 	// No volume has a name with _tdata or _tmeta in it (lvm(8)).
@@ -126,13 +124,13 @@ func (p *pool) ofThin(name string) bool {
 // discard removes a device of lvm2 that nobody uses.
 func (p *pool) discard(name string) error {
 	_, err := dm.Remove(name)
-	_ = os.Remove("/dev/mapper/" + name) // where no udev does; of no harm if it stays
+	_ = os.Remove("/dev/mapper/" + name) // where no udev does; a node that stays does no harm
 	return err
 }
 
-// activateThinPool brings the thin pool up. lvm2 takes it down and up again to give it its first volume, or
-// when it takes its last: if it is cut short there, it may leave parts of it up, over which it
-// would not bring it up. The caller has the turn.
+// activateThinPool has lvm2 activate the thin pool. lvm2 takes a thin pool down and up again to give it its first volume, or to take away its last. If it
+// is cut short there, parts of the thin pool may be up, with which lvm2 would not bring it up: these are removed first (clearParts). The caller has the
+// turn.
 func (p *pool) activateThinPool(run lvm2.Run) error {
 	err := p.runSending(run, "lvchange", "-ay", p.path(p.location.Thin))
 	if errors.Is(err, lvm2.ErrParts) {
@@ -144,10 +142,9 @@ func (p *pool) activateThinPool(run lvm2.Run) error {
 	return err
 }
 
-// checkThinPoolActive makes sure that the thin pool is up: with a volume, or to tell it of a removal, lvm2 would bring it
-// up. But one that is down was taken down by somebody, perhaps to repair it, and is his to bring up again, unless
-// it was lvm2 for us (see activateThinPool). A start does it, as after a boot, where lvm2 has no mark that it is not to be
-// activated (lvchange --setactivationskip).
+// checkThinPoolActive returns errdefs.ErrUnavailable if there is a thin pool and it is down. lvm2 would bring it up, to activate a volume, or to send it a
+// removal. But somebody took it down, perhaps to repair it, and it is for him to bring it up again, unless lvm2 left it down for us (see
+// activateThinPool). A start of the driver activates it, as a boot does, unless it is marked not to be (lvchange --setactivationskip).
 func (p *pool) checkThinPoolActive(ctx context.Context) error {
 	if p.location.Thin == "" {
 		return nil
@@ -156,7 +153,7 @@ func (p *pool) checkThinPoolActive(ctx context.Context) error {
 	return err
 }
 
-// clearParts removes the devices of the thin pool that nobody uses, from the top.
+// clearParts removes the devices of the thin pool that nobody uses, from the top down.
 func (p *pool) clearParts() error {
 	names, err := dm.Names(p.device(p.location.Thin))
 	if err != nil {
@@ -180,9 +177,9 @@ func (p *pool) clearParts() error {
 	return nil
 }
 
-// runSending runs a command that has lvm2 tell the thin pool what it wrote down for it before. Of a
-// snapshot lvm2 does not see that the thin pool has made it, if it was cut short before it had
-// noted that, and would refuse every change from then on.
+// runSending runs a command that has lvm2 send the thin pool the messages that it wrote down before. If lvm2 was cut short after the thin pool had made a
+// snapshot, and before lvm2 had noted that, it would refuse every change from then on: then confirmMessage notes it, and the command runs again. The
+// caller has the turn.
 func (p *pool) runSending(run lvm2.Run, args ...string) error {
 	_, err := run(args...)
 	if errors.Is(err, lvm2.ErrSnapshotMade) {
@@ -196,9 +193,9 @@ func (p *pool) runSending(run lvm2.Run, args ...string) error {
 
 var madeDevice = regexp.MustCompile(`already contain thin device with device_id (\d+)`)
 
-// confirmMessage notes in the thin pool that it was told what lvm2 wrote down last (set_transaction_id of
-// Documentation/admin-guide/device-mapper/thin-provisioning.rst): to make the snapshot that lvm2
-// complains of, if that is ours and nobody has had it.
+// confirmMessage notes in the thin pool that the last change that lvm2 wrote down is done (set_transaction_id of
+// Documentation/admin-guide/device-mapper/thin-provisioning.rst). That change is the snapshot in lvm2's complaint: errdefs.ErrPrecondition unless it is
+// ours and unfinished, so that nobody has had it. The caller has the turn.
 func (p *pool) confirmMessage(run lvm2.Run, complaint string) error {
 	rows, err := run("lvs", "-o", "lv_name,lv_tags,lv_layout,pool_lv,thin_id,transaction_id", p.location.Group)
 	if err != nil {
@@ -209,7 +206,7 @@ func (p *pool) confirmMessage(run lvm2.Run, complaint string) error {
 		return cmp.Or(err, fmt.Errorf("%w: the thin pool is not active", errdefs.ErrUnavailable))
 	}
 	if !p.behind(rows, use) {
-		return nil // it was noted meanwhile; if not, lvm2 says so
+		return nil // it is noted already; if it is not, lvm2 complains again
 	}
 	device := madeDevice.FindStringSubmatch(complaint)
 	if !slices.ContainsFunc(rows, func(r lvm2.Row) bool {
@@ -221,11 +218,10 @@ func (p *pool) confirmMessage(run lvm2.Run, complaint string) error {
 	return dm.Message(use.device, fmt.Sprintf("set_transaction_id %d %d", use.transaction, use.transaction+1))
 }
 
-// flushPendingMessages has lvm2 forget messages to the thin pool that it wrote down and delivered, if it
-// was cut short before it had noted that. lvremove adds its own to such, and takes all for
-// delivered: the thin pool would keep a volume of which lvm2 knows no more, and show its bytes
-// in a new one that gets the same number. lvcreate does not; so a volume is made and removed.
-// If it stays, the next one, or a start (creating), removes it. The caller has the turn.
+// flushPendingMessages has lvm2 send, or drop, the messages to the thin pool that an lvm2 that was cut short wrote down (messagesPending): they may be
+// delivered or not. lvremove adds its own message to those, and takes all for delivered: then the thin pool would keep a volume that lvm2 does not know
+// any more, and show its bytes in a new one that gets the same number. lvcreate does not do that: so a small volume is made, and removed again (probes).
+// If that stays, the next call removes it, or a start, as it is creating. The caller has the turn.
 func (p *pool) flushPendingMessages(run lvm2.Run) error {
 	if !p.messagesPending {
 		return nil
@@ -240,11 +236,11 @@ func (p *pool) flushPendingMessages(run lvm2.Run) error {
 	args := append([]string{"lvcreate", "-n", r.String(), "-an", "-ky"}, addTags(tags)...)
 	err = p.runSending(run, append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)...)
 	if errors.Is(err, errdefs.ErrNoSpace) {
-		return nil // a removal is what helps
+		return nil // only a removal helps then
 	}
-	p.probes = append(p.probes, r.String()) // also with an error
+	p.probes = append(p.probes, r.String()) // it may be there also after an error
 	p.messagesPending = err != nil
-	for err == nil && len(p.probes) > 0 { // one that was cut short may have left its own
+	for err == nil && len(p.probes) > 0 { // those of earlier calls, too
 		if _, err = run("lvremove", "-f", p.path(p.probes[0])); err == nil || errors.Is(err, lvm2.ErrNoLV) {
 			p.probes, err = p.probes[1:], nil
 		}
@@ -255,8 +251,8 @@ func (p *pool) flushPendingMessages(run lvm2.Run) error {
 	return nil
 }
 
-// flushMissedMessages has the thin pool told what lvm2 wrote down and did not tell it: to remove what lvm2 knows
-// of no more. A failure is left for the next removal.
+// flushMissedMessages has lvm2 send the thin pool what it wrote down and did not send: removals of volumes that lvm2 does not know any more. It is called
+// when the pool is opened. A failure is left for the next removal.
 func (p *pool) flushMissedMessages(ctx context.Context) {
 	if p.location.Thin == "" {
 		return

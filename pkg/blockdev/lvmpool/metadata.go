@@ -20,25 +20,25 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// What a thin pool's metadata says of its volumes: which blocks each has, and which of them two share. It is read while the pool works,
-// from a snapshot of the metadata (reserve_metadata_snap of Documentation/admin-guide/device-mapper/thin-provisioning.rst). A pool
-// has one such snapshot at the most, and keeps deleted blocks for it, also across reboots. So ours is there only while it is read,
-// and before it is made the thin pool gets a tag, by which a start finds and releases what a crash left.
+// The metadata of a thin pool says which blocks each of its volumes has, and which of them two share. It is read while the thin pool works, from a
+// snapshot of the metadata (reserve_metadata_snap of Documentation/admin-guide/device-mapper/thin-provisioning.rst). A thin pool has at most one such
+// snapshot, and keeps deleted blocks for it, also across reboots. So ours is there only while it is read. Before it is made the thin pool gets a tag, by
+// which a start finds and releases what a crash left.
 
-// tagMetadata is on a thin pool whose metadata has a snapshot of ours.
+// tagMetadata is the tag of a thin pool while there is a snapshot of ours of its metadata.
 const tagMetadata = "ashlar-metadata-snapshot"
 
-// mostRanges bounds how many ranges are kept in memory, 16 bytes each: the snapshot is not held while a caller takes its time.
+// mostRanges bounds how many ranges are kept in memory, 16 bytes each. They are kept so that the snapshot is not held while a caller takes its time.
 var mostRanges = 1 << 18
 
-// cannotRead: the metadata cannot be read now, or here; the volumes can.
+// cannotRead is the error for metadata that cannot be read now, or on this machine. The volumes can be read in its place.
 type cannotRead struct{ error }
 
 func (e cannotRead) Unwrap() error { return e.error }
 
-// mapped passes on where a thin volume has blocks, or with a base where its blocks are not those of the base: of a block that one has and the
-// other has not, too. Ranges are whole blocks of the thin pool, up to size. cannotRead if that is not to be had; next is up to
-// where all was passed on.
+// mapped passes on the ranges, from an offset on, in which a thin volume has blocks; with a base, those in which its blocks are not the base's, which
+// includes blocks that only one of the two has. Ranges are whole blocks of the thin pool, up to size. next is up to where all was passed on, also with an
+// error; after cannotRead the caller can go on there in another way.
 func (p *pool) mapped(ctx context.Context, base, target blockdev.Ref, size, from int64, yield func(blockdev.Extent) error) (next int64, err error) {
 	argv, err := p.reader(ctx, base, target)
 	if err != nil {
@@ -65,7 +65,7 @@ func (p *pool) mapped(ctx context.Context, base, target blockdev.Ref, size, from
 	}
 }
 
-// reader is the program that reads the metadata, without its last argument: the device.
+// reader returns the command that reads the metadata, without its last argument: the device.
 func (p *pool) reader(ctx context.Context, base, target blockdev.Ref) ([]string, error) {
 	number := func(ref blockdev.Ref) (string, error) {
 		id, err := p.thinID(ctx, ref)
@@ -79,7 +79,7 @@ func (p *pool) reader(ctx context.Context, base, target blockdev.Ref) ([]string,
 	return []string{"thin_delta", "--metadata-snap", "--snap1", before, "--snap2", after}, err
 }
 
-// thinID is the number that a thin volume has in its thin pool.
+// thinID returns the number that a thin volume has in its thin pool, by lvm2.
 func (p *pool) thinID(ctx context.Context, ref blockdev.Ref) (uint64, error) {
 	rows, err := p.lvm.Run(ctx, "lvs", "-o", "lv_name,thin_id", p.path(ref.String()))
 	if err != nil {
@@ -95,9 +95,11 @@ func (p *pool) thinID(ctx context.Context, ref blockdev.Ref) (uint64, error) {
 	return id, nil
 }
 
+// errEnough ends the reading when mostRanges are found.
 var errEnough = errors.New("enough for now")
 
-// readMetadata returns the ranges, from an offset on, that a program finds; whole is false if there are more.
+// readMetadata returns the ranges, from an offset on, that argv finds in a snapshot of the metadata; whole is false if there are more. cannotRead if it
+// fails.
 func (p *pool) readMetadata(ctx context.Context, argv []string, size, from int64) (found []blockdev.Extent, whole bool, err error) {
 	err = p.withMetadata(ctx, func(device string) error {
 		block := int64(0)
@@ -125,8 +127,8 @@ func (p *pool) readMetadata(ctx context.Context, argv []string, size, from int64
 	return found, true, err
 }
 
-// parseRange reads a line of thin_dump or thin_delta; ok if it is a range, in bytes, that is mapped, or differs. The first line says how
-// large the blocks are.
+// parseRange reads a line of thin_dump or thin_delta. ok: it is a range, in bytes, that is mapped, or differs. The first line has the size of the blocks,
+// which is kept in block. errdefs.ErrUnsupported for a line that is not known.
 func parseRange(line []byte, block *int64) (e blockdev.Extent, ok bool, err error) {
 	line = bytes.TrimSpace(line)
 	number := func(name string) (n int64) {
@@ -155,14 +157,15 @@ func parseRange(line []byte, block *int64) (e blockdev.Extent, ok bool, err erro
 	if ok && *block == 0 && err == nil {
 		err = fmt.Errorf("%w: there is no size of blocks before %q", errdefs.ErrUnsupported, line)
 	}
-	if string(kind) == "<def" || string(kind) == "<ref" { // ranges of several devices: this one's would be missing
+	if string(kind) == "<def" || string(kind) == "<ref" { // ranges that devices share are not listed with each of them
 		err = fmt.Errorf("%w: %q", errdefs.ErrUnsupported, line)
 	}
 	return blockdev.Extent{Offset: e.Offset * *block, Length: e.Length * *block}, ok, err
 }
 
-// withMetadata runs read with the device of the thin pool's metadata while that has a snapshot of ours. It waits for others of this
-// process. cannotRead if somebody else has one: that is theirs.
+// withMetadata calls read with the path of the thin pool's metadata device, while there is a snapshot of ours of the metadata. Only one call of this
+// process has one; others wait. errdefs.ErrInUse if somebody else has a snapshot, which stays; errdefs.ErrUnavailable if the thin pool takes no changes.
+// The caller does not have the turn.
 func (p *pool) withMetadata(ctx context.Context, read func(device string) error) (err error) {
 	select {
 	case p.reading <- struct{}{}:
@@ -174,7 +177,7 @@ func (p *pool) withMetadata(ctx context.Context, read func(device string) error)
 	switch {
 	case err != nil:
 		return err
-	case use.failed(): // one that is full takes it
+	case use.failed(): // a full one takes the message
 		return fmt.Errorf("%w: the thin pool takes no changes", errdefs.ErrUnavailable)
 	case use.held:
 		return fmt.Errorf("%w: somebody else has the snapshot of the thin pool's metadata; if nobody needs it any more: dmsetup message %s 0 release_metadata_snap", errdefs.ErrInUse, use.device)
@@ -183,7 +186,7 @@ func (p *pool) withMetadata(ctx context.Context, read func(device string) error)
 	if err != nil || metadata == nil {
 		return errors.Join(err, fmt.Errorf("%w: the thin pool has no device of its metadata", errdefs.ErrUnavailable))
 	}
-	device, err := dm.Open(metadata, os.O_RDONLY) // so that there is a node
+	device, err := dm.Open(metadata, os.O_RDONLY) // this makes its node
 	if err != nil {
 		return err
 	}
@@ -192,7 +195,7 @@ func (p *pool) withMetadata(ctx context.Context, read func(device string) error)
 		return err
 	}
 	defer func() {
-		// Whatever ended the reading must not keep it.
+		// Also if ctx has ended.
 		ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
 		defer cancel()
 		if failure := p.untag(ending); failure != nil {
@@ -206,7 +209,7 @@ func (p *pool) withMetadata(ctx context.Context, read func(device string) error)
 	return read(metadata.Path())
 }
 
-// releaseTime is how long lvm2 may take to note that the metadata is not read any more.
+// releaseTime is how long lvm2 may take to remove the tag of the snapshot.
 const releaseTime = 30 * time.Second
 
 func (p *pool) untag(ctx context.Context) error {
@@ -214,7 +217,8 @@ func (p *pool) untag(ctx context.Context) error {
 	return err
 }
 
-// releaseMetadata releases the snapshot of the thin pool's metadata that a crash left, by a report. A failure is left for the next start.
+// releaseMetadata releases the snapshot of the thin pool's metadata that a crash left, by the tag in a report, when the pool is opened. A failure is left
+// for the next start.
 func (p *pool) releaseMetadata(ctx context.Context, rows []lvm2.Row) {
 	if p.location.Thin == "" || !slices.ContainsFunc(rows, func(r lvm2.Row) bool {
 		return r["lv_name"] == p.location.Thin && slices.Contains(splitTags(r), tagMetadata)

@@ -1,4 +1,4 @@
-// Package lvmpool is pools of logical volumes: those of a volume group, or of a thin pool in it.
+// Package lvmpool keeps volumes and snapshots as logical volumes: of a volume group, or of a thin pool in it.
 package lvmpool
 
 import (
@@ -45,21 +45,21 @@ type pool struct {
 	uuid     string // of the group, without dashes
 	id       string // see ID
 	extent   int64  // bytes
-	// Whoever has the turn may look at these.
-	disks           []string // the physical volumes that are there, as lvm2 last told
-	messagesPending bool     // lvm2 may have messages to the thin pool that are delivered already, or not: see flushPendingMessages
-	probes          []string // volumes that flushPendingMessages made, and that may be there
-	thinPoolDown    bool     // lvm2 may have left it down: see activateThinPool
-	mending         bool     // mend is at work
+	// Guarded by the turn (lvm2.Shell):
+	disks           []string // the physical volumes that are there, by the last report
+	messagesPending bool     // lvm2 may have written down messages to the thin pool, delivered or not: see flushPendingMessages
+	probes          []string // volumes that flushPendingMessages made, and that may still be there
+	thinPoolDown    bool     // lvm2 may have left the thin pool down: see activateThinPool
+	mending         bool     // mend runs
 
-	reading chan struct{} // has room for who has a snapshot of the thin pool's metadata: see withMetadata
+	reading chan struct{} // has one element while withMetadata has a snapshot of the thin pool's metadata
 
-	attaching turns.Table[*logical] // of those whose devices are brought up: a snapshot may be the source of several copies at once
+	attaching turns.Table[*logical] // one call at a time attaches an object: a snapshot may be the origin of several copies at once
 
 	*catalog.Catalog[*logical]
-	// Guarded by its Mu, too, or not changed after the pool was opened:
+	// Guarded by Mu of the catalog, or not changed after the pool was opened:
 	strays  []string // volumes named like ours, without our tag
-	renamed []string // volumes with a record, named like nothing of ours
+	renamed []string // volumes with our tags, and with names that are none of ours
 	space   lvmSpace
 }
 
@@ -67,22 +67,21 @@ type pool struct {
 type logical struct {
 	catalog.Entry
 	tags    []string // ours, as they are on the volume
-	inGroup          // as the last report said, and what was done since
+	inGroup          // by the last report, and what was done since
 
-	spare bool // grow.KEY may be there still, of a growth that was cut short
+	spare bool // grow.KEY may be there, left by a growth that was cut short
 	// Of an unfinished copy:
-	source string    // the logical volume that was cut for it to be made from; empty: the origin itself
-	cut    time.Time // when it was cut
+	source string    // the cut that it is copied from; empty: the origin itself
+	cut    time.Time // when the cut was made
 	origin time.Time // Record.Created of the origin
 }
 
-// inGroup is what is known of a logical volume; any call may bring it up to date. Guarded by
-// pool.Mu: see pool.known.
+// inGroup is what is known of an object's logical volume. Any call may bring it up to date. Guarded by pool.Mu: see pool.known.
 type inGroup struct {
 	size    int64  // bytes
-	made    bool   // it is there
-	missing bool   // it was there, and is not in the last report
-	health  string // what lvm2 says is wrong with it
+	made    bool   // lvcreate made it, or may have made it
+	missing bool   // it was made, and is not in the last report
+	health  string // what is wrong with it, in lvm2's words
 }
 
 // known returns what is known of the logical volume of an object.
@@ -96,16 +95,16 @@ func (p *pool) Name() string { return p.name }
 
 func (p *pool) Granularity() int64 { return p.extent }
 
-// path of a logical volume as lvm2 takes it.
+// path returns GROUP/VOLUME, as lvm2 takes it.
 func (p *pool) path(volume string) string { return p.location.Group + "/" + volume }
 
-// device is the name of the device of a logical volume (libdevmapper: dashes double).
+// device returns the name of the device of a logical volume (libdevmapper: dashes double).
 func (p *pool) device(volume string) string {
 	return strings.ReplaceAll(p.location.Group, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
 }
 
-// Open opens the pool in the volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
-// half-done in it. errdefs.ErrUnavailable if it is not there.
+// Open opens the pool in the volume group or thin pool, which an operator has made, and finishes or undoes what a crash left half-done in it.
+// errdefs.ErrUnavailable if it is not there.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
 	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name), reading: make(chan struct{}, 1)}
 	p.messagesPending = p.location.Thin != ""
@@ -120,7 +119,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err != nil {
 		return nil, err
 	}
-	p.lvm.FlushNext() // a driver before this one may have died before it flushed
+	p.lvm.FlushNext() // an earlier driver may have died before it flushed
 	if err := p.identify(ctx, rows, known); err != nil {
 		return nil, err
 	}
@@ -135,12 +134,12 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	p.resume(ctx, func(args ...string) ([]lvm2.Row, error) { return p.lvm.Run(ctx, args...) }, func(volume string) bool {
 		at := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == volume })
 		if at < 0 {
-			return leftover(volume) // it was never written down; nobody else makes such
+			return leftover(volume) // lvm2 never wrote it down, and nobody else uses such names
 		}
 		_, tagged, ok := p.ours(rows[at])
 		return tagged && (ok || leftover(volume))
 	})
-	// Again, as what another process did until it let go of the lock may not be in it.
+	// Again: another process may have changed the group until it let go of the lock.
 	if rows, err = p.reportNow(ctx); err != nil {
 		return nil, err
 	}
@@ -148,7 +147,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err != nil {
 		return nil, err
 	}
-	p.releaseMetadata(ctx, rows) // before others need it
+	p.releaseMetadata(ctx, rows) // before a call needs it
 	p.recoverUnfinished(ctx, leftovers)
 	p.flushMissedMessages(ctx)
 	p.releaseDevices(ctx)
@@ -158,7 +157,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	return p, nil
 }
 
-// identify makes sure that the group of a report is one that can be used, and is the one that is known.
+// identify returns an error unless the group of a report can be used, and is the one that is known.
 func (p *pool) identify(ctx context.Context, rows []lvm2.Row, known blockdev.Known) error {
 	first := rows[0]
 	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
@@ -175,8 +174,8 @@ func (p *pool) identify(ctx context.Context, rows []lvm2.Row, known blockdev.Kno
 	return blockdev.Expect(ctx, known, p.id)
 }
 
-// report asks for a row of the group, and after it one for each of its volumes, and one for
-// each of its physical volumes.
+// report returns a row of the group, then one for each of its volumes and each of its physical volumes, and notes which disks are there. The caller has
+// the turn.
 func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 	rows, err := run("fullreport",
 		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
@@ -204,8 +203,7 @@ func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 	return append(group, volumes...), err
 }
 
-// poolID is the UUID that lvm2 gave the thin pool, or else the group; empty for a thin pool that is not
-// there.
+// poolID returns the UUID that lvm2 gave the thin pool, or without one the group; empty if the thin pool is not there.
 func poolID(rows []lvm2.Row, thin string) string {
 	if thin == "" {
 		return rows[0]["vg_uuid"]
@@ -217,7 +215,7 @@ func poolID(rows []lvm2.Row, thin string) string {
 	return rows[i]["lv_uuid"]
 }
 
-// ID: see Identified.
+// ID: see blockdev.Identified.
 func (p *pool) ID() string { return p.id }
 
 // Foundations: see blockdev.Founded. They are the physical volumes that the group has now; those that are missing are left out.
@@ -237,9 +235,8 @@ func (p *pool) Foundations(ctx context.Context) (numbers []uint64, err error) {
 	return numbers, err
 }
 
-// flush makes the disks of the group write out what they have cached: lvm2 waits for its
-// writes, but flushes none of them, so what it has changed would not survive a power cut. Its errors do not go through
-// errdefs.FromErrno: a disk without space is not a pool without.
+// flush has the disks of the group write out their caches: lvm2 waits for its writes but flushes none, so a power cut would undo its changes. The errors
+// do not go through errdefs.FromErrno: a disk without space is not a pool without. The caller has the turn.
 func (p *pool) flush() error {
 	for _, disk := range p.disks {
 		f, err := os.Open(disk)
@@ -262,11 +259,10 @@ func (p *pool) reportNow(ctx context.Context) (rows []lvm2.Row, err error) {
 	return rows, err
 }
 
-// lockDirectory is where pools are locked against other processes of this machine: lvm2's own,
-// as containers that use lvm2 have to share it anyway.
+// lockDirectory is where pools are locked against other processes of this machine. It is lvm2's own, which containers that use lvm2 have to share anyway.
 const lockDirectory = "/run/lock/lvm"
 
-// exclude keeps a second process away from the pool.
+// exclude locks the pool against other processes. errdefs.ErrInUse if another one has it.
 func (p *pool) exclude() error {
 	if err := os.MkdirAll(lockDirectory, 0o700); err != nil {
 		return errdefs.FromErrno(err)
@@ -284,7 +280,7 @@ func (p *pool) exclude() error {
 	return nil
 }
 
-// checkThin makes sure that the thin pool is there and fit for the purpose.
+// checkThin returns an error unless the thin pool is there, is one, and zeroes new blocks.
 func (p *pool) checkThin(rows []lvm2.Row) error {
 	i := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.location.Thin })
 	if i < 0 {
@@ -306,8 +302,7 @@ func (p *pool) openThin(ctx context.Context, rows []lvm2.Row) error {
 	return p.lvm.Hold(ctx, p.activateThinPool)
 }
 
-// ours tells which object of this pool a row of the report is; false for what belongs to
-// others or to another pool.
+// ours returns the object that a row of the report is by its name. tagged: it has tags of ours. ok is false for what belongs to others or to another pool.
 func (p *pool) ours(r lvm2.Row) (ref blockdev.Ref, tagged, ok bool) {
 	tagged = len(ourTags(r)) > 0
 	if r["pool_lv"] != p.location.Thin || (p.location.Thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
@@ -317,7 +312,7 @@ func (p *pool) ours(r lvm2.Row) (ref blockdev.Ref, tagged, ok bool) {
 	return ref, tagged, ref.Validate() == nil
 }
 
-// leftover reports whether a volume with our tag is what is left of a growth or a copy.
+// leftover reports whether a volume has the name of what a growth or a copy leaves behind.
 func leftover(volume string) bool {
 	if key, ok := strings.CutPrefix(volume, "grow."); ok {
 		return blockdev.ValidKey(key)
@@ -334,7 +329,7 @@ func ourTags(r lvm2.Row) []string {
 	return tags
 }
 
-// load fills the index from a report, and returns what is left of growths and cuts.
+// load fills the catalog from a report, and returns what growths and cuts have left behind.
 func (p *pool) load(rows []lvm2.Row) (leftovers []string, err error) {
 	for _, r := range rows {
 		ref, tagged, ok := p.ours(r)
@@ -361,13 +356,12 @@ func (p *pool) load(rows []lvm2.Row) (leftovers []string, err error) {
 	return leftovers, p.update(rows)
 }
 
-// hasRecord tells whether a volume has the tags of a record.
+// hasRecord reports whether a volume has the tags of a record.
 func hasRecord(r lvm2.Row) bool {
 	return slices.ContainsFunc(splitTags(r), func(tag string) bool { return strings.HasPrefix(tag, tagName) })
 }
 
-// setAside notes a volume that was one of this pool, until somebody converted or renamed it. It is not used, and not
-// taken for gone either.
+// setAside notes a volume that was one of this pool, until somebody converted or renamed it. It is not used, and does not count as gone.
 func (p *pool) setAside(r lvm2.Row) {
 	volume := r["lv_name"]
 	if ref := blockdev.ParseRef(volume); ref.Validate() == nil {
@@ -377,8 +371,7 @@ func (p *pool) setAside(r lvm2.Row) {
 	p.renamed = append(p.renamed, p.path(volume))
 }
 
-// update brings what is known of the space and of the logical volumes up to a report.
-// The caller has the turn with lvm2, or is alone.
+// update brings what is known of the space and of the logical volumes up to a report. The caller has the turn, or is alone.
 func (p *pool) update(rows []lvm2.Row) error {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -403,8 +396,7 @@ func (p *pool) update(rows []lvm2.Row) error {
 	return p.space.read(rows, p.location.Thin)
 }
 
-// refresh asks for a report, unless the last one is recent enough; so one report serves
-// many reads.
+// refresh asks for a report, unless the last one is younger than atMost: so one report serves many reads.
 func (p *pool) refresh(ctx context.Context, atMost time.Duration) error {
 	recent := func() bool {
 		p.Mu.Lock()
@@ -415,7 +407,7 @@ func (p *pool) refresh(ctx context.Context, atMost time.Duration) error {
 		return nil
 	}
 	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		if recent() { // whoever had the turn before asked
+		if recent() { // the caller before this one has asked
 			return nil
 		}
 		rows, err := p.report(run)
@@ -426,8 +418,8 @@ func (p *pool) refresh(ctx context.Context, atMost time.Duration) error {
 	})
 }
 
-// recoverUnfinished finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs
-// space, not data.
+// recoverUnfinished removes what is unfinished, and finishes growths, when the pool is opened. What fails is left for the next start: it costs space, and
+// no data.
 func (p *pool) recoverUnfinished(ctx context.Context, leftovers []string) {
 	report := func(err error, volume string) {
 		if err != nil {
@@ -449,7 +441,7 @@ func (p *pool) recoverUnfinished(ctx context.Context, leftovers []string) {
 	p.Mu.Lock()
 	grown := map[blockdev.Ref]int64{}
 	for ref, o := range p.Objects {
-		if o.State == catalog.Ready && o.size > o.Size() && ref.Kind == blockdev.Volume { // a snapshot of such a volume is as large
+		if o.State == catalog.Ready && o.size > o.Size() && ref.Kind == blockdev.Volume { // a snapshot of such a volume is as large, and does not grow
 			grown[ref] = o.size
 		}
 	}
@@ -460,8 +452,8 @@ func (p *pool) recoverUnfinished(ctx context.Context, leftovers []string) {
 	}
 }
 
-// releaseDevices has the devices of logical volumes, and those for reading them, go with their last users, also those that an
-// activation that was cut short left, and that have none.
+// releaseDevices has all devices of logical volumes, and those for reading, go with their last users. Those that an activation that was cut short has
+// left, and that nobody uses, go at once.
 func (p *pool) releaseDevices(ctx context.Context) {
 	names, err := dm.Names(p.device(""))
 	for _, name := range names {
@@ -480,7 +472,7 @@ func (p *pool) releaseDevices(ctx context.Context) {
 	}
 }
 
-// save writes a record over the one of o, which is ready from then on: on disk, and then in memory.
+// save writes a new record of o to the disk, and then into the catalog. o is ready from then on. The caller is the object's worker.
 func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record) error {
 	tags, err := tagsOf(record, catalog.Ready)
 	if err != nil {
@@ -499,8 +491,7 @@ func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record) err
 	return nil
 }
 
-// gone turns lvm2's word that a logical volume is not there into that of lost data: it
-// was there.
+// gone turns lvm2.ErrNoLV for an object whose logical volume was there into errdefs.ErrDataLoss. It returns all other errors as they are.
 func (p *pool) gone(o *logical, err error) error {
 	if errors.Is(err, lvm2.ErrNoLV) {
 		p.Mu.Lock()
@@ -543,14 +534,13 @@ func (p *pool) delete(ctx context.Context, ref blockdev.Ref, erased bool) error 
 	return p.removeAs(ctx, o, erased)
 }
 
-// remove takes the logical volume away, and with it the record: to lvm2 that is one
-// change of its metadata. What fails is tried again by the next Create or Capacity, if
-// the object was nobody's already.
+// remove removes an object that the caller has claimed. The logical volume and its record go in one change of lvm2's metadata. What fails is tried again
+// by the next Create or Capacity, if the object was not ready.
 func (p *pool) remove(ctx context.Context, o *logical) error {
 	return p.removeAs(ctx, o, false)
 }
 
-// removeAs is remove; what is ready is erased first if the caller says so.
+// removeAs is remove. With erased, an object that is ready is erased first; an unfinished copy always is (BeginErase).
 func (p *pool) removeAs(ctx context.Context, o *logical, erased bool) error {
 	ref := o.Ref()
 	erase, end, err := p.BeginErase(ctx, o, erased)
@@ -571,7 +561,7 @@ func (p *pool) removeAs(ctx context.Context, o *logical, erased bool) error {
 	if err == nil && erase && is.made && !is.missing {
 		err = p.Erased(ctx, ref, p.erase(ctx, o))
 	}
-	if err == nil && is.made { // else what is named so is another's
+	if err == nil && is.made { // otherwise a volume of that name is another's
 		err = p.Detach(ctx, ref)
 	}
 	if err == nil && is.made {
@@ -579,7 +569,7 @@ func (p *pool) removeAs(ctx context.Context, o *logical, erased bool) error {
 	}
 	if err != nil {
 		p.Mu.Lock()
-		p.space.at = time.Time{} // it may have been carried out
+		p.space.at = time.Time{} // it may have been removed
 		p.Mu.Unlock()
 		p.Release(o, false)
 		return fmt.Errorf("remove %s from pool %s: %w", ref, p.name, err)
@@ -594,10 +584,9 @@ func (p *pool) removeAs(ctx context.Context, o *logical, erased bool) error {
 	return nil
 }
 
-// complete makes sure that no physical volume of the group is missing: lvm2 would remove
-// volumes even so, and have the disk thrown out of the group when it is back. Nor is the thin pool
-// down (see checkThinPoolActive), or has failed: lvm2 would forget volumes that the thin pool has, and its count of
-// changes would run ahead of the thin pool's, which then cannot be repaired.
+// complete returns errdefs.ErrUnavailable if a physical volume of the group is missing, or the thin pool is down (see checkThinPoolActive) or has failed.
+// Without a physical volume lvm2 would still remove volumes, and throw the disk out of the group when it is back. Without a thin pool that takes changes,
+// lvm2 would forget volumes that the thin pool has, and its count of changes would run ahead of the thin pool's, which then could not be repaired.
 func (p *pool) complete(ctx context.Context) error {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return err
@@ -616,7 +605,7 @@ func (p *pool) complete(ctx context.Context) error {
 	return p.space.complete(p.location.Group)
 }
 
-// drop removes a logical volume; size is what that frees, in bytes.
+// drop removes a logical volume, if it is there; size is what that frees, in bytes. It waits a moment for a thin pool that still holds the volume.
 func (p *pool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		for try := 0; ; try++ {
@@ -640,11 +629,10 @@ func (p *pool) drop(ctx context.Context, volume string, size int64) error {
 	return nil
 }
 
-// removeNodes removes what lvm2 made in /dev, where no udev does, of a device that went
-// away by itself.
+// removeNodes removes the nodes that lvm2 made in /dev, where no udev does, for a device that went away by itself.
 func (p *pool) removeNodes(volume string) {
 	for _, path := range []string{"/dev/mapper/" + p.device(volume), "/dev/" + p.path(volume)} {
-		_ = os.Remove(path) // of no harm if it stays
+		_ = os.Remove(path) // a node that stays does no harm
 	}
 }
 

@@ -16,29 +16,29 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// lvmSpace is the account of an LVM pool; guarded by pool.Mu. Of linear volumes,
+// lvmSpace is the account of an LVM pool; guarded by pool.Mu. For linear volumes it is
 //
 //	available = free extents of the group - what is being taken - the reserve
 //
-// and of thin ones
+// and for thin ones
 //
 //	available = (size of the thin pool - the reserve) * overprovision - promised
 //
 // or nothing, above the watermarks. Looking and promising is one step.
 type lvmSpace struct {
 	promised int64 // sum of the sizes of all objects
-	pending  int64 // of that, or beside it, what no logical volume has been made for yet
+	pending  int64 // what is taken and no logical volume has yet; part of promised, or for a cut
 	foreign  int64 // sum of the sizes of others' volumes in the thin pool
 	at       time.Time
 
 	total    int64 // of the group, or of the thin pool
-	free     int64 // of the group, as it was last reported and changed by us since
+	free     int64 // of the group, by the last report and our changes since
 	missing  int   // physical volumes
 	metaFree int64 // of the group's metadata areas
 	metaSize int64
 }
 
-// lvmFresh is how old a report may be for an answer about space or health.
+// lvmFresh is how old a report may be that answers for space or health.
 const lvmFresh = 5 * time.Second
 
 func (s *lvmSpace) read(rows []lvm2.Row, thin string) error {
@@ -73,25 +73,24 @@ func (s *lvmSpace) complete(group string) error {
 	return fmt.Errorf("%w: %d physical volumes of group %s are missing, and nothing is changed in it until they are back or given up (vgreduce --removemissing)", errdefs.ErrUnavailable, s.missing, group)
 }
 
-// thinUse is what the kernel says of a thin pool (Documentation/admin-guide/device-mapper/
-// thin-provisioning.rst, Status).
+// thinUse is the state of a thin pool, by the kernel (Documentation/admin-guide/device-mapper/thin-provisioning.rst, Status).
 type thinUse struct {
 	data, metadata float64 // percent in use
 	mode           string  // rw, ro or out_of_data_space
-	fault          string  // what is wrong beyond that
-	transaction    uint64  // lvm2's count of changes, as the thin pool was last told
-	device         string  // of the thin pool
+	fault          string  // why it has failed; empty: it has not
+	transaction    uint64  // the number of the last of lvm2's changes that the thin pool has noted
+	device         string  // the name of its device
 	held           bool    // somebody has a snapshot of its metadata
 }
 
-// failed reports whether the pool is not just full: it takes no change of any kind.
+// failed reports whether the thin pool takes no change of any kind. One that is only full has not failed.
 func (u thinUse) failed() bool {
 	return u.fault != "" || (u.mode != "rw" && u.mode != "out_of_data_space")
 }
 
-// thinUse asks the kernel about the thin pool. While lvm2 gives it its first volume, or takes its
-// last, it has a device of another name, or none: so what is not there is looked for once more
-// when no command is at work. The caller does not have the turn.
+// thinUse returns the state of the thin pool. While lvm2 gives the thin pool its first volume, or takes away its last, its device has another name, or is
+// not there: so if it is not found, it is looked for again when no command runs. If lvm2 left it down for us (thinPoolDown), it is activated.
+// errdefs.ErrUnavailable if it is down. The caller does not have the turn.
 func (p *pool) thinUse(ctx context.Context) (thinUse, error) {
 	use, there, err := p.thinNow()
 	if err != nil || there {
@@ -114,9 +113,9 @@ func (p *pool) thinUse(ctx context.Context) (thinUse, error) {
 	return use, nil
 }
 
-// thinNow is thinUse at this moment.
+// thinNow is thinUse without the turn; there is false if no such device is found.
 func (p *pool) thinNow() (use thinUse, there bool, err error) {
-	for _, name := range []string{p.device(p.location.Thin) + "-tpool", p.device(p.location.Thin)} { // the second while it has no volume
+	for _, name := range []string{p.device(p.location.Thin) + "-tpool", p.device(p.location.Thin)} { // the second name while it has no volume
 		kind, status, err := dm.Target(name)
 		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
 			continue
@@ -164,7 +163,7 @@ func parseThinUse(status string) (thinUse, error) {
 	return use, nil
 }
 
-// full says why a thin pool takes no more; empty if it does.
+// full returns why a thin pool takes no more, and what to do; empty if it takes more.
 func (p *pool) full(use thinUse) string {
 	switch {
 	case use.failed():
@@ -179,14 +178,14 @@ func (p *pool) full(use thinUse) string {
 	return ""
 }
 
-// account returns the capacity; the caller holds Mu.
+// account returns the capacity; use is for thin pools. The caller holds Mu.
 func (p *pool) account(use thinUse) blockdev.Capacity {
 	s := p.space
 	reserve := int64(float64(s.total) * p.location.ReservePercent / 100)
 	c := blockdev.Capacity{Promised: s.promised, Used: s.promised, MinVolume: p.extent}
 	if p.location.Thin != "" {
 		c.Promised += s.foreign
-		c.Used = int64(float64(s.total) * use.data / 100) // others' thin volumes included, as in what is promised
+		c.Used = int64(float64(s.total) * use.data / 100) // with others' thin volumes, as Promised has them
 		c.Total = int64(float64(s.total-reserve) * p.location.Overprovision)
 		c.Available = max(0, c.Total-c.Promised)
 		if p.full(use) != "" {
@@ -235,8 +234,9 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	return c, err
 }
 
-// reserve promises size bytes, or takes them without a promise, before any logical volume
-// has them; promise is called with Mu held.
+// reserve takes size bytes as pending, before any logical volume has them. promise is called with Mu held, to promise them as well, which a cut does not.
+// lvm2 is asked anew before anything is refused. errdefs.ErrNoSpace if there are not as many; errdefs.ErrUnavailable if a physical volume is missing or
+// the thin pool has failed. The caller does not have the turn.
 func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 	for fresh := false; ; fresh = true {
 		var use thinUse
@@ -269,14 +269,13 @@ func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 			}
 			return fmt.Errorf("%w: %s", errdefs.ErrNoSpace, reason)
 		}
-		if err := p.refresh(ctx, 0); err != nil { // others may have freed some
+		if err := p.refresh(ctx, 0); err != nil { // others may have freed space
 			return err
 		}
 	}
 }
 
-// unreserve takes back what reserve did, where nobody knows whether a logical volume has it:
-// the next look at the account asks lvm2.
+// unreserve takes back what is pending if nobody knows whether a logical volume has it: the next look at the account asks lvm2.
 func (p *pool) unreserve(size int64) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -284,7 +283,7 @@ func (p *pool) unreserve(size int64) {
 	p.space.at = time.Time{}
 }
 
-// countAllocated notes that lvm2 gave a logical volume what was pending. The caller has the turn.
+// countAllocated notes that a logical volume has now what was pending. The caller has the turn.
 func (p *pool) countAllocated(size int64) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -294,7 +293,7 @@ func (p *pool) countAllocated(size int64) {
 	}
 }
 
-// countFreed notes that lvm2 took a logical volume away. The caller has the turn.
+// countFreed notes that a logical volume was removed. The caller has the turn.
 func (p *pool) countFreed(size int64) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -303,7 +302,8 @@ func (p *pool) countFreed(size int64) {
 	}
 }
 
-// Used is what a thin volume that is active has mapped, as dm-thin counts it, and of a linear one its size.
+// Used: see blockdev.Measurer. Of an active thin volume it is what dm-thin has mapped, of a linear one its size. errdefs.ErrUnavailable for a thin volume
+// that is not active.
 func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 	_, record, err := p.Lookup(ref)
 	if err != nil || !record.Thin {

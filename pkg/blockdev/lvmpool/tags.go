@@ -103,7 +103,7 @@ func tagsOf(r blockdev.Record, st catalog.State) ([]string, error) {
 	return tags, nil
 }
 
-// parseTags is the strict inverse of tagsOf. Tags that are not ours are let by.
+// parseTags is the strict inverse of tagsOf. It ignores tags that are not ours. catalog.ErrRecord if they are not understood.
 func parseTags(ref blockdev.Ref, tags []string) (blockdev.Record, catalog.State, error) {
 	r, st := blockdev.Record{Ref: ref, Labels: map[string]string{}}, catalog.Ready
 	seen := map[string]bool{}
@@ -135,7 +135,7 @@ func parseTags(ref blockdev.Ref, tags []string) (blockdev.Record, catalog.State,
 	return r, st, nil
 }
 
-// readTag puts what one tag says into a record.
+// readTag puts one tag into a record.
 func readTag(r *blockdev.Record, st *catalog.State, key, value string) error {
 	text, err := unescapeTag(value)
 	if err != nil {

@@ -19,18 +19,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// zeroChunk bounds how much is zeroed between two looks at the context, in bytes.
+// zeroChunk bounds how much is zeroed at once, in bytes. Between two of them ctx may end it.
 const zeroChunk = 64 << 20
 
-// zeroRange makes the bytes from one offset to another of a block device zero. The kernel
-// tells the device to do so where it guarantees zeros, and writes them where it does not
-// (BLKZEROOUT, blkdev_issue_zeroout).
+// zeroRange zeroes the bytes from one offset to another of a block device (BLKZEROOUT, blkdev_issue_zeroout): the device does so itself if it guarantees
+// zeros, otherwise the kernel writes them.
 func zeroRange(ctx context.Context, f *os.File, from, to int64) error {
 	_, err := zeroFrom(ctx, f, from, to)
 	return err
 }
 
-// zeroFrom is zeroRange, and returns up to where it came, also with an error. It says how far it is (progress), as copyDevice does.
+// zeroFrom is zeroRange, and returns up to where it came, also with an error. It reports its progress, as copyDevice does.
 func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
 	for at := from; at < to; {
 		if err := ctx.Err(); err != nil {
@@ -46,8 +45,8 @@ func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
 	return to, nil
 }
 
-// writtenZeros returns the physical volumes of a report that have no command of their own
-// for zeros (queue/write_zeroes_max_bytes, sysfs-block(5)).
+// writtenZeros returns the physical volumes of a report to which the kernel has to write zeros, as they have no command for that
+// (queue/write_zeroes_max_bytes, sysfs-block(5)).
 func writtenZeros(rows []lvm2.Row) (devices []string) {
 	for _, r := range rows {
 		if r["pv_name"] == "" {
@@ -59,7 +58,7 @@ func writtenZeros(rows []lvm2.Row) (devices []string) {
 		}
 		sys := "/sys/class/block/" + filepath.Base(path)
 		most, err := os.ReadFile(sys + "/queue/write_zeroes_max_bytes")
-		if err != nil { // a partition has the queue of its disk
+		if err != nil { // the queue of a partition is its disk's
 			most, err = os.ReadFile(sys + "/../queue/write_zeroes_max_bytes")
 		}
 		if err != nil || strings.TrimSpace(string(most)) == "0" {
@@ -72,10 +71,8 @@ func writtenZeros(rows []lvm2.Row) (devices []string) {
 // copyBlock is how much is read at once, in bytes.
 const copyBlock = 1 << 20
 
-// copyDevice copies the bytes of one block device from an offset to an end to the same
-// place in another; both are open with O_DIRECT. What reads as zeros is zeroed, so holes
-// stay holes where the device knows them. It returns up to where the copy is complete,
-// also with an error.
+// copyDevice copies the bytes of a block device from an offset to an end to the same place of another one; both are open with O_DIRECT. Ranges that read
+// as zeros are zeroed, so holes stay holes where the device has such. It returns up to where the copy is complete, also with an error.
 func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int64, error) {
 	writing, free, err := direct.WriteBehind(to, copyBlock)
 	if err != nil {
@@ -83,8 +80,8 @@ func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int6
 	}
 	defer free()
 	zeros := make([]byte, copyBlock)
-	done := offset  // up to here the target is complete, once what is under way is written
-	under := offset // where that begins
+	done := offset  // up to here the target is complete, when the write that is under way has ended
+	under := offset // where that write begins
 	ended := func(err error) (int64, error) {
 		switch failed := writing.Wait(); {
 		case failed == nil:
