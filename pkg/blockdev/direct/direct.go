@@ -1,4 +1,4 @@
-// Package direct is memory and files for I/O past the page cache (O_DIRECT, open(2)).
+// Package direct has memory and files for I/O past the page cache (O_DIRECT, open(2)).
 package direct
 
 import (
@@ -10,7 +10,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Memory returns memory of a size in bytes that O_DIRECT takes: it begins at a page.
+// Memory returns size bytes of memory that O_DIRECT takes: it begins at a page, and is zeros.
 func Memory(size int) (memory []byte, free func(), err error) {
 	memory, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
@@ -19,7 +19,7 @@ func Memory(size int) (memory []byte, free func(), err error) {
 	return memory, func() { _ = unix.Munmap(memory) }, nil
 }
 
-// Open opens a device past the page cache, for reading, or for reading and writing (os.O_RDONLY, os.O_RDWR).
+// Open opens a device or a file past the page cache, with os.O_RDONLY or os.O_RDWR.
 func Open(path string, flags int) (*os.File, error) {
 	f, err := os.OpenFile(path, flags|unix.O_DIRECT, 0)
 	if err != nil {

@@ -1,7 +1,6 @@
-// Package loop is loop devices by ioctl, as in loop(4) and include/uapi/linux/loop.h. A loop device is
-// known by the device and inode numbers of its backing file. Its number is soon another's,
-// the path that sysfs shows may be of another mount namespace, and its label can be changed
-// by everybody who can write to the device.
+// Package loop makes, finds and removes loop devices by ioctl, as in loop(4) and include/uapi/linux/loop.h. A loop device is known by the device and inode
+// numbers of its backing file. Nothing else is safe: its number soon goes to another one, the path that sysfs shows may be of another mount namespace, and
+// everybody who can write to the device can change its label.
 package loop
 
 import (
@@ -34,9 +33,9 @@ const (
 // Backing is what the kernel says about a configured loop device.
 type Backing struct {
 	Number    int    // N of /dev/loopN
-	Device    uint64 // of the filesystem that the backing file is on
+	Device    uint64 // st_dev of the backing file
 	Inode     uint64
-	Node      uint64 // the device number of a backing file that is a device node; else 0
+	Node      uint64 // device number of a backing file that is a device node; else 0
 	Label     string
 	Flags     uint32
 	Offset    uint64
@@ -49,10 +48,10 @@ func Path(n int) string { return "/dev/loop" + strconv.Itoa(n) }
 // ReadOnly reports whether the device takes no writes.
 func (b Backing) ReadOnly() bool { return b.Flags&unix.LO_FLAGS_READ_ONLY != 0 }
 
-// Stays reports whether the device keeps its backing when nobody has it open any more.
+// Stays reports whether the device keeps its backing file when nobody has it open any more.
 func (b Backing) Stays() bool { return b.Flags&unix.LO_FLAGS_AUTOCLEAR == 0 }
 
-// Open opens /dev/loopN, and makes the node where /dev is not kept by devtmpfs.
+// Open opens /dev/loopN, and makes the node where no devtmpfs keeps /dev.
 func Open(n int, flags int) (*os.File, error) {
 	f, err := os.OpenFile(Path(n), flags, 0)
 	if errors.Is(err, os.ErrNotExist) {
@@ -64,8 +63,8 @@ func Open(n int, flags int) (*os.File, error) {
 	return f, err
 }
 
-// Going reports whether a loop device could not be opened because it is losing its backing file, or is
-// removed, in this moment (lo_open in drivers/block/loop.c).
+// Going reports whether a loop device could not be opened because it is just losing its backing file, or is being removed (lo_open in
+// drivers/block/loop.c).
 func Going(err error) bool { return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) }
 
 // Status returns the backing of an open loop device; ENXIO if it has none.
@@ -97,11 +96,11 @@ func Configured() ([]int, error) {
 	return numbers, nil
 }
 
-// minors is how many minor numbers a major one has (MINORBITS of linux/kdev_t.h). A loop device that may have partitions takes
-// as many of them as the module was told (max_part), rounded up to a power of two.
+// minors is how many minor numbers a major one has (MINORBITS of linux/kdev_t.h). A loop device that may have partitions takes as many of them as max_part
+// of the module says, rounded up to a power of two.
 const minors = 1 << 20
 
-// Free returns how many loop devices the kernel may still have, beside those that have a backing file.
+// Free returns how many more loop devices with a backing file the kernel can have.
 func Free() (int, error) {
 	used, err := Configured()
 	if err != nil {
@@ -123,16 +122,16 @@ type Config struct {
 	ReadOnly  bool
 	Autoclear bool   // it goes away with its last user
 	Sector    uint32 // bytes of a logical sector; 0: the kernel's choice
-	Discards  bool   // else it takes none, nor anything else that punches holes
+	Discards  bool   // false: it takes no discards, and nothing else that punches holes
 	Limit     uint64 // bytes that it shows; 0: all
 }
 
-// busyOften is how often a free loop device may be refused before it is left alone: somebody is not faster
-// all the time, but has it open for himself (O_EXCL), who knows for how long.
+// busyOften is how often a free loop device may be refused before it is left alone: then nobody is just faster, but somebody has it open for himself
+// (O_EXCL), for an unknown time.
 const busyOften = 10
 
-// free returns the number of a loop device without a backing file, other than those that were refused
-// too often. The kernel always names the first one, held or not.
+// free returns the number of a loop device without a backing file, other than those that were refused busyOften times. The kernel names the first free one
+// each time, also if it is one of these.
 func free(control *os.File, refused map[int]int) (int, error) {
 	n, err := ioctl.Value(control, unix.LOOP_CTL_GET_FREE, 0)
 	if err != nil || refused[n] < busyOften {
@@ -152,9 +151,8 @@ func hasBacking(n int) bool {
 	return err == nil
 }
 
-// Attach puts a loop device over an open file: LOOP_CTL_GET_FREE and LOOP_CONFIGURE,
-// again with the next free number when somebody else was faster. The returned file holds
-// the device.
+// Attach makes a loop device over an open file (LOOP_CTL_GET_FREE and LOOP_CONFIGURE), with the next free number if somebody else was faster. The file
+// that it returns holds the device. errdefs.ErrUnavailable if there are no loop devices; errdefs.ErrInvalid for a label that is too long.
 func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, error) {
 	if len(c.Label) > nameSize {
 		return nil, 0, fmt.Errorf("%w: loop label %q is longer than %d", errdefs.ErrInvalid, c.Label, nameSize)
@@ -178,7 +176,7 @@ func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, err
 			return nil, 0, fmt.Errorf("find a free loop device: %w", errdefs.FromErrno(err))
 		}
 		if c.Discards && stopped(n) && waited < held.Tries {
-			if !ForgetStopped(n) { // somebody looks at it
+			if !ForgetStopped(n) { // somebody has it open
 				time.Sleep(held.Pause)
 				waited++
 			}
@@ -205,7 +203,7 @@ func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, err
 	}
 }
 
-// setUp takes away from a device what its number had for another backing. With an error the device is gone, and closed.
+// setUp resets what an earlier user of the number has left set: read-only, discards, the queue. After an error the device is gone, and f is closed.
 func setUp(f *os.File, n int, c Config) error {
 	err := setReadOnly(f, c.ReadOnly)
 	if err == nil && !c.Discards {
@@ -220,8 +218,8 @@ func setUp(f *os.File, n int, c Config) error {
 	return nil
 }
 
-// configure asks for direct I/O, which not all filesystems have (tmpfs, some overlays).
-// The kernel leaves it out where the sector is smaller than what the file takes.
+// configure has the kernel configure the device, with direct I/O if the filesystem has it (tmpfs and some overlays do not). The kernel leaves that out if
+// the sector is smaller than what the file takes.
 func configure(f, backing *os.File, c Config) error {
 	config := unix.LoopConfig{Fd: uint32(backing.Fd()), Size: c.Sector, Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_DIRECT_IO, Sizelimit: c.Limit}}
 	if c.ReadOnly {
@@ -239,8 +237,7 @@ func configure(f, backing *os.File, c Config) error {
 	return err
 }
 
-// setReadOnly: a loop device keeps the mode that an earlier user set with
-// blockdev(8), across detach and attach.
+// setReadOnly makes the device read-only or writable: it keeps the mode that an earlier user set with blockdev(8), across detach and attach.
 func setReadOnly(f *os.File, readOnly bool) error {
 	var now, want int32
 	if readOnly {
@@ -252,20 +249,20 @@ func setReadOnly(f *os.File, readOnly bool) error {
 	return ioctl.Pointer(f, unix.BLKROSET, unsafe.Pointer(&want))
 }
 
-// resetQueue: as the mode does, the I/O scheduler of a device outlives the user that it
-// was chosen for, and before Linux 6.10 its read-ahead. Where /sys cannot be written to, nobody can have chosen them.
+// resetQueue resets the I/O scheduler of the device, which outlives the user that it was chosen for, and the read-ahead, which does so before Linux 6.10.
+// Where /sys cannot be written to, nobody can have set them.
 func resetQueue(n int) {
-	_, _ = queue.Set(queue.Setting{Device: Path(n), Name: "scheduler", Value: "none"}) // as loop devices begin
+	_, _ = queue.Set(queue.Setting{Device: Path(n), Name: "scheduler", Value: "none"}) // a new loop device has none
 	if ahead, err := number(n, "read_ahead_kb"); err == nil && ahead != readAhead && !aheadOfKernel(n, ahead) {
 		_ = queue.Write(Path(n), "read_ahead_kb", strconv.Itoa(readAhead))
 	}
 }
 
-// readAhead is the read-ahead that loop devices begin with, in KiB (VM_READAHEAD_PAGES).
+// readAhead is the read-ahead of a new loop device, in KiB (VM_READAHEAD_PAGES).
 const readAhead = 128
 
-// aheadOfKernel reports whether a read-ahead (KiB) may be what the kernel itself has given a device with its backing: twice the
-// optimal size of requests, or, where there is none, twice the largest (block/blk-settings.c, blk_apply_bdi_limits).
+// aheadOfKernel reports whether a read-ahead (KiB) may be the kernel's own choice for a device with its backing file: twice the optimal size of requests,
+// or, if that is not known, twice the largest (block/blk-settings.c, blk_apply_bdi_limits).
 func aheadOfKernel(n, ahead int) bool {
 	if best, err := number(n, "optimal_io_size"); err != nil || best > 0 {
 		return err == nil && ahead == 2*best>>10
@@ -274,7 +271,7 @@ func aheadOfKernel(n, ahead int) bool {
 	return err == nil && ahead == 2*most
 }
 
-// number returns a setting of a device's queue that is one.
+// number returns a setting of a device's queue that is a number.
 func number(n int, setting string) (int, error) {
 	text, err := queue.Read(Path(n), setting)
 	if err != nil {
@@ -283,9 +280,9 @@ func number(n int, setting string) (int, error) {
 	return strconv.Atoi(text)
 }
 
-// StopDiscards has a loop device take no discards. It then refuses all that it would hand down by
-// fallocate(2): holes that are punched and ranges that are zeroed too (Linux 5.19), which the
-// kernel writes as zeros then. There is no way back (Linux 6.18) but to remove the device.
+// StopDiscards makes a loop device refuse discards, and all else that it would hand down by fallocate(2): punched holes, and ranges to be zeroed (Linux
+// 5.19), which the kernel then writes as zeros. That cannot be undone (Linux 6.18) but by removing the device. errdefs.ErrPrecondition if /sys cannot be
+// written to.
 func StopDiscards(n int) error {
 	if noDiscards(n, "discard_max_bytes") {
 		return nil
@@ -296,20 +293,20 @@ func StopDiscards(n int) error {
 	return nil
 }
 
-// noDiscards: "discard_max_bytes" is what a device takes, "discard_max_hw_bytes" what it could.
+// noDiscards reports whether a setting is 0: discard_max_bytes is what a device takes, discard_max_hw_bytes what it could take.
 func noDiscards(n int, setting string) bool {
 	most, err := queue.Read(Path(n), setting)
 	return err == nil && most == "0"
 }
 
-// stopped reports whether StopDiscards was here. A device that never had a backing takes no discards
-// either, and one with a backing that has no holes; but neither could.
+// stopped reports whether StopDiscards was called for a device. One that never had a backing file, or has one without holes, takes no discards either, but
+// could not take any.
 func stopped(n int) bool {
 	return noDiscards(n, "discard_max_bytes") && !noDiscards(n, "discard_max_hw_bytes")
 }
 
-// ForgetStopped removes a loop device that StopDiscards left, if nobody uses it, so that the next
-// user of its number, whoever that is, has discards. It reports whether it did.
+// ForgetStopped removes a loop device that StopDiscards was called for, if nobody uses it: the next user of its number then has discards. It reports
+// whether it did.
 func ForgetStopped(n int) bool {
 	if !stopped(n) {
 		return false
@@ -323,17 +320,17 @@ func ForgetStopped(n int) bool {
 	return err == nil
 }
 
-// detachWait is how long a device that something still holds gets to go away.
+// detachWait is how long WaitGone waits for a device that something still holds.
 const detachWait = 2 * time.Second
 
-// Detach takes the backing away from an open loop device and makes sure of it:
-// LOOP_CLR_FD succeeds at once on a device in use and only marks it. It closes f.
+// Detach removes the backing file of an open loop device, and waits until it is gone (WaitGone): LOOP_CLR_FD succeeds at once for a device in use, and
+// only marks it. It closes f.
 //
-// What was written to the device and not synced goes to its image first: a device that was told to
-// go by its last user takes nothing any more, and the kernel then drops it without a word.
+// What was written to the device and not synced is written out first: a device that is to go with its last user takes nothing any more, and the kernel
+// would drop that without a word.
 func Detach(ctx context.Context, f *os.File, was Backing) error {
 	if err := f.Sync(); err != nil && !was.ReadOnly() {
-		if _, now := Status(f, was.Number); !errors.Is(now, unix.ENXIO) { // else somebody else took it away
+		if _, now := Status(f, was.Number); !errors.Is(now, unix.ENXIO) { // otherwise somebody else removed it meanwhile
 			f.Close()
 			return fmt.Errorf("write out what was written to %s: %w", Path(was.Number), errdefs.FromErrno(err))
 		}
@@ -350,9 +347,8 @@ func Detach(ctx context.Context, f *os.File, was Backing) error {
 	return err
 }
 
-// WaitGone waits for a loop device to lose its backing. The kernel gives no
-// event for it that can be waited on with a deadline, so this looks, ever more
-// rarely; mostly the first look is enough. Only the pauses count, not how late they end: on a machine that
+// WaitGone waits until a loop device has lost its backing file. errdefs.ErrInUse after detachWait. The kernel has no event for it that can be waited for
+// with a deadline, so it looks, ever more rarely; mostly the first look is enough. Only the pauses count, and not how late they end: on a machine that
 // stalls, whoever holds the device has stalled too.
 func WaitGone(ctx context.Context, was Backing) error {
 	for pause, waited := time.Millisecond, time.Duration(0); ; waited += pause {
@@ -372,8 +368,9 @@ func WaitGone(ctx context.Context, was Backing) error {
 	}
 }
 
+// gone reports whether a loop device has another backing file than it had, or none.
 func gone(was Backing) (bool, error) {
-	// sysfs first: mostly the answer is there without opening, and so holding, the device.
+	// sysfs first: it mostly answers without the device being opened, and so held.
 	backing, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", was.Number))
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV) || (err == nil && len(backing) == 0) {
 		return true, nil
@@ -383,7 +380,7 @@ func gone(was Backing) (bool, error) {
 	}
 	f, err := Open(was.Number, os.O_RDONLY)
 	if Going(err) {
-		return false, nil // the kernel may still hold its image
+		return false, nil // the kernel may still hold the file
 	}
 	if err != nil {
 		return false, fmt.Errorf("look at loop%d: %w", was.Number, err)
@@ -399,8 +396,8 @@ func gone(was Backing) (bool, error) {
 	return now.Device != was.Device || now.Inode != was.Inode || now.Node != was.Node, nil
 }
 
-// BackingName returns what the kernel says to be the path of a loop device's backing file, and
-// whether that is unlinked. The directories in it may be those of another mount namespace.
+// BackingName returns the path of a loop device's backing file, as the kernel shows it, and whether it is unlinked. The directories in it may be those of
+// another mount namespace.
 func BackingName(n int) (name string, unlinked bool, err error) {
 	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
 	name, unlinked = strings.CutSuffix(strings.TrimSpace(string(b)), " (deleted)")

@@ -1,7 +1,7 @@
-// Package luks is LUKS2 by the program cryptsetup(8): encrypted devices, whose header is on the device itself, before the data.
+// Package luks makes and opens encrypted devices with LUKS2, by the program cryptsetup(8). The header is on the device itself, before the data.
 //
-// A key goes to cryptsetup by its standard input, and nowhere else: it is on no command line, in no file and in no error. The kernel
-// keeps what it needs of it in its own memory, where the tables of devices do not show it (cryptsetup's keyring).
+// A key goes to cryptsetup by its standard input, and nowhere else: it is on no command line, in no file and in no error. The kernel keeps in its own
+// memory what it needs of it, and the tables of devices do not show that (cryptsetup's keyring).
 package luks
 
 import (
@@ -28,30 +28,30 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// HeaderSize is where the data begins on a device that Format made, in bytes: cryptsetup's own choice, with room to encrypt anew in place.
+// HeaderSize is where the data begins on a device that Format made, in bytes: cryptsetup's own choice, which leaves room to encrypt anew in place.
 const HeaderSize = 16 << 20
 
 // UUIDPrefix begins the UUID of each device of the device mapper that Open makes.
 const UUIDPrefix = "CRYPT-LUKS2-"
 
-// Written is what Format writes of the header area, in bytes: two copies of the metadata, and room for 16 keys. All of it is overwritten with
-// random bytes first, so it is not larger than it has to be.
+// Written is how much of the header area Format writes, in bytes: two copies of the metadata, and room for 16 keys. Format overwrites all of that with
+// random bytes first, so it is no larger than needed.
 const (
 	Written      = 4 << 20
 	metadataSize = 16 << 10
 )
 
 var (
-	// ErrKey: the key opens none of the key slots.
+	// ErrKey is for a key that opens none of the key slots.
 	ErrKey = errors.New("the key opens none of the key slots of its LUKS2 header")
-	// ErrNoKey: a key is needed, and there is none.
+	// ErrNoKey is for a call that needs a key and has none.
 	ErrNoKey = errors.New("it is encrypted, and no key was given")
 )
 
-// Key is what opens a key slot. It prints as nothing that tells of it.
+// Key opens a key slot. Printed or encoded, it shows nothing of itself.
 type Key []byte
 
-// Format has every verb print the same.
+// Format makes every verb print "a key", or "no key".
 func (k Key) Format(f fmt.State, _ rune) {
 	if len(k) == 0 {
 		_, _ = io.WriteString(f, "no key")
@@ -60,7 +60,7 @@ func (k Key) Format(f fmt.State, _ rune) {
 	}
 }
 
-// MarshalText has encoders write the same.
+// MarshalText makes encoders write what Format prints.
 func (k Key) MarshalText() ([]byte, error) { return fmt.Append(nil, k), nil }
 
 // Available returns errdefs.ErrUnsupported if this machine lacks what encrypted devices need, which the error names.
@@ -79,20 +79,19 @@ const cipherName = "aes-xts-plain64"
 
 // How a header is made.
 //
-// The key is stretched by Argon2id as RFC 9106 recommends where memory is bounded (its second choice: 64 MiB, four lanes; four passes,
-// as cryptsetup takes no fewer than that). The numbers are fixed, and so neither a benchmark runs at each format, nor does a fast machine make a header that a slow one
-// opens in minutes: an open takes about 0.15 s of one processor of 2026 (0.16 s of user time on the machine of docs/benchmarks/logical.md; 2.2 s in
-// User Mode Linux).
+// The key is stretched by Argon2id as RFC 9106 recommends where memory is bounded (its second choice: 64 MiB, four lanes; four passes, as cryptsetup takes
+// no fewer). The numbers are fixed: so no benchmark runs at each format, and a fast machine makes no header that a slow one opens in minutes. An open
+// takes about 0.15 s of one processor of 2026 (0.16 s of user time on the machine of docs/benchmarks/logical.md; 2.2 s in User Mode Linux).
 //
-// Sectors of 4096 bytes: every size is a multiple of that, and no disk has larger ones. So the volume has such sectors over
-// any disk, and its copies can be moved to any other.
+// Sectors have 4096 bytes: every size is a multiple of that, and no disk has larger ones. So the volume has such sectors over any disk, and its copies can
+// be moved to any other.
 var (
 	cipher   = []string{"--cipher", cipherName, "--key-size", "512", "--sector-size", "4096"}
 	stretch  = []string{"--pbkdf", "argon2id", "--pbkdf-memory", "65536", "--pbkdf-parallel", "4", "--pbkdf-force-iterations", "4"}
 	geometry = []string{"--luks2-metadata-size", strconv.Itoa(metadataSize), "--luks2-keyslots-size", strconv.Itoa(Written - 2*metadataSize), "--offset", strconv.Itoa(HeaderSize / 512)}
 )
 
-// Format makes a header on a device, whatever is there, with one key. What is behind it reads as noise from then on.
+// Format makes a header with one key on a device, whatever is there. From then on the data behind it reads as noise.
 func Format(ctx context.Context, device, uuid string, key Key) error {
 	argv := []string{"luksFormat", "--type", "luks2", "--uuid", uuid}
 	for _, options := range [][]string{cipher, stretch, geometry} {
@@ -104,14 +103,14 @@ func Format(ctx context.Context, device, uuid string, key Key) error {
 	if err := flush(device); err != nil {
 		return err
 	}
-	// What counts as formatted is never formatted again, so cryptsetup is not taken at its word.
+	// A formatted volume is never formatted again: so the header is checked, whatever cryptsetup says.
 	if have, err := UUID(device); err != nil || have != uuid {
 		return errors.Join(fmt.Errorf("make a LUKS2 header on %s: cryptsetup ended as if it had, and there is the UUID %q, not %s", device, have, uuid), err)
 	}
 	return nil
 }
 
-// Opens reports whether a device has a header that a key opens: false if none can open it, as it is not whole, or has no key slot yet. ErrKey if
+// Opens reports whether a device has a header that the key opens. False if no key can open it: it is not whole, or has no key slot yet. ErrKey if only
 // another key opens it.
 func Opens(ctx context.Context, device string, key Key) (bool, error) {
 	header, err := find(device)
@@ -127,14 +126,15 @@ func Opens(ctx context.Context, device string, key Key) (bool, error) {
 	return true, nil
 }
 
-// Open makes a device of the device mapper that shows what is behind the header of a device. ErrKey for a wrong key. What it leaves when it
-// fails, or is killed, is a device of that name, which may have no table.
+// Open makes a device of the device mapper that shows the data behind the header of a device. ErrKey for a wrong key. If it fails, or is killed, a device
+// of that name may be left, also without a table.
 //
-// Nothing in a header vouches for what it says: who can write to the disk may have it say "no cipher", and all that is written from then on
-// can be read there. So the kernel is asked what was opened: errdefs.ErrPrecondition if that is not what Format makes.
+// Nothing in a header proves what it says: whoever can write to the disk can make it say "no cipher", and then read all that is written later. So the
+// kernel is asked what was opened: errdefs.ErrPrecondition unless that is what Format makes.
 //
-// The kernel's queues for reads and writes stay (no --perf-no_read_workqueue, no --perf-no_write_workqueue): without them whoever submits the I/O encrypts it,
-// which is said to be faster for one reader of a fast disk and slower for one writer on many processors. On one processor it makes no difference (docs/benchmarks/logical.md).
+// The kernel's queues for reads and writes stay (no --perf-no_read_workqueue, no --perf-no_write_workqueue): without them whoever submits the I/O encrypts
+// it, which is said to be faster for one reader of a fast disk, and slower for one writer on many processors. On one processor it makes no difference
+// (docs/benchmarks/logical.md).
 func Open(ctx context.Context, device, name string, key Key, discards bool) error {
 	argv := []string{"open", "--type", "luks2"}
 	if discards {
@@ -157,7 +157,8 @@ func Open(ctx context.Context, device, name string, key Key, discards bool) erro
 	return nil
 }
 
-// verify makes sure that a device that cryptsetup made is of the header with a UUID, and shows what is behind it as Format has it encrypted.
+// verify returns errdefs.ErrPrecondition unless a device that cryptsetup made is of the header with a UUID, and shows its data with the cipher and offset
+// of Format.
 func verify(name, uuid string) error {
 	d, err := dm.Find(name)
 	if err != nil || d == nil {
@@ -181,7 +182,7 @@ func verify(name, uuid string) error {
 
 const notOurs = "somebody has changed the header on the disk: restore it (cryptsetup luksHeaderRestore), and find out who can write there"
 
-// Resize brings a device that Open made to the size of the one below it. It needs a key, as the kernel has none for a new table.
+// Resize gives a device that Open made the size of the one below it. It needs the key, as the kernel gives none to a new table.
 func Resize(ctx context.Context, name string, key Key) error {
 	forget, err := nodesBelow(name)
 	if err == nil {
@@ -193,7 +194,7 @@ func Resize(ctx context.Context, name string, key Key) error {
 	return nil
 }
 
-// SetUUID gives a header, on a device or in a file, another UUID. It needs no key.
+// SetUUID gives a header, on a device or in a file, another UUID, durably. It needs no key.
 func SetUUID(ctx context.Context, path, uuid string) error {
 	have, err := UUID(path)
 	if err == nil && have != uuid {
@@ -213,7 +214,7 @@ func SetUUID(ctx context.Context, path, uuid string) error {
 	return nil
 }
 
-// flush writes out what was written to a device or a file.
+// flush makes durable what was written to a device or a file.
 func flush(path string) error {
 	f, err := os.Open(path)
 	if err == nil {
@@ -225,8 +226,8 @@ func flush(path string) error {
 	return nil
 }
 
-// The binary header (LUKS2 On-Disk Format Specification, 2.1): its magic, which the second copy has in another order, a number that grows with each
-// change, the UUID, and the sum of all the metadata, itself taken as zeros. Behind it is a text of JSON.
+// The binary header (LUKS2 On-Disk Format Specification, 2.1). It begins with the magic, which differs in the second copy. It has a sequence number that
+// grows with each change, the UUID, and the checksum of all the metadata, which counts itself as zeros. A JSON text follows it.
 var magics = map[int64][]byte{0: []byte("LUKS\xba\xbe\x00\x02"), metadataSize: []byte("SKUL\xba\xbe\x00\x02")}
 
 const (
@@ -238,15 +239,15 @@ const (
 	textAt     = 4096
 )
 
-// metadata is what one of the copies of a header says.
+// metadata is what one copy of a header has.
 type metadata struct {
 	uuid     string
 	whole    bool
 	sequence uint64
-	slots    map[string]slot // of keys, of one that is whole
+	slots    map[string]slot // the key slots, if the copy is whole
 }
 
-// slot is what a header says of how the key of one of its slots is stretched.
+// slot is how the key of a key slot is stretched.
 type slot struct {
 	Stretch struct {
 		Memory int64 // in KiB
@@ -254,14 +255,14 @@ type slot struct {
 	} `json:"kdf"`
 }
 
-// What a key slot may ask for: with cryptsetup's own choice, that of who adds a key by hand, it is up to 1 GiB, and some passes.
+// The most that a key slot may ask for. A person who adds a key with cryptsetup's own choice has up to 1 GiB, and some passes.
 const (
 	mostMemory = 1 << 20  // KiB
 	mostWork   = 64 << 20 // KiB, over all passes
 )
 
-// affordable returns errdefs.ErrPrecondition for a header of which a key slot takes memory or time as no cryptsetup would have it choose: cryptsetup takes
-// what it is told.
+// affordable returns errdefs.ErrPrecondition for a header with a key slot that takes more memory or time than cryptsetup would choose: cryptsetup itself
+// takes whatever the header says.
 func (m metadata) affordable(device string) error {
 	for name, s := range m.slots {
 		if memory := s.Stretch.Memory; memory > mostMemory || memory > 0 && s.Stretch.Time > mostWork/memory {
@@ -272,14 +273,13 @@ func (m metadata) affordable(device string) error {
 	return nil
 }
 
-// UUID returns that of the LUKS2 header of a device or a file, in either of its copies: of one that is whole, if there is one, as cryptsetup takes it.
-// Empty if there is none.
+// UUID returns the UUID of the LUKS2 header of a device or a file, by the copy that cryptsetup takes (find); empty if there is no header.
 func UUID(path string) (string, error) {
 	header, err := find(path)
 	return header.uuid, err
 }
 
-// Check returns errdefs.ErrDataLoss if neither of the copies of a header is whole: no key opens it any more. It does not look at the key slots.
+// Check returns errdefs.ErrDataLoss if neither copy of a header is whole: then no key opens it any more. It does not look at the key slots.
 func Check(path string) error {
 	header, err := find(path)
 	switch {
@@ -293,8 +293,8 @@ func Check(path string) error {
 	return nil
 }
 
-// find returns the copy of a header that cryptsetup takes: of those that are whole the newer one. Without one of these it is whatever is there. It is
-// read from the disk: while a device is in use, the page cache keeps what was there once.
+// find returns the copy of a header that cryptsetup takes: the newer one of those that are whole. If none is, it returns any copy that is there. It reads
+// the disk, as the page cache of a device in use may be out of date.
 func find(path string) (found metadata, err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -305,7 +305,7 @@ func find(path string) (found metadata, err error) {
 	for _, at := range []int64{0, metadataSize} {
 		header := make([]byte, metadataSize)
 		if _, failure := f.ReadAt(header, at); failure != nil && !errors.Is(failure, io.EOF) {
-			err = fmt.Errorf("read the LUKS2 header of %s: %w", path, errdefs.FromErrno(failure)) // unless the other one is whole
+			err = fmt.Errorf("read the LUKS2 header of %s: %w", path, errdefs.FromErrno(failure)) // no error if the other copy is whole
 		}
 		if !bytes.HasPrefix(header, magics[at]) {
 			continue
@@ -337,8 +337,7 @@ func parse(header []byte) metadata {
 	return m
 }
 
-// Erase overwrites all that Format wrote, on a device or in a file, with zeros, and returns when it is written: no key opens the
-// data any more. It may be called again.
+// Erase overwrites all that Format wrote, on a device or in a file, with zeros, durably: no key opens the data any more. It may be called again.
 func Erase(ctx context.Context, path string) error {
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	if err != nil {
@@ -359,11 +358,11 @@ func Erase(ctx context.Context, path string) error {
 	return nil
 }
 
-// nodes is where libdevmapper makes a node for each device that cryptsetup makes. Nothing uses them: the kernel makes /dev/dm-N.
+// nodes is the folder in which libdevmapper makes a node for each device of cryptsetup. Nothing uses these nodes: the kernel makes /dev/dm-N.
 const nodes = "/dev/mapper"
 
-// nodesBelow makes the nodes of the devices of the device mapper below one, where there is no udev: cryptsetup knows them by these alone. What was
-// made, forget removes; after a crash ForgetNode does.
+// nodesBelow makes the nodes of the devices below a device of the device mapper, where there is no udev: cryptsetup finds those devices only by them.
+// forget, which is never nil, removes those that were made; after a crash ForgetNode does.
 func nodesBelow(name string) (forget func() error, err error) {
 	var made []string
 	forget = func() (err error) {
@@ -375,7 +374,7 @@ func nodesBelow(name string) (forget func() error, err error) {
 	below, err := dm.Below(name)
 	for _, number := range below {
 		text, failure := os.ReadFile("/sys/dev/block/" + dm.Number(number) + "/dm/name")
-		if errors.Is(failure, os.ErrNotExist) { // of another kind
+		if errors.Is(failure, os.ErrNotExist) { // no device of the device mapper
 			continue
 		}
 		under := strings.TrimSpace(string(text))
@@ -391,8 +390,8 @@ func nodesBelow(name string) (forget func() error, err error) {
 	return forget, err
 }
 
-// ForgetNode removes the node that libdevmapper has made for a device, which would outlive it: the kernel takes the device
-// away, and libdevmapper does not hear of that. A link is udev's, which does.
+// ForgetNode removes the node that libdevmapper has made for a device. It would outlive the device, as the kernel removes that without telling
+// libdevmapper. A link is udev's, which removes it itself.
 func ForgetNode(name string) error {
 	path := filepath.Join(nodes, name)
 	info, err := os.Lstat(path)
@@ -405,7 +404,7 @@ func ForgetNode(name string) error {
 	return nil
 }
 
-// Nodes returns the names in /dev/mapper for which there may be no device any more.
+// Nodes returns the names in /dev/mapper; some may have no device any more.
 func Nodes() ([]string, error) {
 	entries, err := os.ReadDir(nodes)
 	if errors.Is(err, os.ErrNotExist) {
@@ -418,13 +417,14 @@ func Nodes() ([]string, error) {
 	return names, errdefs.FromErrno(err)
 }
 
-// slots bounds how many keys are stretched at once, and so the memory that takes: 64 MiB each. Who has one for longer than slotTime, which is many times
-// what that takes, waits for a disk, and is no longer in the way of others.
+// slots bounds how many keys are stretched at once, and with it the memory: 64 MiB each. A call gives its slot back after slotTime, which is many times
+// what that takes: by then it waits for a disk, and must not hold up others.
 var slots = make(chan struct{}, 2)
 
 const slotTime = 5 * time.Second
 
-// withKey runs cryptsetup with a key, which is all of its standard input: its length, too, is on no command line, and in no error that shows one.
+// withKey runs cryptsetup with a key, which is all of its standard input: so not even the length of the key is on a command line, or in an error that
+// shows one. errdefs.ErrInvalid and ErrNoKey without a key.
 func withKey(ctx context.Context, key Key, argv ...string) error {
 	if len(key) == 0 {
 		return fmt.Errorf("%w: %w", errdefs.ErrInvalid, ErrNoKey)
@@ -450,12 +450,13 @@ const (
 	noMemory = 3
 )
 
-// run runs cryptsetup, which asks nothing, and waits for no udev: in a container there is none.
+// run runs cryptsetup, which asks nothing and does not wait for udev, as a container has none. errdefs.ErrUnsupported if it is not installed; ErrKey for a
+// wrong key; errdefs.ErrUnavailable if it has too little memory.
 func run(ctx context.Context, key Key, argv ...string) (stdout, stderr string, err error) {
 	stdout, stderr, err = command.RunWith(ctx, command.Options{Input: key, Env: []string{"DM_DISABLE_UDEV=1"}}, append([]string{"cryptsetup", "--batch-mode"}, argv...)...)
 	var failure *command.Error
 	switch {
-	case errors.Is(err, exec.ErrNotFound), errors.Is(err, os.ErrNotExist): // which would be taken for that of a device
+	case errors.Is(err, exec.ErrNotFound), errors.Is(err, os.ErrNotExist): // it would look like that of a device
 		err = errdefs.Recast(errdefs.ErrUnsupported, err, "install cryptsetup")
 	case !errors.As(err, &failure):
 	case failure.Code == wrongKey && len(key) > 0:
@@ -466,8 +467,8 @@ func run(ctx context.Context, key Key, argv ...string) (stdout, stderr string, e
 	return stdout, stderr, err
 }
 
-// protect keeps this process, and all that it starts, from leaving a core dump, which may have keys in it, and others who are not root from looking
-// into it. A limit of one byte is less than any dump has, and unlike that of none it also counts for a program that takes dumps (core(5)).
+// protect keeps this process, and all that it starts, from leaving a core dump, which may have keys in it, and others than root from looking into it. A
+// limit of one byte is less than any dump has; unlike a limit of zero, it also counts for a program that takes dumps (core(5)).
 var protect = sync.OnceValue(func() error {
 	err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1})
 	if err == nil {

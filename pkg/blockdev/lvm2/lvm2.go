@@ -1,4 +1,4 @@
-// Package lvm2 asks lvm2, and says what its answers mean.
+// Package lvm2 runs commands of lvm2 in its shell, and turns its complaints into errors.
 package lvm2
 
 import (
@@ -20,31 +20,27 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// Shell is lvm2, asked through its own shell (lvm(8)), which stays: a command takes a
-// fraction of what a process of its own takes. lvm2 ships the profile that lvmdbusd
-// drives it by; with it every answer is one JSON document that ends in the status of the
-// command (lvmreport(7)).
+// Shell is lvm2, asked through its own shell (lvm(8)), which keeps running: a command takes a fraction of the time of a process of its own. It uses the
+// profile that lvm2 ships for lvmdbusd: each answer is one JSON document that ends in the status of the command (lvmreport(7)).
 //
-// One command runs at a time, as lvm2 itself holds a lock on the volume group. Whoever
-// waits for his turn stops waiting when his context ends; a command whose context ends
-// is told to end, and killed if it does not.
+// One command runs at a time, as lvm2 itself locks the volume group. A caller that waits for the turn stops when its context ends. A command whose context
+// ends is told to end, and killed if it does not.
 type Shell struct {
 	program string
-	turn    chan struct{} // holds one token while nobody has the turn
+	turn    chan struct{} // has one element while nobody has the turn
 	session *command.Session
 	asked   int  // commands of this session
 	broken  bool // a command was cut short: devices may have stayed suspended
-	// ending, if set, waits for a session that was given up; the turn comes after it.
+	// ending, if set, ends a session that was given up. The turn is passed on only after that.
 	ending func()
 	// mend is called, with the turn, after a command was cut short.
 	mend func(run Run)
-	// flush makes what lvm2 wrote last: it leaves that in the caches of the disks.
+	// flush makes durable what lvm2 wrote: it leaves that in the caches of the disks.
 	flush   func() error
-	flushed bool // nothing was changed since
+	flushed bool // nothing was changed since the last flush
 }
 
-// New returns a shell of a program: lvm, or what stands in for it in a test. It starts with the first command. mend and flush
-// are called by who has the turn.
+// New returns a shell of a program: lvm, or what stands in for it in a test. The first command starts it. mend and flush are called with the turn.
 func New(program string, mend func(run Run), flush func() error) *Shell {
 	l := &Shell{program: program, turn: make(chan struct{}, 1), mend: mend, flush: flush, flushed: true}
 	l.turn <- struct{}{}
@@ -66,7 +62,7 @@ func (l *Shell) Run(ctx context.Context, args ...string) (rows []Row, err error)
 // Run runs one command and returns the rows of its report.
 type Run func(args ...string) ([]Row, error)
 
-// Hold gives do the turn for as many commands as it runs.
+// Hold calls do with the turn, for as many commands as it runs.
 func (l *Shell) Hold(ctx context.Context, do func(run Run) error) error {
 	select {
 	case <-l.turn:
@@ -77,12 +73,12 @@ func (l *Shell) Hold(ctx context.Context, do func(run Run) error) error {
 	return do(func(args ...string) ([]Row, error) { return l.command(ctx, args) })
 }
 
-// sessionCommands is after how many commands a session ends: with each that has --config, the
-// shell of lvm2 2.03.16 keeps about 2 kB of memory for good.
+// sessionCommands is the number of commands after which a session ends: with each that has --config, the shell of lvm2 2.03.16 keeps about 2 kB of memory
+// for good.
 const sessionCommands = 1000
 
-// pass passes the turn on; but not before a session that was given up is gone, and what it
-// left is mended, which the caller, whose time may be over, does not wait for.
+// pass passes the turn on. If a session was given up, it first waits for its end, and mends what it left; the caller, whose time may be over, does not
+// wait for that.
 func (l *Shell) pass() {
 	if l.ending == nil {
 		if l.asked >= sessionCommands {
@@ -102,19 +98,18 @@ func (l *Shell) pass() {
 	}()
 }
 
-// recover mends what a session that was given up has left; at once, as somebody may be
-// waiting for a suspended device. The caller has the turn.
+// recover ends a session that was given up and mends what it left, at once: somebody may be waiting for a suspended device. The caller has the turn.
 func (l *Shell) recover(ctx context.Context) {
-	l.end() // it has a last word in what is suspended
+	l.end() // until it has ended it may still change what is suspended
 	l.broken = false
 	l.mend(func(args ...string) ([]Row, error) { return l.command(ctx, args) })
 }
 
-// Dirty reports whether something was changed that was not flushed. The caller has the turn.
+// Dirty reports whether something was changed and not flushed. The caller has the turn.
 func (l *Shell) Dirty() bool { return !l.flushed }
 
-// FlushNext has the disks flushed after the next command, whatever that changes: something was changed before the first one.
-// The caller has the turn, or is the only one yet.
+// FlushNext has the disks flushed after the next command, whatever that changes: for changes that were made before this shell. The caller has the turn, or
+// is alone.
 func (l *Shell) FlushNext() { l.flushed = false }
 
 // Close ends the session, once nobody has the turn.
@@ -135,10 +130,8 @@ func (l *Shell) end() {
 	}
 }
 
-// settingsOf returns what is added to a command: it asks nothing, starts no daemon, and
-// writes no copy of the metadata to /etc, which in a container is nobody's. The commands of
-// which there are many say so by options: with --config, lvm2 reads its whole configuration
-// before the command, and once more after it.
+// settingsOf returns what is added to a command: it asks nothing, starts no daemon, and writes no copy of the metadata to /etc, which in a container
+// nobody keeps. The frequent commands have options for that: with --config, lvm2 reads its whole configuration before the command, and again after it.
 func settingsOf(command string) string {
 	if command == "lvchange" || command == "lvcreate" {
 		return " -y -An --ignoremonitoring"
@@ -150,12 +143,13 @@ func settingsOf(command string) string {
 // those of settingsOf.
 const MaxWords = 64 - 5
 
-// argument is what an argument may be: the shell has nothing to take apart in it.
+// argument matches what an argument may be: nothing in it that lvm2's shell would split or interpret.
 var argument = regexp.MustCompile(`^[-A-Za-z0-9_+./=!:&#@,%|]+$`)
 
 // Takes reports whether an argument is one that can be passed on.
 func Takes(arg string) bool { return argument.MatchString(arg) }
 
+// command runs one command and flushes the disks if it changed something: see Run. The caller has the turn.
 func (l *Shell) command(ctx context.Context, args []string) (_ []Row, err error) {
 	ctx, end := trace.Start(ctx, "lvm "+args[0])
 	defer func(began time.Time) { observe(args[0], began, err); end(err) }(time.Now())
@@ -192,9 +186,9 @@ func (l *Shell) command(ctx context.Context, args []string) (_ []Row, err error)
 	}
 	_, _, more := log.read()
 	if err = complaint(line, append(more, failures...)); !Refused(err) {
-		l.abandon() // it gave up half-way, and left what it had suspended
+		l.abandon() // lvm2 may have given up half-way, and left devices suspended
 	}
-	if !clean { // that there is nothing to do may be the work of one before it
+	if !clean { // what it found done may be the unflushed work of an earlier command
 		if failed := l.flushChanges(line); failed != nil {
 			return nil, failed
 		}
@@ -202,7 +196,7 @@ func (l *Shell) command(ctx context.Context, args []string) (_ []Row, err error)
 	return nil, err
 }
 
-// observe counts that a command was asked for. That there is no room, or what is asked for is there or gone, is an answer.
+// observe counts a command, its time, and its failure. That lvm2 refuses it is no failure: see Refused.
 func observe(command string, began time.Time, err error) {
 	command = metrics.Program(command)
 	metrics.CommandSeconds.Observe(time.Since(began), command)
@@ -211,10 +205,10 @@ func observe(command string, began time.Time, err error) {
 	}
 }
 
-// checkWords returns errdefs.ErrInvalid for a command that lvm2's shell would not take as it is meant.
+// checkWords returns errdefs.ErrInvalid for a command that lvm2's shell would not read as it is meant.
 func checkWords(args []string) error {
 	line := strings.Join(args, " ")
-	// lvm2's shell says nothing in answer to a line of too many words.
+	// lvm2's shell does not answer a line of too many words.
 	if len(args) > MaxWords {
 		return fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", errdefs.ErrInvalid, len(args), MaxWords, line)
 	}
@@ -226,12 +220,12 @@ func checkWords(args []string) error {
 	return nil
 }
 
-// start starts a session, if there is none; before it, what one that was given up has left is mended.
+// start starts a session, if there is none. If one was given up before, it mends first what that left.
 func (l *Shell) start(ctx context.Context) error {
 	if l.session == nil && l.broken {
 		l.recover(ctx)
 	}
-	if l.session == nil { // recovering may have started one
+	if l.session == nil { // recover may have started one
 		l.end()
 		if err := ctx.Err(); err != nil {
 			return err
@@ -258,7 +252,7 @@ func changing(args []string) bool {
 	return true
 }
 
-// flushChanges flushes what commands changed. Where that fails, a power cut may undo them.
+// flushChanges flushes what commands changed. ErrUnflushed if that fails: a power cut may undo it.
 func (l *Shell) flushChanges(line string) error {
 	if l.flushed {
 		return nil
@@ -272,13 +266,14 @@ func (l *Shell) flushChanges(line string) error {
 
 func environment() []string {
 	env := []string{"LVM_COMMAND_PROFILE=lvmdbusd", "DM_DISABLE_UDEV=1", "LVM_SUPPRESS_FD_WARNINGS=1",
-		"DBUS_SYSTEM_BUS_ADDRESS=unix:path=/dev/null"} // lvmdbusd is not told of changes
+		"DBUS_SYSTEM_BUS_ADDRESS=unix:path=/dev/null"} // no notice to lvmdbusd
 	if dir := os.Getenv("LVM_SYSTEM_DIR"); dir != "" {
 		env = append(env, "LVM_SYSTEM_DIR="+dir)
 	}
 	return env
 }
 
+// ask sends a line to the session and returns the answer. After an error the session is given up.
 func (l *Shell) ask(ctx context.Context, line string) (reply, error) {
 	var answer reply
 	_, err := l.session.Ask(ctx, line, func(text []byte) bool {
@@ -291,7 +286,7 @@ func (l *Shell) ask(ctx context.Context, line string) (reply, error) {
 	return answer, err
 }
 
-// lost ends the session, in which a command got no answer.
+// lost gives up the session, in which a command got no answer, and returns the error for that.
 func (l *Shell) lost(ctx context.Context, line string, err error) error {
 	l.abandon()
 	if ctx.Err() == nil {
@@ -300,13 +295,13 @@ func (l *Shell) lost(ctx context.Context, line string, err error) error {
 	return fmt.Errorf("lvm %s: %w", line, err)
 }
 
-// abandon gives up the session: a command was cut short.
+// abandon gives up the session, in which a command was cut short. The turn's end, or the next command, ends it and mends.
 func (l *Shell) abandon() {
 	l.broken = true
 	l.ending, l.session = l.session.Close, nil
 }
 
-// trailingComma is left by lvm2 2.03.16 after the last line of some logs.
+// trailingComma matches the comma that lvm2 2.03.16 leaves after the last line of some logs.
 var trailingComma = regexp.MustCompile(`,(\s*\])`)
 
 // reply is the answer to one command.
@@ -315,8 +310,7 @@ type reply struct {
 	Log    []Row              `json:"log"`
 }
 
-// read returns the rows of the report, how the command ended (success or failure, or nothing
-// if it does not say), and what it complained of.
+// read returns the rows of the report, the status of the command (success or failure, empty if it has none), and its complaints.
 func (a reply) read() (rows []Row, status string, failures []string) {
 	for _, report := range a.Report {
 		for _, some := range report {
@@ -334,30 +328,28 @@ func (a reply) read() (rows []Row, status string, failures []string) {
 	return rows, status, failures
 }
 
-// ErrBroken: a command got no answer; it may have been carried out.
+// ErrBroken is for a command that got no answer; it may have been carried out.
 var ErrBroken = fmt.Errorf("%w: lvm2 gave no answer", errdefs.ErrUnavailable)
 
-// ErrUnflushed: a command was carried out, but a power cut may undo it.
+// ErrUnflushed is for a command that was carried out, and that a power cut may undo.
 var ErrUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the disks", errdefs.ErrUnavailable)
 
-// ErrHalfDone: lvm2 could neither finish nor undo what it did to devices.
+// ErrHalfDone is for a command that lvm2 could neither finish nor undo.
 var ErrHalfDone = errors.New("lvm2 gave up half-way")
 
-// ErrParts: lvm2 does not bring a thin pool up while parts of it are up without it.
+// ErrParts is for a thin pool that lvm2 does not bring up, as parts of it are up without it.
 var ErrParts = fmt.Errorf("%w: parts of the thin pool are up without it", errdefs.ErrUnavailable)
 
-// ErrSnapshotMade: lvm2 does not send a thin pool the message to make a snapshot that it has made already.
+// ErrSnapshotMade is for a message to make a snapshot that lvm2 does not send, as the thin pool has made it already.
 var ErrSnapshotMade = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", errdefs.ErrUnavailable)
 
-// ErrHeld: lvm2 could not tell a thin pool to remove a volume, as the kernel lets go of it a
-// moment after its device is gone.
+// ErrHeld is for a volume that lvm2 could not have the thin pool remove: the kernel lets go of it a moment after its device is gone.
 var ErrHeld = fmt.Errorf("%w: the thin pool still holds it", errdefs.ErrUnavailable)
 
-// ErrNoLV: the logical volume is not there.
+// ErrNoLV is for a logical volume that is not there.
 var ErrNoLV = errors.New("no such logical volume")
 
-// complaints are what lvm2 says (lib/ of its source), and what it means. The first that
-// is found counts.
+// complaints maps lvm2's messages (lib/ of its source) to errors. The first one that is found counts.
 var complaints = []struct {
 	text string
 	err  error
@@ -387,8 +379,7 @@ var complaints = []struct {
 	{"used by another device", errdefs.ErrInUse},
 }
 
-// Refused reports whether an error is lvm2's own word that it changed nothing. After any
-// other failure that is not known.
+// Refused reports whether an error means that lvm2 has changed nothing. After any other failure nobody knows.
 func Refused(err error) bool {
 	for _, refusal := range []error{errdefs.ErrNoSpace, errdefs.ErrExists, ErrNoLV, errdefs.ErrInUse, errdefs.ErrInvalid} {
 		if errors.Is(err, refusal) {

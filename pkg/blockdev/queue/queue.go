@@ -1,4 +1,4 @@
-// Package queue is the settings of block queues, as in sysfs-block(5) below /sys/block/DEVICE/queue.
+// Package queue reads and writes the settings of block queues, as in sysfs-block(5) below /sys/block/DEVICE/queue.
 package queue
 
 import (
@@ -15,12 +15,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// schedulers are those that the kernel was once seen to have.
+// schedulers has the I/O schedulers that the kernel was ever seen to have.
 var schedulers sync.Map
 
-// HasScheduler reports whether the kernel has an I/O scheduler loaded, as any block
-// device lists it. True if no device can be asked. It looks at the devices only for a
-// name that it has not seen before.
+// HasScheduler reports whether the kernel has an I/O scheduler loaded, by the lists of its block devices. True if no device has such a list. It reads the
+// lists only for a name that it has not seen before.
 func HasScheduler(name string) bool {
 	if _, seen := schedulers.Load(name); seen {
 		return true
@@ -49,8 +48,8 @@ func HasScheduler(name string) bool {
 // Setting is a setting of a device's block queue, by its name under /sys/block/DEVICE/queue.
 type Setting struct{ Device, Name, Value string }
 
-// Set writes settings: all of them, or, with an error, none. ErrInvalid if the kernel refuses a value or has no such setting.
-// undo writes back what was there.
+// Set writes all settings, or none if there is an error. errdefs.ErrInvalid if the kernel refuses a value, or has no such setting. undo restores the
+// earlier values.
 func Set(settings ...Setting) (undo func() error, err error) {
 	var undos []func() error
 	undo = func() error {
@@ -83,7 +82,7 @@ func settingPath(device, name string) string {
 	return filepath.Join("/sys/block", filepath.Base(device), "queue", filepath.Base(name))
 }
 
-// Read returns a setting of a device's queue. Of a choice ("none [bfq]") it is what is in brackets.
+// Read returns a setting of a device's queue. For a choice ("none [bfq]") it returns what is in brackets.
 func Read(device, name string) (string, error) {
 	b, err := os.ReadFile(settingPath(device, name))
 	value := strings.TrimSpace(string(b))
@@ -93,7 +92,7 @@ func Read(device, name string) (string, error) {
 	return value, err
 }
 
-// Write changes a setting of a device's queue. It makes none, as os.WriteFile would.
+// Write changes a setting of a device's queue. It makes no file, unlike os.WriteFile.
 func Write(device, name, value string) error {
 	f, err := os.OpenFile(settingPath(device, name), os.O_WRONLY, 0)
 	if err != nil {
