@@ -1,4 +1,4 @@
-// Package abroad is what pools of volumes have in common that are made, grown and deleted elsewhere, and only used here: remotepool and replicapool.
+// Package abroad is what remotepool and replicapool have in common: their volumes are made, grown and deleted elsewhere, and only used here.
 package abroad
 
 import (
@@ -18,19 +18,19 @@ type Pool struct {
 	where  string
 }
 
-// New returns the part of a pool of a kind that a node has: devices over its volumes are named after both, as the kernel may be that of another user, too. where says in an error where the bytes
-// of a volume are.
+// New returns that part of a pool of a kind, on a node. The names of devices over its volumes begin with both, as other nodes may use the same kernel.
+// where says in errors where the bytes of a volume are.
 func New(kind, node, where string) Pool {
 	return Pool{"ashlar-" + kind + "-" + HashOf(node) + "-", where}
 }
 
-// HashOf is a name as 16 hexadecimal digits.
+// HashOf returns a hash of a name, as 16 hexadecimal digits.
 func HashOf(name string) string {
 	sum := sha256.Sum256([]byte(name))
 	return hex.EncodeToString(sum[:8])
 }
 
-// Refuse is errdefs.ErrUnsupported for what is done where the bytes are.
+// Refuse returns errdefs.ErrUnsupported for what can only be done where the bytes are.
 func (p Pool) Refuse(what string, ref blockdev.Ref) error {
 	return fmt.Errorf("%w: %s %s %s there", errdefs.ErrUnsupported, ref, p.where, what)
 }
@@ -60,10 +60,10 @@ func (p Pool) Capacity(context.Context) (blockdev.Capacity, error) { return bloc
 // Close gives nothing up: what is attached is the kernel's.
 func (p Pool) Close() error { return nil }
 
-// UUID is what the UUIDs of devices of the device mapper begin with over which lvm2 is not to look for anything.
+// UUID begins the UUIDs of devices of the device mapper that lvm2 must not read.
 const UUID = "LVM-NOT-OF-LVM-BUT-OF-THE-DRIVER-ASHLAR-"
 
-// Prefix of the names of devices of the device mapper: none of another pool has it.
+// Prefix returns how the names of the pool's devices of the device mapper begin. No other pool's do.
 func (p Pool) Prefix() string { return p.prefix }
 
 // Top: see blockdev.Stackable.

@@ -1,21 +1,20 @@
-// Package catalog is what a pool has in memory of its objects, and what all pools do with it in the same way.
+// Package catalog is what a pool has in memory of its objects, and what all pools do with that in the same way.
 //
-// It keeps one discipline:
+// It keeps these rules:
 //
-//   - Memory follows the disk. The catalog is a cache of the records, filled when the pool is opened. A change is on the disk
-//     before it is here (Set, Forget); only what is begun is here first (Put), so that nobody else begins it.
-//   - One lock. Mu guards the catalog, and whatever else the pool remembers: its account, the devices that it has seen. It is
-//     held to look and to change, never while something is waited for: no record is written, no image opened and no command
-//     run with it. (File pools ask for the free space of their filesystem with it, as that and what is promised are one sum.)
-//     It is the innermost one: no other lock is taken with it.
-//   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool); SetLabels alone may come beside it, so who saves a record does that between BeginChange and its end.
-//     One that is being made or removed is worked on by who has claimed it: Begin, BeginDelete, ClaimCopies and Sweep do, and Release and
-//     Forget end that. To other calls it is errdefs.ErrBusy, and Sweep passes it by.
-//   - Only its worker changes the entry of an object, with Mu held where others look (Set), and only the worker reads it without
-//     Mu. Everybody else gets copies (Lookup, Get, List) or looks with Mu held.
+//   - Memory follows the disk. The catalog is a cache of the records, filled when the pool is opened. A change is on the disk before it is here (Set,
+//     Forget). Only an object that is begun is here first (Put), so that nobody else begins it.
+//   - One lock. Mu guards the catalog, and what else the pool remembers: its account, the devices that it has seen. It is held to look and to change, and
+//     never while something is waited for: no record is written, no image opened and no command run with it. (File pools read the free space of their
+//     filesystem with it, as that and what is promised are one sum.) It is the innermost lock: no other one is taken while it is held.
+//   - One worker. A ready object is worked on by the call that names it, as callers serialise those (blockdev.Pool). Only SetLabels may come beside it: so
+//     whoever saves a record does that between BeginChange and its end. An object that is being made or removed is worked on by the call that has claimed
+//     it: by Begun, Begin, BeginDelete, ClaimCopies or Sweep, until Release or Forget. For other calls it is errdefs.ErrBusy, and Sweep passes it by.
+//   - Only the worker changes the entry of an object, with Mu held where others look (Set), and only the worker reads it without Mu. All others get copies
+//     (Lookup, Get, List), or look with Mu held.
 //
-// What only looks alike stays with each pool: to save a record (two slots of a file, or the difference of tags), what is left of
-// a Create that failed (a file pool goes on with copies of snapshots, an LVM pool with whatever ran out of time), and the account.
+// What only looks alike stays with each pool: how a record is saved (two slots of a file, or the difference of tags), what is left of a Create that failed
+// (a file pool goes on with copies of snapshots, an LVM pool with whatever ran out of time), and the account.
 package catalog
 
 import (
@@ -35,7 +34,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// State is how far an object has come. One that is not ready is nobody's.
+// State is how far an object has come. Only a ready one belongs to anybody.
 type State string
 
 // The states.
@@ -45,32 +44,32 @@ const (
 	Deleting State = "deleting"
 )
 
-// ErrRecord is the cause of every errdefs.ErrDataLoss about a record.
+// ErrRecord is in every errdefs.ErrDataLoss about a record.
 var ErrRecord = fmt.Errorf("%w: damaged record", errdefs.ErrDataLoss)
 
-// AbandonedAfter is when an unfinished copy that nobody came back for is given up.
+// AbandonedAfter is how long an unfinished copy is kept for a retry. After that it is removed.
 const AbandonedAfter = 15 * time.Minute
 
 // Entry is what every pool knows of an object; a pool's own type of objects embeds it.
 type Entry struct {
-	record blockdev.Record // but for its labels
-	labels string          // those, packed
+	record blockdev.Record // without its labels
+	labels string          // the labels, packed (packLabels)
 
 	State  State
 	Copied int64 // bytes of an unfinished copy that are in place
-	// Released is when an unfinished copy was left for a retry to go on with; zero for what waits for its removal only.
+	// Released is when an unfinished copy was left for a retry; zero for an object that only waits for its removal.
 	Released time.Time
-	claimed  bool // somebody is making or removing it
+	claimed  bool // a call is making or removing it
 }
 
-// Found is the entry of an object that is on the disk.
+// Found returns the entry of an object that is on the disk.
 func Found(record blockdev.Record, state State) Entry {
 	var e Entry
 	e.set(record, state)
 	return e
 }
 
-// Begun is the entry of a new object, claimed for the caller.
+// Begun returns the entry of a new object, claimed for the caller.
 func Begun(record blockdev.Record) Entry {
 	e := Found(record, Creating)
 	e.claimed = true
@@ -83,20 +82,20 @@ func (e *Entry) set(record blockdev.Record, state State) {
 	e.record = record
 }
 
-// Record returns the record. Its labels are the caller's.
+// Record returns the record. The caller may change its labels.
 func (e *Entry) Record() blockdev.Record {
 	record := e.record
 	record.Labels = unpackLabels(e.labels)
 	return record
 }
 
-// Ref is that of the record.
+// Ref returns the Ref of the record.
 func (e *Entry) Ref() blockdev.Ref { return e.record.Ref }
 
-// Size is that of the record.
+// Size returns the size of the record.
 func (e *Entry) Size() int64 { return e.record.Size }
 
-// Origin is that of the record.
+// Origin returns the origin of the record.
 func (e *Entry) Origin() blockdev.Ref { return e.record.Origin }
 
 func (e *Entry) entry() *Entry { return e }
@@ -107,17 +106,17 @@ type Object interface {
 	entry() *Entry
 }
 
-// Catalog is the objects of one pool; the package says by which rules.
+// Catalog has the objects of one pool: see the package for the rules.
 type Catalog[T Object] struct {
 	Mu      sync.Mutex
 	Objects map[blockdev.Ref]T     // changed by Put and Forget only
 	Damaged map[blockdev.Ref]error // why a record cannot be read; not changed after the pool was opened
 
 	pool       string
-	erasing    chan struct{}              // has room for who erases an object
-	changing   turns.Table[T]             // of those whose records are being changed
-	keys       map[blockdev.Kind][]string // of Objects, in order
-	unfinished map[blockdev.Ref]bool      // of Objects, those that are not ready
+	erasing    chan struct{}              // has one element while an object is erased
+	changing   turns.Table[T]             // one call at a time changes a record: BeginChange
+	keys       map[blockdev.Kind][]string // the keys of Objects, in order
+	unfinished map[blockdev.Ref]bool      // the Objects that are not ready
 }
 
 // New returns the empty catalog of a pool.
@@ -126,8 +125,9 @@ func New[T Object](pool string) *Catalog[T] {
 		keys: map[blockdev.Kind][]string{}, unfinished: map[blockdev.Ref]bool{}}
 }
 
-// BeginChange is called before the record of a ready object is looked at to be changed, and end once what was changed is saved: SetLabels may come beside another call. Who came first is first. The error is the context's; then
-// there is nothing to end.
+// BeginChange waits until nobody else changes the record of a ready object, and keeps others from it until end. It is called before the record is read to
+// be changed, and end after it is saved, as SetLabels may come beside another call. Callers come in their order. The error is that of ctx; then there is
+// no end.
 func (c *Catalog[T]) BeginChange(ctx context.Context, o T) (end func(), err error) {
 	end, err = c.changing.Begin(ctx, o)
 	if err != nil {
@@ -146,7 +146,7 @@ func (c *Catalog[T]) Put(o T) {
 	c.noteState(o)
 }
 
-// Set gives an object the record and state that it has on the disk. The caller holds Mu.
+// Set gives an object the record and state that are on the disk. The caller holds Mu.
 func (c *Catalog[T]) Set(o T, record blockdev.Record, state State) {
 	o.entry().set(record, state)
 	c.noteState(o)
@@ -160,7 +160,7 @@ func (c *Catalog[T]) noteState(o T) {
 	}
 }
 
-// Forget removes an object that is gone from the disk, with its claim. The caller holds Mu.
+// Forget removes an object that is gone from the disk, and ends its claim. The caller holds Mu.
 func (c *Catalog[T]) Forget(o T) {
 	ref := o.entry().record.Ref
 	delete(c.Objects, ref)
@@ -170,7 +170,7 @@ func (c *Catalog[T]) Forget(o T) {
 	}
 }
 
-// Find returns an object in whatever state, or none.
+// Find returns an object in whatever state; the zero T if there is none.
 func (c *Catalog[T]) Find(ref blockdev.Ref) T {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
@@ -222,8 +222,9 @@ func (c *Catalog[T]) List(_ context.Context, kind blockdev.Kind, after string, l
 	return records, nil
 }
 
-// Begin is how Create begins. It returns the object of a spec: one that is ready, and is what is asked for; an unfinished one
-// that the caller has claimed and can go on with; or none, to be made. An unfinished one of something else is removed first.
+// Begin is the beginning of Create. It returns the object of a spec. ready: it is there, and is what the spec asks for. Otherwise it is an unfinished
+// copy, claimed for the caller, that can be gone on with; or the zero T, and the caller makes it. An unfinished object that is of no use to the spec is
+// removed first. errdefs.ErrExists if a ready object is not what the spec asks for; errdefs.ErrBusy if another call has claimed it.
 func (c *Catalog[T]) Begin(ctx context.Context, spec blockdev.Spec, remove func(context.Context, T) error) (o T, ready bool, err error) {
 	var none T
 	c.Mu.Lock()
@@ -245,7 +246,7 @@ func (c *Catalog[T]) Begin(ctx context.Context, spec blockdev.Spec, remove func(
 	return none, false, remove(ctx, o)
 }
 
-// same returns errdefs.ErrExists unless an object is the one that is asked for.
+// same returns errdefs.ErrExists unless an object has the name and the origin of a spec.
 func (c *Catalog[T]) same(have blockdev.Record, spec blockdev.Spec) error {
 	if have.Name != spec.Name || have.Origin != spec.Origin {
 		return fmt.Errorf("%w: %s in pool %s is %q made from %s", errdefs.ErrExists, have.Ref, c.pool, have.Name, have.Origin)
@@ -253,15 +254,15 @@ func (c *Catalog[T]) same(have blockdev.Record, spec blockdev.Spec) error {
 	return nil
 }
 
-// resumable reports whether an unfinished copy is one that a spec can go on with.
+// resumable reports whether a spec can go on with an unfinished copy.
 func (e *Entry) resumable(spec blockdev.Spec) bool {
 	r := e.Record()
 	return e.State == Creating && e.Copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels) &&
 		(spec.Provisioning == blockdev.AnyProvisioning || spec.Provisioning == blockdev.ProvisioningOf(r.Thin))
 }
 
-// BeginDelete is how Delete begins. It returns the object, claimed to be removed, or none if there is nothing to do.
-// errdefs.ErrInUse if it is attached. What has a damaged record is not deleted; advice says what to do then.
+// BeginDelete is the beginning of Delete. It returns the object, claimed for its removal; the zero T if there is nothing to do. errdefs.ErrInUse if it is
+// attached, errdefs.ErrBusy if another call has claimed it. errdefs.ErrPrecondition if its record is damaged, with advice on what to do.
 func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached func(context.Context, blockdev.Ref) ([]blockdev.Device, error), advice string) (o T, err error) {
 	var none T
 	if err := ref.Validate(); err != nil {
@@ -283,7 +284,7 @@ func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached
 		return none, nil
 	}
 	devices, err := attached(ctx, ref)
-	if err == nil && len(devices) > 0 && o.entry().State == Ready { // else they are the pool's own
+	if err == nil && len(devices) > 0 && o.entry().State == Ready { // the devices of an unfinished object are the pool's own
 		err = fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, c.pool, devices[0].Path)
 	}
 	if err != nil {
@@ -293,9 +294,9 @@ func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached
 	return o, nil
 }
 
-// BeginErase reports whether an object that is being removed is to be erased first: one that is ready if the caller says so, and each copy that
-// is not finished, which no retry goes on with from then on. What is being deleted already was erased before, if it had to be. Of those that are, one at a
-// time is removed, until end is called: of two that share a block, the second must find that it has it alone. errdefs.ErrBusy while it is copied.
+// BeginErase reports whether an object that is being removed has to be erased first: a ready one if asked, and each unfinished copy, which no retry goes
+// on with from then on. One that is being deleted already was erased if it had to be. One object at a time is erased and removed, until end is called, as
+// the second of two that share a block has to find that it has that alone. end is never nil. errdefs.ErrBusy while the object is being copied.
 func (c *Catalog[T]) BeginErase(ctx context.Context, o T, asked bool) (erase bool, end func(), err error) {
 	e := o.entry()
 	if erase = e.State == Ready && asked || e.State == Creating && e.record.Origin != (blockdev.Ref{}); !erase {
@@ -313,7 +314,7 @@ func (c *Catalog[T]) BeginErase(ctx context.Context, o T, asked bool) (erase boo
 	}
 }
 
-// copied reports whether somebody is making a copy of an object.
+// copied reports whether a call is making a copy of an object.
 func (c *Catalog[T]) copied(ref blockdev.Ref) bool {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
@@ -325,8 +326,8 @@ func (c *Catalog[T]) copied(ref blockdev.Ref) bool {
 	return false
 }
 
-// OriginStays makes sure that what an object is to be a copy of is not being removed: errdefs.ErrBusy. It is called for an object that the caller has
-// claimed, before its origin is looked at: from then on the origin is not erased (BeginErase) before the copy is done.
+// OriginStays returns errdefs.ErrBusy if the origin of an object is being removed. The caller has claimed the object, and calls it before it looks at the
+// origin: from then on the origin is not erased (BeginErase) before the copy is done.
 func (c *Catalog[T]) OriginStays(o T) error {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
@@ -338,8 +339,8 @@ func (c *Catalog[T]) OriginStays(o T) error {
 	return nil
 }
 
-// Erased returns why an object could not be erased if that may pass, so that it has to stay. Else it is removed all the same, and that is
-// logged: a disk that cannot be written to would keep it forever.
+// Erased returns the error of an erasure if it may pass: then the object has to stay. Any other error is logged, and the object is removed all the same,
+// as a disk that cannot be written to would keep it forever.
 func (c *Catalog[T]) Erased(ctx context.Context, ref blockdev.Ref, err error) error {
 	if err == nil {
 		return nil
@@ -354,7 +355,7 @@ func (c *Catalog[T]) Erased(ctx context.Context, ref blockdev.Ref, err error) er
 	return nil
 }
 
-// claim gives the caller, who holds Mu, the work on an object; errdefs.ErrBusy if somebody else has it.
+// claim claims an object for the caller, who holds Mu; errdefs.ErrBusy if another call has it.
 func (c *Catalog[T]) claim(o T) error {
 	if o.entry().claimed {
 		return errdefs.ErrBusy
@@ -363,8 +364,8 @@ func (c *Catalog[T]) claim(o T) error {
 	return nil
 }
 
-// ClaimCopies claims the unfinished copies of an object, so that nobody goes on with one of them or removes it. errdefs.ErrBusy, with none
-// claimed, if somebody does already. release ends the claims, and leaves when the copies are swept as it was.
+// ClaimCopies claims the unfinished copies of an object, so that nobody goes on with one or removes it. errdefs.ErrBusy, with none claimed, if another
+// call has claimed one. release ends the claims; it does not change when the copies are swept.
 func (c *Catalog[T]) ClaimCopies(origin blockdev.Ref) (copies []T, release func(), err error) {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
@@ -389,8 +390,8 @@ func (c *Catalog[T]) ClaimCopies(origin blockdev.Ref) (copies []T, release func(
 	}, nil
 }
 
-// Release ends a claim. What is not ready is left to Sweep: for as long as AbandonedAfter to a retry that goes on with it, or
-// else at once.
+// Release ends the claim of an object. One that is not ready is removed by the next Sweep; with retry only after AbandonedAfter, so that a retry can go on
+// with it.
 func (c *Catalog[T]) Release(o T, retry bool) {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
@@ -401,8 +402,8 @@ func (c *Catalog[T]) Release(o T, retry bool) {
 	}
 }
 
-// Sweep removes what is unfinished and nobody's: what a crash left, removals that failed half-way, and copies that nobody
-// came back for. A failure is left for the next sweep: it costs space, not data.
+// Sweep removes unfinished objects that nobody has claimed: what a crash left, removals that failed, and copies that nobody came back for. A failure is
+// left for the next sweep: it costs space, and no data.
 func (c *Catalog[T]) Sweep(ctx context.Context, remove func(context.Context, T) error) {
 	c.Mu.Lock()
 	abandoned := map[blockdev.Ref]T{}
@@ -419,8 +420,8 @@ func (c *Catalog[T]) Sweep(ctx context.Context, remove func(context.Context, T) 
 	}
 }
 
-// Damage is what PoolHealth says of damaged records, but for those with an error that is said elsewhere (nil: of all).
-// The caller holds Mu.
+// Damage returns the problems of damaged records for PoolHealth, without those whose error is elsewhere, as they are reported in another way (nil: all of
+// them). The caller holds Mu.
 func (c *Catalog[T]) Damage(elsewhere error) []blockdev.Problem {
 	var failures []string
 	for _, err := range c.Damaged {
@@ -435,7 +436,7 @@ func (c *Catalog[T]) Damage(elsewhere error) []blockdev.Problem {
 	return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "RecordDamaged", Message: fmt.Sprintf("pool %s: %s", c.pool, strings.Join(failures, "; "))}}
 }
 
-// ChangeLabels returns a record with its labels changed (Pool.SetLabels).
+// ChangeLabels returns a record with its labels changed: see Pool.SetLabels.
 func ChangeLabels(r blockdev.Record, change func(map[string]string) error) (blockdev.Record, error) {
 	labels := map[string]string{}
 	maps.Copy(labels, r.Labels)

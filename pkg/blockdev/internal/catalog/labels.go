@@ -6,8 +6,8 @@ import (
 	"slices"
 )
 
-// A map takes some 300 bytes, whatever is in it, and a pool may have very many objects. So an entry has its labels as a text:
-// the length and the bytes of a key, then of its value, and so on, in the order of the keys.
+// A map takes some 300 bytes, whatever is in it, and a pool may have very many objects. So an entry has its labels as a text: for each label, in the order
+// of the keys, the length and the bytes of its key, then of its value.
 
 func packLabels(labels map[string]string) string {
 	var text []byte
@@ -26,7 +26,7 @@ func unpackLabels(text string) map[string]string {
 	}
 	labels := map[string]string{}
 	next := func() (part string) {
-		length, n := binary.Uvarint([]byte(text[:min(len(text), binary.MaxVarintLen64)])) // it is packLabels' own, so it is whole
+		length, n := binary.Uvarint([]byte(text[:min(len(text), binary.MaxVarintLen64)])) // packLabels wrote it, so it is whole
 		part, text = text[n:n+int(length)], text[n+int(length):]
 		return part
 	}

@@ -1,10 +1,10 @@
-// Package held says how long to wait for a device that something looked at when it was closed (udev does, and whoever scans
-// all block devices): it is held for a moment.
+// Package held has the time to wait for a device that somebody only looks at: when it was closed, udev and others that scan all block devices may open it
+// for a moment.
 package held
 
 import "time"
 
-// How often, and how long each time, it is waited for.
+// How often a caller looks again, and the pause before each time.
 const (
 	Tries = 50
 	Pause = 20 * time.Millisecond

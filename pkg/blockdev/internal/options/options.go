@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// Option is an option of a pool URL. Its number is one from From to To; a Whole one takes no fractions.
+// Option is an option of a pool URL: a number from From to To, without a fraction if Whole.
 type Option struct {
 	Name     string
 	From, To float64
@@ -28,21 +28,21 @@ type Form struct {
 	Options []Option
 }
 
-// These are the same in all pools that have them.
+// Options that all pools that have them share.
 
-// Overprovision is how many bytes may be promised for each byte that is there.
+// Overprovision returns the option for how many bytes may be promised for each byte that is there.
 func Overprovision(value *float64) Option {
 	return Option{Name: "overprovision", From: 1, To: 100, Value: value,
 		Means: "bytes that may be promised for each byte that is there", Default: "1"}
 }
 
-// ReservePercent of the storage is never promised. What it is by default, each kind says.
+// ReservePercent returns the option for how much of the storage is never promised. byDefault says for people what it is without the option.
 func ReservePercent(value *float64, byDefault string) Option {
 	return Option{Name: "reservePercent", From: 0, To: 90, Value: value,
 		Means: "percent of the storage that is never promised", Default: byDefault}
 }
 
-// Read sets the values of the options that a URL gives. The error says what is wrong with one of them.
+// Read sets the values of the options that a URL has; others keep theirs. The error says what is wrong with the URL.
 func Read(u *url.URL, known ...Option) error {
 	query, err := url.ParseQuery(u.RawQuery)
 	if err != nil {
