@@ -1,8 +1,9 @@
-// Package era is the target of that name of the device mapper: a device that shows another one, and keeps which of its blocks were written, and since when. It is what the node of a leg has below what it exports
-// (docs/replication.md, docs/decisions/replicas.md).
+// Package era makes and reads devices of the target era of the device mapper: such a device shows another one, and records which of its blocks were
+// written, and since when. The node of a leg has one below what it exports (docs/replication.md, docs/decisions/replicas.md).
 //
-// The kernel counts eras, from 1 on, and marks a block in the era in which it is written, durably and before the write goes on. The marks are in the metadata, a device of its own: they outlive crashes and losses of power. Nothing takes
-// them off; who has no use for those before an era does not ask for them.
+// The kernel counts eras, from 1 on. It marks a block with the era in which it is written, durably, before the write goes on. The marks are in the
+// metadata, on a device of its own: they outlive crashes and losses of power. Nothing clears them; a caller that does not need the marks of earlier eras
+// does not ask for them.
 package era
 
 import (
@@ -28,10 +29,11 @@ import (
 const (
 	target = "era"
 	tool   = "era_invalidate" // thin-provisioning-tools
-	page   = 4096             // what the kernel keeps its metadata in, in bytes
+	page   = 4096             // size of a page of the metadata, in bytes
 )
 
-// Block is what is to be marked at a time in a device that is made with a size, in bytes: 1 MiB, and more if there would be more than a million. It stays, when the device grows.
+// Block returns how many bytes are marked at a time in a new device of a size: 1 MiB, or more if there were more than 1<<20 blocks. It stays when the
+// device grows.
 func Block(size int64) int64 {
 	b := int64(1 << 20)
 	for size/b > 1<<20 {
@@ -40,7 +42,8 @@ func Block(size int64) int64 {
 	return b
 }
 
-// Room is what the metadata of a device need, in bytes, a multiple of 4 KiB: an era's bits for each block, of all eras that are not digested yet, and 4 bytes for it, in pages that are written anew and not in place.
+// Room returns how many bytes of metadata a device needs, a multiple of 4 KiB: for each block 4 bytes, and a bit in each era that is not digested yet, in
+// pages that are written to new places and not in place.
 func Room(size, block int64) int64 { return 4<<20 + (size/block*8+4095)/4096*4096 }
 
 // Available returns errdefs.ErrUnsupported unless the kernel has the target, and this machine the tool that reads the marks.
@@ -54,12 +57,14 @@ func Available() error {
 	return nil
 }
 
-// swapping is held while the table of a device is replaced: who asks the kernel how a device is in the moment in which it is suspended for that, waits for ever, and so does the replacing.
+// swapping is held while the table of a device is replaced, and for reading while the kernel is asked about one. A question in the moment in which the
+// device is suspended for its new table would wait for ever, and so would the replacement.
 var swapping sync.RWMutex
 
-// Make makes a device over another one, with its metadata on a third: zeros at its beginning are none yet, all else has to be those of this device, with the same block. Each time it is made, or grows, an era begins.
+// Make makes a device over below, with its metadata on another device. Metadata that begin with zeros are new (Clear); any other have to be those of this
+// device, with the same block. An era begins each time that the device is made, or grows.
 //
-// It takes no discards, nor does what is laid over it: of each, the kernel would mark the first block and no other.
+// The device takes no discards, nor does what is over it: the kernel would mark only the first block of each.
 func Make(name, uuid string, size, block int64, metadata, below uint64) error {
 	if err := dm.Make(name, uuid, lines(size, block, metadata, below)); err != nil {
 		return err
@@ -71,7 +76,7 @@ func lines(size, block int64, metadata, below uint64) []dm.Line {
 	return []dm.Line{{Length: size, Kind: target, Text: fmt.Sprintf("%s %s %d", dm.Number(metadata), dm.Number(below), block/512)}}
 }
 
-// NoDiscards is the last step of Make and of Grow: a crash may have come before it.
+// NoDiscards has a device take no discards. It is the last step of Make and of Grow, to be called again if a crash may have come before it.
 func NoDiscards(name string) error {
 	d, err := dm.Find(name)
 	if err == nil && d == nil {
@@ -83,8 +88,8 @@ func NoDiscards(name string) error {
 	return queue.Write(d.Path(), "discard_max_bytes", "0")
 }
 
-// Grow brings a device, which may be in use, to a larger size, over the same devices, of which the one below has it. ErrNoSpace if its metadata have no room for that; then all is as before. With any other error
-// it is to be ended.
+// Grow gives a device, which may be in use, a larger size, which the device below has already. errdefs.ErrNoSpace if its metadata have no room for that;
+// then nothing has changed. After any other error the caller has to end it (End).
 func Grow(name string, size int64) error {
 	t, err := tableOf(name)
 	if err != nil {
@@ -99,7 +104,8 @@ func Grow(name string, size int64) error {
 	}
 	swapping.Lock()
 	defer swapping.Unlock()
-	if err := dm.Suspend(name); err != nil { // first: a table that is loaded reads the metadata, and those of now are on the disk from then on
+	// Before the load: a table that is loaded reads the metadata from the disk, and only a suspension writes all of them there.
+	if err := dm.Suspend(name); err != nil {
 		return err
 	}
 	err = errors.Join(dm.Load(name, lines(size, t.block, t.metadata, t.below)), dm.Resume(name, dm.NoScan))
@@ -109,7 +115,7 @@ func Grow(name string, size int64) error {
 	return NoDiscards(name)
 }
 
-// End has a device, which may be in use, show what is below it, and mark nothing. It does nothing to one that is none.
+// End makes a device, which may be in use, show what is below it, and mark nothing. If it is no device of this target, it does nothing.
 func End(name string) error {
 	t, err := tableOf(name)
 	if errors.Is(err, errdefs.ErrPrecondition) {
@@ -128,7 +134,7 @@ func End(name string) error {
 	return dm.Make(name, "", dm.Linear(t.below, size))
 }
 
-// Clear has a device be metadata that are none yet, durably.
+// Clear makes a device new metadata, durably.
 func Clear(path string) error {
 	return metadata(path, os.O_RDWR, func(f *os.File, page []byte) error {
 		if _, err := f.WriteAt(page, 0); err != nil {
@@ -138,7 +144,7 @@ func Clear(path string) error {
 	})
 }
 
-// Begun reports whether there are metadata on a device. What they are worth, the kernel finds when a device is made with them.
+// Begun reports whether a device has metadata that are not new. Whether they are good, the kernel finds when a device is made with them.
 func Begun(path string) (is bool, err error) {
 	err = metadata(path, os.O_RDONLY, func(f *os.File, page []byte) error {
 		_, err := f.ReadAt(page, 0)
@@ -148,7 +154,7 @@ func Begun(path string) (is bool, err error) {
 	return is, err
 }
 
-// metadata opens a device for metadata, past the page cache, as the kernel writes them.
+// metadata opens a device for metadata past the page cache, as the kernel writes there, and calls use with it and with memory for its first page.
 func metadata(path string, flags int, use func(f *os.File, page []byte) error) error {
 	first, free, err := direct.Memory(page)
 	if err != nil {
@@ -165,7 +171,7 @@ func metadata(path string, flags int, use func(f *os.File, page []byte) error) e
 	return nil
 }
 
-// Begin begins an era, and returns its number: what is written from now on is written since it. What is under way may be marked in it, or in the one before.
+// Begin begins an era, and returns its number. All later writes are marked in it; those under way are marked in it, or in the era before.
 func Begin(name string) (era uint32, err error) {
 	if err := tell(name, "checkpoint"); err != nil {
 		return 0, err
@@ -174,7 +180,7 @@ func Begin(name string) (era uint32, err error) {
 	return state.Era, err
 }
 
-// awake is ErrUnavailable for a device that is suspended, which answers nobody before that ends. The caller has swapping.
+// awake returns errdefs.ErrUnavailable for a device that is suspended, which would not answer until it is resumed. The caller holds swapping.
 func awake(name string) error {
 	d, err := dm.Find(name)
 	if err == nil && d == nil {
@@ -186,7 +192,7 @@ func awake(name string) error {
 	return err
 }
 
-// tell is dm.Message.
+// tell is dm.Message for a device that is not suspended.
 func tell(name, message string) error {
 	swapping.RLock()
 	defer swapping.RUnlock()
@@ -196,7 +202,7 @@ func tell(name, message string) error {
 	return dm.Message(name, message)
 }
 
-// status is dm.Target.
+// status is dm.Target for a device that is not suspended.
 func status(name string) (kind, text string, err error) {
 	swapping.RLock()
 	defer swapping.RUnlock()
@@ -206,14 +212,15 @@ func status(name string) (kind, text string, err error) {
 	return dm.Target(name)
 }
 
-// State is how a device is.
+// State is the state of a device.
 type State struct {
-	Era       uint32 // that is now
-	Block     int64  // what is marked at a time, in bytes
-	Used, All int64  // of the room for its metadata, in their blocks
+	Era       uint32 // the present one
+	Block     int64  // how many bytes are marked at a time
+	Used, All int64  // blocks of its metadata
 }
 
-// StateOf tells how a device is. ErrPrecondition if it is none, ErrUnavailable if it is suspended; ErrDataLoss if its metadata have failed.
+// StateOf returns the state of a device. errdefs.ErrPrecondition if its target is another one, errdefs.ErrUnavailable if it is suspended,
+// errdefs.ErrDataLoss if its metadata have failed.
 func StateOf(name string) (s State, err error) {
 	kind, text, err := status(name)
 	if err == nil && kind != target {
@@ -236,8 +243,9 @@ func StateOf(name string) (s State, err error) {
 	return s, nil
 }
 
-// Since returns what was written to a device, which may be in use, since an era: in order, in whole blocks; since era 0, all of it. What is written while it looks may be missing. With any error
-// nothing is known: all may have been written. A crash leaves a snapshot of the metadata, which the next call takes away.
+// Since returns what was written to a device since an era, in order, in whole blocks; since era 0 it is all that was ever written. The device may be in
+// use: writes during the call may be missing. After any error nothing is known, and all may have been written. A crash leaves a snapshot of the metadata,
+// which the next call removes.
 func Since(ctx context.Context, name string, era uint32) (written []dm.Range, err error) {
 	d, err := dm.Find(name)
 	if err == nil && d == nil {
@@ -280,7 +288,7 @@ func Since(ctx context.Context, name string, era uint32) (written []dm.Range, er
 	return written, nil
 }
 
-// table is what a device was made with.
+// table is what the table of a device has.
 type table struct {
 	metadata, below uint64
 	block           int64
@@ -298,13 +306,13 @@ func tableOf(name string) (t table, err error) {
 	return table{unix.Mkdev(numbers[0], numbers[1]), unix.Mkdev(numbers[2], numbers[3]), t.block * 512}, nil
 }
 
-// pathOf is where a device is.
+// pathOf returns the path of a block device.
 func pathOf(number uint64) (string, error) {
 	path, err := os.Readlink("/sys/dev/block/" + dm.Number(number))
 	return "/dev/" + filepath.Base(path), errdefs.FromErrno(err)
 }
 
-// sizeOf is the size of a device, in bytes.
+// sizeOf returns the size of a block device, in bytes.
 func sizeOf(number uint64) (int64, error) {
 	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(number) + "/size")
 	if err != nil {
@@ -314,7 +322,7 @@ func sizeOf(number uint64) (int64, error) {
 	return sectors * 512, err
 }
 
-// drop takes away a snapshot of the metadata, if there is one.
+// drop removes the snapshot of the metadata, if there is one.
 func drop(name string) error {
 	_, text, err := status(name)
 	if err != nil || strings.HasSuffix(strings.TrimSpace(text), "-") {
@@ -323,7 +331,8 @@ func drop(name string) error {
 	return tell(name, "drop_metadata_snap")
 }
 
-// parse reads a line of the tool: a block, or a range of them of which the end is not one.
+// parse reads a line of the tool: a block, or a range of blocks without its end. marked is false for a line that has neither. errdefs.ErrUnsupported for
+// any other line.
 func parse(line []byte, b, size int64) (r dm.Range, marked bool, err error) {
 	text := strings.ReplaceAll(strings.TrimSpace(string(line)), " = ", "=")
 	var begin, end int64

@@ -1,4 +1,4 @@
-// Package lazy is a pool that is opened when it is there: its disk may come later than the driver, or go and come back.
+// Package lazy opens a pool when its storage is there: its disk may come later than the driver, or go and come back.
 package lazy
 
 import (
@@ -17,16 +17,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A disk that does not answer holds up the attempt to open its pool, and nobody else.
+// A disk that does not answer holds up the attempt to open its pool, and no call for longer than this:
 const (
 	retryInterval = 2 * time.Second  // between two attempts
-	openPatience  = 10 * time.Second // how long a call waits for one
-	closePatience = time.Second      // how long the end of the driver does
+	openPatience  = 10 * time.Second // how long a call waits for an attempt
+	closePatience = time.Second      // how long Close waits for an attempt
 )
 
-// Pool is a pool whose storage may not be there, or not answer: a disk that is missing, or
-// hangs, or has errors, a filesystem that is not mounted yet. Its calls try to open it, at most every
-// retryInterval and one at a time; until it is open they are errdefs.ErrUnavailable, and its health says why.
+// Pool is a pool whose storage may not be there, or not answer: a disk that is missing, or hangs, or has errors; a filesystem that is not mounted yet. Its
+// calls try to open it, one attempt at a time, and at most one every retryInterval. Until it is open they return errdefs.ErrUnavailable, and its health
+// says why.
 type Pool struct {
 	name string
 	open func(context.Context) (blockdev.Pool, error)
@@ -35,14 +35,14 @@ type Pool struct {
 
 	mu      sync.Mutex
 	onOpen  func(context.Context, blockdev.Pool) error
-	pending blockdev.Pool // it is open, and onOpen has still to be called
-	attempt *attempt      // the one under way
-	why     error         // of the last one
-	tried   time.Time     // when that ended
+	pending blockdev.Pool // an open pool for which onOpen has to be called first
+	attempt *attempt      // the attempt that is under way; nil: none
+	why     error         // the error of the last attempt
+	tried   time.Time     // when the last attempt ended
 	closing bool
 }
 
-// opened is a pool that is open. Who calls it holds users for reading, who closes it for writing.
+// opened is a pool that is open. Calls hold users for reading; whoever closes it holds it for writing.
 type opened struct {
 	pool  blockdev.Pool
 	users sync.RWMutex
@@ -57,8 +57,8 @@ type attempt struct {
 
 var _ blockdev.Pool = (*Pool)(nil)
 
-// Open opens a pool, or returns one that is opened later. It waits for openPatience at the most, and fails only with what does
-// not pass: errdefs.ErrInvalid, and errdefs.ErrInUse if another process has the pool.
+// Open opens a pool, or returns one that is opened later. It waits for openPatience at most. It fails only with errors that do not pass by themselves:
+// errdefs.ErrInvalid, and errdefs.ErrInUse if another process has the pool; or if ctx ends.
 func Open(ctx context.Context, name string, open func(context.Context) (blockdev.Pool, error)) (*Pool, error) {
 	a := New(name, errors.New("nobody has looked yet"), open)
 	a.tried = time.Time{}
@@ -72,19 +72,18 @@ func Open(ctx context.Context, name string, open func(context.Context) (blockdev
 	return a, nil
 }
 
-// lasting reports whether an error is one of those that do not pass by themselves.
+// lasting reports whether an error does not pass by itself.
 func lasting(err error) bool {
 	return errors.Is(err, errdefs.ErrInvalid) || errors.Is(err, errdefs.ErrInUse)
 }
 
-// New returns a pool that is not there, and how to open it; why is what the first
-// try said.
+// New returns a pool that is not open yet, and is opened by open; why is the error of the first attempt.
 func New(name string, why error, open func(context.Context) (blockdev.Pool, error)) *Pool {
 	return &Pool{name: name, open: open, why: why, tried: time.Now()}
 }
 
-// OnOpen sets what is called with the pool once it is open, before anybody else may use it, and calls it if the pool is open
-// already. If it fails, the pool is closed again, and opened later. It is to be set before the pool is used.
+// OnOpen sets the function that is called with the pool each time that it is opened, before anybody else can use it; if it is open already, that is now.
+// If the function fails, the pool is closed again, and opened later. It is called before the pool is used.
 func (a *Pool) OnOpen(ctx context.Context, call func(context.Context, blockdev.Pool) error) {
 	a.mu.Lock()
 	a.onOpen = call
@@ -94,11 +93,11 @@ func (a *Pool) OnOpen(ctx context.Context, call func(context.Context, blockdev.P
 	}
 	a.mu.Unlock()
 	if current != nil {
-		_, _ = a.get(ctx) // what is wrong is what its calls and health say
+		_, _ = a.get(ctx) // its calls and its health report the error
 	}
 }
 
-// Unwrap returns the pool that it stands for; nil if that is not open. It does not try to open it.
+// Unwrap returns the pool itself; nil if it is not open. It does not try to open it.
 func (a *Pool) Unwrap() blockdev.Pool {
 	if current := a.current.Load(); current != nil {
 		return current.pool
@@ -106,7 +105,8 @@ func (a *Pool) Unwrap() blockdev.Pool {
 	return nil
 }
 
-// get opens the pool, if it is not open.
+// get returns the open pool. If it is not open, it begins an attempt, or waits for the one that is under way. errdefs.ErrUnavailable if that does not open
+// it.
 func (a *Pool) get(ctx context.Context) (*opened, error) {
 	if current := a.current.Load(); current != nil {
 		return current, nil
@@ -116,7 +116,7 @@ func (a *Pool) get(ctx context.Context) (*opened, error) {
 	}
 	a.mu.Lock()
 	if a.attempt == nil && !a.closing && time.Since(a.tried) >= retryInterval {
-		opening, end := context.WithCancel(context.WithoutCancel(ctx)) // that the caller has gone says nothing of the pool
+		opening, end := context.WithCancel(context.WithoutCancel(ctx)) // the attempt goes on if the caller has gone
 		a.attempt = &attempt{time.Now(), make(chan struct{}), end}
 		go a.try(opening, a.attempt)
 	}
@@ -141,7 +141,7 @@ func (a *Pool) get(ctx context.Context) (*opened, error) {
 	return nil, fmt.Errorf("%w: pool %s is not there: %s", errdefs.ErrUnavailable, a.name, a.why.Error())
 }
 
-// try opens the pool, and calls onOpen.
+// try is one attempt: it opens the pool, and calls onOpen.
 func (a *Pool) try(ctx context.Context, attempt *attempt) {
 	defer close(attempt.ended)
 	defer attempt.end()
@@ -167,7 +167,7 @@ func (a *Pool) try(ctx context.Context, attempt *attempt) {
 			klog.FromContext(ctx).Error(err, "A pool is not there; it is opened when it is", "pool", a.name)
 		}
 	case a.closing:
-		_ = pool.Close() // nobody asks any more
+		_ = pool.Close() // Close was called
 	default:
 		if !first {
 			klog.FromContext(ctx).Info("A pool that was missing is there", "pool", a.name)
@@ -176,7 +176,7 @@ func (a *Pool) try(ctx context.Context, attempt *attempt) {
 	}
 }
 
-// through is a call of the pool, if it is open.
+// through makes a call of the open pool. If the error may mean that the pool has gone, it looks at that: see discardGone.
 func through[T any](ctx context.Context, a *Pool, call func(blockdev.Pool) (T, error)) (T, error) {
 	current, err := a.get(ctx)
 	if err != nil {
@@ -192,8 +192,8 @@ func through[T any](ctx context.Context, a *Pool, call func(blockdev.Pool) (T, e
 	return result, err
 }
 
-// discardGone gives up a pool that failed, if it says that it has to be opened anew; the next call opens
-// it. It is closed when its last call has ended.
+// discardGone gives up a pool that failed, if it says that it has to be opened anew (blockdev.Leaver); the next call opens it. The old one is closed when
+// its last call has ended.
 func (a *Pool) discardGone(ctx context.Context, current *opened, why error) {
 	if leaver, ok := current.pool.(blockdev.Leaver); !ok || !leaver.Gone() {
 		return
@@ -221,7 +221,7 @@ func (a *Pool) discardGone(ctx context.Context, current *opened, why error) {
 // Name of the pool.
 func (a *Pool) Name() string { return a.name }
 
-// Granularity is the least that a pool may have, until the pool is open.
+// Granularity: see blockdev.Pool. Until the pool is open, it is the least that a pool may have.
 func (a *Pool) Granularity() int64 {
 	if pool := blockdev.Unwrap(a); pool != nil {
 		return pool.Granularity()
@@ -313,6 +313,7 @@ func (a *Pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	return problems
 }
 
+// missing returns the health of a pool that is not open.
 func (a *Pool) missing(ctx context.Context, err error) []blockdev.Problem {
 	if ctx.Err() != nil {
 		return nil
@@ -325,7 +326,7 @@ func (a *Pool) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Device,
 	return through(ctx, a, func(p blockdev.Pool) (map[blockdev.Ref][]blockdev.Device, error) { return p.Orphans(ctx) })
 }
 
-// Close: see blockdev.Pool. An attempt to open it that hangs is left behind.
+// Close: see blockdev.Pool. It does not wait for an attempt that hangs.
 func (a *Pool) Close() error {
 	a.mu.Lock()
 	a.closing = true
