@@ -16,15 +16,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Granularity is what every size is a multiple of, in bytes. A pool's own may be coarser
-// (Pool.Granularity).
+// Granularity divides every size, in bytes. A pool's own may be coarser (Pool.Granularity).
 const Granularity = 4096
 
 // MaxSize is the largest volume that any pool makes, in bytes (16 TiB less one
 // block: the largest file of ext4, ext4(5)).
 const MaxSize = 16<<40 - Granularity
 
-// HeadSize is how much of an object is overwritten when it is erased, in bytes: what opens an encrypted volume is kept in front of its bytes.
+// HeadSize is how much of an object Erase overwrites, in bytes. It covers what Format of package luks writes: without that nobody can open an encrypted
+// volume.
 const HeadSize = 4 << 20
 
 // Kind tells volumes from snapshots.
@@ -34,13 +34,13 @@ type Kind string
 const (
 	Volume   Kind = "vol"
 	Snapshot Kind = "snap"
-	// Marks is what is kept beside the volume of the same key, of what was written to it (docs/decisions/replicas.md). It is no part of the volume: it is not listed, copied or
-	// grown with it, and goes when it is deleted itself.
+	// Marks is the object beside a volume that is a leg, of the same key: it has the marks, of what was written to it (docs/decisions/replicas.md). It is no
+	// part of the volume: it is not listed, copied or grown with it, and is deleted by itself.
 	Marks Kind = "marks"
 )
 
-// Ref names one object of a pool. Key is 32 lower-case hexadecimal digits (see
-// ValidKey); a pool refuses any other with errdefs.ErrInvalid, so that no key can be a path.
+// Ref names one object of a pool. Key is 32 lower-case hexadecimal digits (ValidKey): a pool refuses any other with errdefs.ErrInvalid, so that no key can
+// be a path.
 type Ref struct {
 	Kind Kind
 	Key  string
@@ -48,7 +48,7 @@ type Ref struct {
 
 func (r Ref) String() string { return string(r.Kind) + "." + r.Key }
 
-// ParseRef is the inverse of Ref.String; the Ref is invalid if the text is not one.
+// ParseRef is the inverse of Ref.String. For a text that no Ref has, it returns an invalid one.
 func ParseRef(text string) Ref {
 	kind, key, _ := strings.Cut(text, ".")
 	return Ref{Kind(kind), key}
@@ -77,7 +77,7 @@ const (
 	Thin            Provisioning = "thin"
 )
 
-// ProvisioningOf is the inverse of Record.Thin.
+// ProvisioningOf returns the Provisioning for a Record.Thin.
 func ProvisioningOf(thin bool) Provisioning {
 	if thin {
 		return Thin
@@ -85,8 +85,8 @@ func ProvisioningOf(thin bool) Provisioning {
 	return Thick
 }
 
-// Record is all that a pool keeps of one object beside its bytes. It is on disk,
-// durably, before the object takes any space, and it goes after the space is back.
+// Record is all that a pool keeps of one object beside its bytes. It is on disk, durably, before the object takes any space, and is removed after the
+// space is back.
 type Record struct {
 	Ref
 	// Name is what the caller calls the object; the key is derived from it.
@@ -95,8 +95,7 @@ type Record struct {
 	Size int64
 	// Thin: space is taken when written, not when made.
 	Thin bool
-	// Sector is the logical sector of its devices in bytes, the same on each attach and in
-	// each copy; 0: that of the pool's disks, or 512 over files.
+	// Sector is the logical sector of its devices, in bytes, the same on each attach and in each copy; 0: that of the pool's disks, or 512 over files.
 	Sector int64
 	// Origin is what the bytes were copied from; the zero Ref if they began as zeros.
 	Origin Ref
@@ -104,9 +103,9 @@ type Record struct {
 	Created time.Time
 	// Ready: the object is complete. Get, List and Create hand out nothing else.
 	Ready bool
-	// Stale: it is as it was last, as who has the object does not answer now.
+	// Stale: the record is as it was when it was last read, as the node that has the object does not answer now.
 	Stale bool
-	// Labels belong to the layer above; the pool keeps them and never reads them.
+	// Labels belong to the layer above; the pool keeps them and does not interpret them.
 	Labels map[string]string
 }
 
@@ -117,17 +116,15 @@ type Spec struct {
 	Size int64 // bytes, a multiple of the pool's granularity; at least the origin's
 	// Provisioning that the pool does not have is refused with errdefs.ErrUnsupported.
 	Provisioning Provisioning
-	Origin       Ref // copy this object; the zero Ref for zeros. What a device over the pool's own still holds, the caller flushes before
-	// Quiesced: the caller holds back all writes to the origin until Cut is called, or Create returns
-	// (a frozen filesystem, a suspended device). Without it, a pool that has to copy an attached origin
-	// byte by byte proves afterwards that the origin did not change meanwhile.
+	Origin       Ref // the object to copy; the zero Ref: zeros. The caller has flushed all devices over the pool's own
+	// Quiesced: the caller holds back all writes to the origin until Cut is called, or Create returns (a frozen filesystem, a suspended device). Without it,
+	// a pool that has to copy an attached origin byte by byte proves afterwards that the origin did not change meanwhile.
 	Quiesced bool
-	// Cut, if set, is called once the bytes of the origin are fixed, if that is before
-	// Create returns: from then on the caller need not hold back writes. An error ends
-	// the call, with everything undone.
+	// Cut, if set, is called when the bytes of the origin are fixed, if that is before Create returns: from then on the caller need not hold back writes. An
+	// error from it ends the call, and all is undone.
 	Cut    func(ctx context.Context) error
 	Labels map[string]string
-	// Sector is the logical sector that the devices are to have, in bytes, where the pool has a choice; 0: the pool's own. A copy has its origin's.
+	// Sector is the logical sector that the devices are to have, in bytes, if the pool has a choice; 0: the pool's own. A copy has its origin's.
 	Sector int64
 	// Prepare, if set, is called with the path of the finished bytes (a file or a
 	// device) before the object becomes ready. It must be repeatable.
@@ -136,13 +133,11 @@ type Spec struct {
 
 // Attachment says how to attach. Not both of its fields are set.
 type Attachment struct {
-	// ReadOnly: a device beside the one for writing, which goes with its last user.
+	// ReadOnly: a device for reading, beside the one for writing. It goes with its last user.
 	ReadOnly bool
-	// Keep: the device stays until Detach, whoever holds it, and whatever is done to it:
-	// it can be handed out to somebody who is not to be trusted with it. Without Keep the pool
-	// may take the device away once nothing has it open or mounted any more, so a
-	// crash leaves nothing behind; Device.Close is then the end of the caller's hold. A Stackable pool may refuse Keep with
-	// errdefs.ErrUnsupported if it needs a device mapper: it is the device over its own that stays there.
+	// Keep: the device stays until Detach, whoever has it open, and whatever is done to it: so it can be handed out to somebody who is not trusted. Without
+	// Keep, Device.Close ends the caller's hold, and the pool may remove the device when nothing has it open or mounted any more: so a crash leaves nothing
+	// behind. A Stackable pool may refuse Keep with errdefs.ErrUnsupported if it needs a device mapper: then the device over its own stays.
 	Keep bool
 }
 
@@ -152,8 +147,8 @@ type Device struct {
 	Number   uint64 // device number, as in st_rdev (makedev(3))
 	Size     int64  // bytes
 	ReadOnly bool
-	Kept     bool   // it stays until Detach
-	Below    string // path of the device whose queue has the I/O scheduler; empty: its own
+	Kept     bool   // attached with Keep
+	Below    string // path of the device whose queue has the I/O scheduler; empty: the device itself
 	hold     func() error
 }
 
@@ -170,8 +165,8 @@ func (d *Device) SetQueue(settings map[string]string) (undo func() error, err er
 	return queue.Set(values...)
 }
 
-// Close gives up the caller's hold on the device. It detaches nothing that is
-// mounted, open elsewhere, or attached with Keep. Calling it again does nothing.
+// Close ends the caller's hold on the device. A device that is mounted, open elsewhere, or attached with Keep stays attached. Calling it again does
+// nothing.
 func (d *Device) Close() error {
 	if d.hold == nil {
 		return nil
@@ -181,7 +176,7 @@ func (d *Device) Close() error {
 	return err
 }
 
-// Held returns the device with a hold on it, which Close gives up. It is for implementations of Pool.
+// Held returns the device with a hold on it: Close calls hold. It is for implementations of Pool.
 func (d Device) Held(hold func() error) Device {
 	d.hold = hold
 	return d
@@ -206,11 +201,11 @@ type Capacity struct {
 	MinVolume int64
 }
 
-// And is the capacity of two pools, each with storage of its own. A volume is in one of them, so the largest is that of one.
+// And returns the capacity of two pools together, each with storage of its own. MaxVolume is the larger one, as a volume is in one pool.
 func (c Capacity) And(other Capacity) Capacity {
 	all := Capacity{Total: c.Total + other.Total, Promised: c.Promised + other.Promised, Used: c.Used + other.Used, Available: c.Available + other.Available,
 		MaxVolume: max(c.MaxVolume, other.MaxVolume), MinVolume: min(c.MinVolume, other.MinVolume)}
-	if all.MinVolume == 0 { // of no pool
+	if all.MinVolume == 0 { // one of them is of no pool
 		all.MinVolume = max(c.MinVolume, other.MinVolume)
 	}
 	return all
@@ -238,8 +233,7 @@ func (s Severity) String() string {
 	return ""
 }
 
-// Problem is something wrong that an operator should hear of. Reason is one
-// CamelCase word for machines; Message says what is wrong and what to do.
+// Problem is something wrong that an operator should know. Reason is one CamelCase word for machines; Message says what is wrong and what to do.
 type Problem struct {
 	Severity Severity
 	Reason   string
@@ -248,32 +242,25 @@ type Problem struct {
 
 // Pool keeps volumes and snapshots on one piece of storage of this machine.
 //
-// Every call is idempotent: what is done already is done again at no cost, and to
-// remove what is not there is success. The caller serialises calls that name the
-// same Ref (as subject or as origin), but for Get and SetLabels, which may come beside
-// any other but Delete; calls for different Refs may come at once.
-// An error means that the call changed nothing that a retry or the next start of
-// the pool does not finish or undo. Errors wrap one of the sentinels of pkg/errdefs.
+// Every call is idempotent: what is done already is done again at no cost, and to remove what is not there is success. The caller serialises calls that
+// name the same Ref, as subject or as origin; only Get and SetLabels may come beside any other call but Delete. Calls for different Refs may come at once.
+// After an error, a retry or the next start of the pool finishes or undoes whatever the call changed. Errors wrap one of the sentinels of pkg/errdefs.
 // Calls honour their context, and leave no process or goroutine behind.
 type Pool interface {
 	// Name of the pool, as the operator gave it.
 	Name() string
-	// Granularity is what every size in this pool is a multiple of, in bytes: Granularity
-	// or a multiple of it.
+	// Granularity divides every size in this pool, in bytes: it is Granularity of this package, or a multiple.
 	Granularity() int64
-	// Create makes an object, or finds the one that is there: same name, origin and
-	// kind, else errdefs.ErrExists (sizes and labels are the caller's to compare). New bytes
-	// read as zero. errdefs.ErrNoSpace if the pool cannot back the size; errdefs.ErrNotFound if the
-	// origin is gone; errdefs.ErrOutOfRange for a size that can never be served.
-	// A copy that ran out of time goes on where it stopped if it can.
+	// Create makes an object, or returns the one that is there: same name, origin and kind, else errdefs.ErrExists (sizes and labels are the caller's to
+	// compare). New bytes read as zeros. errdefs.ErrNoSpace if the pool cannot back the size; errdefs.ErrNotFound if the origin is gone;
+	// errdefs.ErrOutOfRange for a size that it can never have. A copy that ran out of time goes on where it stopped, if it can.
 	Create(ctx context.Context, spec Spec) (Record, error)
-	// Delete gives the space back, then forgets the object. errdefs.ErrInUse while a device
-	// of it is attached.
+	// Delete gives the space back, then removes the record. errdefs.ErrInUse while a device of the object is attached.
 	Delete(ctx context.Context, ref Ref) error
-	// Erase is Delete of what must not be read any more from where it was: before the space of a ready object is given back, its first HeadSize
-	// bytes are overwritten on the storage, durably. What it shares with other objects stays for these, until the last of
-	// them is erased. What cannot be overwritten for good is deleted all the same, and logged. A copy that is not finished is always
-	// removed so, as nobody comes back who knows what its origin held.
+	// Erase deletes an object whose bytes must not be readable on the storage any more. Before the space of a ready object is given back, its first HeadSize
+	// bytes are overwritten there, durably. Bytes that it shares with other objects stay for these, until the last of them is erased. An object whose bytes
+	// can never be overwritten is deleted all the same, and that is logged. An unfinished copy is always erased when it is removed, as nobody comes back who
+	// knows what its origin had.
 	Erase(ctx context.Context, ref Ref) error
 	// Get returns the record of a ready object. errdefs.ErrDataLoss for a damaged record.
 	Get(ctx context.Context, ref Ref) (Record, error)
@@ -287,39 +274,36 @@ type Pool interface {
 	// sizes change nothing.
 	Expand(ctx context.Context, ref Ref, size int64) (Record, error)
 
-	// Attach makes the object a device of this machine, or finds the one that is
-	// there with the same mode (read-only or not). errdefs.ErrDataLoss if the bytes are gone or
-	// fewer than the record says.
+	// Attach makes the object a device of this machine, or returns the one that is there with the same mode (read-only or not). errdefs.ErrDataLoss if the
+	// bytes are gone, or fewer than the record says.
 	Attach(ctx context.Context, ref Ref, how Attachment) (Device, error)
-	// Attached lists the pool's devices of the object, from the kernel; no record is needed.
+	// Attached returns the pool's devices of the object, by the kernel; it needs no record.
 	Attached(ctx context.Context, ref Ref) ([]Device, error)
-	// Detach takes all of the pool's devices of the object away. No record is needed. errdefs.ErrInUse if
-	// something still holds one; it then goes away with the last holder.
+	// Detach removes all of the pool's devices of the object; it needs no record. errdefs.ErrInUse if something still holds one; that goes with its last
+	// holder.
 	Detach(ctx context.Context, ref Ref) error
 
-	// Capacity is cheap: it may be called for every volume.
+	// Capacity returns the account. It is cheap: it may be called for every volume.
 	Capacity(ctx context.Context) (Capacity, error)
-	// Health of one object, by its bytes and record; empty means none known.
+	// Health returns what is wrong with one object, by its bytes and record; nothing if no problem is known.
 	Health(ctx context.Context, ref Ref) ([]Problem, error)
-	// PoolHealth is what is wrong with the pool as a whole.
+	// PoolHealth returns what is wrong with the pool as a whole.
 	PoolHealth(ctx context.Context) []Problem
-	// Orphans are attached devices of this pool that were attached with Keep. The
-	// caller knows which of them are still wanted.
+	// Orphans returns the devices of this pool that are attached with Keep. The caller knows which of them are still wanted.
 	Orphans(ctx context.Context) (map[Ref][]Device, error)
 	// Close releases the pool; attached devices stay.
 	Close() error
 }
 
-// Identified is a Pool with an identity of its own, that it has from its first day on, whatever it
-// is named, and wherever its storage is. ID is never another one; it is empty if a pool of an
-// older driver could not be given one yet.
+// Identified is a Pool with an identity, which it has from the day on which it was made, whatever its name is, and wherever its storage is. No other pool
+// has the same ID. It is empty if a pool of an older driver could not be given one yet.
 type Identified interface{ ID() string }
 
-// Leaver is a Pool that can find that it has to be closed and opened anew: what it holds keeps its disk from being
-// unmounted and repaired, or is not what is at its place any more.
+// Leaver is a Pool that can tell that it has to be closed and opened anew (Gone): it keeps its disk from being unmounted and repaired, or what it has open
+// is not what is at its place any more.
 type Leaver interface{ Gone() bool }
 
-// Unwrap returns the pool itself of one that stands before another (with a method Unwrap); nil if that is not open.
+// Unwrap returns the pool itself behind one that stands for another (by a method Unwrap); nil if that is not open.
 func Unwrap(p Pool) Pool {
 	for p != nil {
 		before, ok := p.(interface{ Unwrap() Pool })
@@ -331,32 +315,30 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ, Founded, Marker); false if it cannot, or is
-// not open.
+// As returns a pool as one with an optional power (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ, Founded, Marker); false if
+// it does not have that, or is not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)
 	return more, ok
 }
 
-// Marker is a Pool of volumes of other nodes, which keep the marks of those that are legs.
+// Marker is a Pool of volumes of other nodes, which keep the marks of those volumes that are legs.
 type Marker interface {
-	// Marks is what was written to a volume since an era, as its home tells; ErrUnsupported from homes that know of no marks.
+	// Marks returns what was written to a volume since an era, as its home tells. errdefs.ErrUnsupported from homes that know of no marks.
 	Marks(ctx context.Context, ref Ref, since uint32) ([]Extent, error)
-	// BeginEra begins an era, and returns its number; ErrUnsupported where no marks are kept.
+	// BeginEra begins an era, and returns its number. errdefs.ErrUnsupported if no marks are kept.
 	BeginEra(ctx context.Context, ref Ref) (uint32, error)
 }
 
 // Extent is a range of bytes of a volume or snapshot.
 type Extent struct{ Offset, Length int64 }
 
-// Prover is a Pool that knows whether anything but zeros was ever written to an object, wherever
-// in it.
+// Prover is a Pool that knows whether anything but zeros was ever written to an object, anywhere in it.
 type Prover interface {
 	Untouched(ctx context.Context, ref Ref) (bool, error)
 }
 
-// Measurer is a Pool that knows how much of an object has space of its own, or shared with
-// copies, in bytes; of one that is not thin, that is its size.
+// Measurer is a Pool that knows how many bytes of an object take space, of its own or shared with copies; of one that is not thin, that is its size.
 type Measurer interface {
 	Used(ctx context.Context, ref Ref) (int64, error)
 }
@@ -364,37 +346,36 @@ type Measurer interface {
 // ThinUse is how much of a thin pool is in use, from 0 to 1.
 type ThinUse struct{ Data, Metadata float64 }
 
-// ThinPool is a Pool that may keep its objects in a thin pool, which can be full of data or of metadata; thin is false if it
-// does not.
+// ThinPool is a Pool that may keep its objects in a thin pool, whose data or metadata may be full. thin is false if it does not.
 type ThinPool interface {
 	ThinUse(ctx context.Context) (use ThinUse, thin bool, err error)
 }
 
-// Cutter is a Pool that may fix the bytes of an attached origin in an instant, however large it is. Where CutsAtOnce, writers can be
-// held back for a copy (Spec.Quiesced) also if they have a raw device.
+// Cutter is a Pool that may fix the bytes of an attached origin in an instant, however large it is. If CutsAtOnce, writers can be held back for a copy
+// (Spec.Quiesced) also if they have a raw device.
 type Cutter interface{ CutsAtOnce(origin Ref) bool }
 
-// Founded is a Pool, or the location of one, that knows which block devices of this machine its storage is on: their numbers, as in st_rdev (makedev(3)). There are none
-// if it is on none, as files in memory are.
+// Founded is a Pool, or the location of one, that knows which block devices of this machine its storage is on: Foundations returns their numbers, as in
+// st_rdev (makedev(3)). There are none if it is on none, as files in memory are.
 type Founded interface {
 	Foundations(ctx context.Context) ([]uint64, error)
 }
 
-// Stackable is a Pool over whose devices there may be one of the device mapper, for everybody above to use (pkg/device). The pool says
-// what it is called, so that it is known by the name as long as it is there, and by other versions of the driver.
+// Stackable is a Pool over whose devices pkg/device lays a device of the device mapper, the top, for everybody above to use. The pool says what the top is
+// called: so it is known by its name as long as it is there, and by other versions of the driver.
 type Stackable interface {
-	// Top returns the name of the device over an object's own, and what its UUID is, or begins with where nothing of the object is
-	// attached. No other object on this kernel has that name. lvm2 must not read a device of that UUID: it would wait for one that is
-	// suspended, and so would who waits for lvm2. before is the UUID that older drivers gave it, if it was another.
+	// Top returns the name of the device over an object's own, which no other object on this kernel has, and its UUID, or how that begins if nothing of the
+	// object is attached. lvm2 must not read devices with that UUID: it would wait for a suspended one, and all who wait for lvm2 with it. before is the UUID
+	// that older drivers gave it; the same, if it did not change.
 	Top(ref Ref) (name, uuid, before string, err error)
-	// ParseTop returns the object of such a name; false for those that are of no object of this pool.
+	// ParseTop returns the object of such a name; false if it is of no object of this pool.
 	ParseTop(name string) (Ref, bool)
 }
 
-// Differ is a Pool that can tell which ranges of its objects hold data, and in which
-// two of them differ. Ranges come in order, do not overlap, and end after from.
+// Differ is a Pool that can tell which ranges of its objects hold data (Allocated), and in which two of them differ (Changed). Ranges come in order, do
+// not overlap, and end after from.
 type Differ interface {
 	Allocated(ctx context.Context, ref Ref, from int64, yield func(Extent) error) error
-	// Changed compares two objects of the same size or of which target is larger.
+	// Changed compares two objects; target is as large as base, or larger.
 	Changed(ctx context.Context, base, target Ref, from int64, yield func(Extent) error) error
 }

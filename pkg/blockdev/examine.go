@@ -5,14 +5,13 @@ import (
 	"fmt"
 )
 
-// Examiner is the location of a pool that can say what a pool there needs and has. It is for people ("driver doctor").
+// Examiner is the location of a pool that can say what a pool there needs, and what it has. It is for people (driver doctor).
 type Examiner interface {
-	// Examine reports one thing at a time, in an order that reads well. It opens no pool, waits for nobody who uses it, and
-	// changes nothing.
+	// Examine reports one thing at a time, in an order that reads well. It opens no pool, waits for nobody who uses it, and changes nothing.
 	Examine(ctx context.Context, report Report)
 }
 
-// Verdict is what a thing that was found means.
+// Verdict is what a thing that was found means for the pool.
 type Verdict string
 
 // The verdicts.
@@ -22,7 +21,7 @@ const (
 	Failure Verdict = "failure" // the pool cannot be used
 )
 
-// Report takes what was found: what it means, and a message that says what is so and, if that is bad, what to do.
+// Report takes one thing that was found: its verdict, and a message that says what it is and, if it is bad, what to do.
 type Report func(verdict Verdict, message string)
 
 // OK reports that something is as it should be.

@@ -16,13 +16,12 @@ var poolNamePattern = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`)
 // dashes, with no dash at either end.
 func ValidPoolName(name string) bool { return poolNamePattern.MatchString(name) }
 
-// Known tells what the caller remembers of a pool: its identity (Identified); empty if nothing is
-// known of it, so that it may be made. An error: that cannot be told now. It is asked each time
-// the pool is looked for, and must not wait long.
+// Known returns what the caller remembers of a pool: its identity (Identified); empty if it knows of none, and the pool may be made. An error says that it
+// cannot tell now. It is called each time that the pool is looked for, and must not wait long.
 type Known func(ctx context.Context) (id string, err error)
 
-// Expect makes sure that a pool is the one that is remembered. Who cannot say now does not
-// keep a pool that is there from being used.
+// Expect returns errdefs.ErrUnavailable if a pool with another identity than id is remembered. If the caller cannot tell now, a pool that is there may be
+// used.
 func Expect(ctx context.Context, known Known, id string) error {
 	if known == nil {
 		return nil
