@@ -19,8 +19,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// Attach: see blockdev.Pool. The device stays until Detach, also without Keep: its last user may be gone because the home is away. What is not the
-// device that the home told of is disconnected before anything of it was read.
+// Attach: see blockdev.Pool. The device stays until Detach, also without Keep, as its last user may be gone only because the home is away. A device that
+// is not the one which the home told of is disconnected before anything is read from it.
 func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	err := p.check(ref)
 	if err == nil && how.ReadOnly {
@@ -54,8 +54,9 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return p.attached(c, how), nil
 }
 
-// open has the home export a volume by the claim that there is. What it exports for that since before it was to do so with TLS, or without, it does not change, as this node may use
-// it: connected, that goes on. Where it is not connected, as after a start of the machine, it is given back first.
+// open has the home export a volume for the present claim. An export that is Otherwise the home does not change, as this node may use it: if it is
+// connected, that goes on. If not, as after a start of the machine, it is given back first, and asked for again. errdefs.ErrUnavailable if it still is
+// Otherwise then.
 func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
 	export, err := p.ask(ctx, ref)
 	if err != nil || !export.Otherwise {
@@ -76,7 +77,7 @@ func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
 	return export, err
 }
 
-// ask asks the home to export a volume.
+// ask asks the home to export a volume, and checks what it answers.
 func (p *Pool) ask(ctx context.Context, ref blockdev.Ref) (export Export, err error) {
 	err = patiently(ctx, func() (err error) {
 		export, err = p.home.Open(ctx, p.name, ref)
@@ -92,8 +93,8 @@ func (p *Pool) attached(c nvme.Device, how blockdev.Attachment) blockdev.Device 
 	return blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: how.Keep}
 }
 
-// checkExport is errdefs.ErrPrecondition for an export that is not of the volume, or not for this node: with the name of another one that is connected,
-// a home would have its users be given that.
+// checkExport returns errdefs.ErrPrecondition for an export of another volume, or for another node: a home that answers with the name of another connected
+// volume would have its users given that one.
 func (p *Pool) checkExport(e Export, ref blockdev.Ref) error {
 	if of, _, ours := parseNQN(e.NQN); ours && of == ref && strings.HasPrefix(e.Host, HostPrefix(p.node)) {
 		return nil
@@ -101,7 +102,8 @@ func (p *Pool) checkExport(e Export, ref blockdev.Ref) error {
 	return fmt.Errorf("%w: what its home exports of %s, %q to the host %q, is of another volume, or for another node than %s; nothing was connected", errdefs.ErrPrecondition, ref, e.NQN, e.Host, p.node)
 }
 
-// proven returns what this process connected by the claim that there is, and is live: its home need not be asked for it again.
+// proven returns the connection of the present claim, if this process made it and it is live: then its home need not be asked again. ours is false if
+// there is none.
 func (p *Pool) proven(ref blockdev.Ref, how blockdev.Attachment) (_ nvme.Device, ours bool, err error) {
 	claim, claimed := p.home.Claim(ref)
 	connected, err := p.of(ref)
@@ -117,7 +119,8 @@ func (p *Pool) proven(ref blockdev.Ref, how blockdev.Attachment) (_ nvme.Device,
 	return c, true, nil
 }
 
-// proved makes sure that what was connected has the size of what the home exports. That it is that, the kernel's host has made sure of.
+// proved returns a connected device when it has the size that the home exports; errdefs.ErrUnavailable if it does not get that. The kernel's host has
+// checked that it is the right one (Connect).
 func (p *Pool) proved(ctx context.Context, c nvme.Device, export Export) (nvme.Device, error) {
 	c, err := p.sized(ctx, c, export.Size)
 	if err == nil && c.Size != export.Size {
@@ -129,8 +132,8 @@ func (p *Pool) proved(ctx context.Context, c nvme.Device, export Export) (nvme.D
 	return c, err
 }
 
-// leaveOthers disconnects what is connected by claims of before, and leads nowhere any more; a second leg only if nothing is over it. errdefs.ErrPrecondition
-// while that is in use.
+// leaveOthers disconnects all connections of a volume but nqn: they are of earlier claims, and lead nowhere any more. A second leg with something over it
+// stays. errdefs.ErrPrecondition while another one is in use.
 func (p *Pool) leaveOthers(ctx context.Context, ref blockdev.Ref, nqn string) error {
 	connected, err := p.of(ref)
 	for _, c := range connected {
@@ -155,19 +158,19 @@ func (p *Pool) disconnect(ctx context.Context, nqn string) error {
 	return err
 }
 
-// inUse reports whether a device is mounted, or under another device. That it is just open somewhere, nobody tells.
+// inUse reports whether a device is mounted, or under another device. It cannot tell whether the device is only open somewhere.
 func inUse(c nvme.Device) bool {
 	if c.Path == "" {
 		return false
 	}
 	f, err := os.OpenFile(c.Path, os.O_RDONLY|unix.O_EXCL|unix.O_NONBLOCK, 0)
 	if err == nil {
-		_ = f.Close() // nothing was done with it
+		_ = f.Close() // nothing was read or written
 	}
 	return errors.Is(err, unix.EBUSY)
 }
 
-// staysInUse is inUse of what is so after a moment still: a device over it that goes with its last user loses its name before it lets go of this one.
+// staysInUse is inUse, but waits a moment: a device over it that goes with its last user loses its name before it lets go of this one.
 func staysInUse(ctx context.Context, c nvme.Device) bool {
 	for try := 0; inUse(c); try++ {
 		if try == held.Tries || ctx.Err() != nil {
@@ -178,22 +181,22 @@ func staysInUse(ctx context.Context, c nvme.Device) bool {
 	return false
 }
 
-// stacked reports whether there is a device over another one.
+// stacked reports whether there is a device over a connection's device.
 func stacked(c nvme.Device) bool {
 	return len(holders(c)) > 0
 }
 
-// holders are the names of the devices over another one, as the kernel counts them.
+// holders returns the names of the devices over a connection's device, as the kernel has them.
 func holders(c nvme.Device) (names []string) {
-	entries, _ := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number))) // one that is gone has none
+	entries, _ := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number))) // a device that is gone has none
 	for _, e := range entries {
 		names = append(names, e.Name())
 	}
 	return names
 }
 
-// Attached: see blockdev.Pool. A device is kept if it was handed out itself, and not one over it. That is known of those that this process
-// attached; those of before that have nothing over them were handed out, or nothing uses them, which a start finds out (Orphans).
+// Attached: see blockdev.Pool. A device is Kept if it was handed out itself, and not a device over it. That is known of connections that this process
+// made. One of an earlier process with nothing over it counts as Kept: it was handed out, or nothing uses it, which a start finds out (Orphans).
 func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	if err := ref.Validate(); err != nil {
 		return nil, err
@@ -211,8 +214,8 @@ func (p *Pool) devices(connected []nvme.Device) (devices []blockdev.Device) {
 	return devices
 }
 
-// Detach: see blockdev.Pool. What was written through a raw device is at home when it returns. errdefs.ErrUnavailable while the home is away that
-// is to have it; once the claim has ended, it cannot get there any more.
+// Detach: see blockdev.Pool. After success, what was written through a raw device is at home. errdefs.ErrUnavailable while the home is away that has to
+// get it; once the claim has ended, it cannot get there any more.
 func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	if err := ref.Validate(); err != nil {
 		return err
@@ -254,14 +257,14 @@ func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) erro
 	if err := p.disconnect(ctx, c.NQN); err != nil {
 		return err
 	}
-	if ours || c.Live() { // the home gives it, whatever is known of claims
+	if ours || c.Live() { // a live connection is exported by the home, whatever is known of claims
 		p.closed(ctx, ref, generationOf(c))
 	}
 	return nil
 }
 
-// ours reports whether a connection leads, or may lead again, to what the home gives. Where no claim is known, which may be because nobody has told of
-// any yet, those who know are asked of one that is not live.
+// ours reports whether a connection leads to what the home exports, or may do so again. If no claim is known here, as perhaps nobody has told of one yet,
+// and the connection is not live, Home.Ended is asked.
 func (p *Pool) ours(ctx context.Context, ref blockdev.Ref, c nvme.Device) (bool, error) {
 	generation := generationOf(c)
 	claim, claimed := p.home.Claim(ref)
@@ -280,11 +283,11 @@ func flush(path string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
-// keepPause is between two looks of Keep.
+// keepPause is the time between two looks of Keep.
 const keepPause = 10 * time.Second
 
-// Keep disconnects, until ctx ends, what is not live and whose claim has ended: it leads nowhere any more, and not all kernels find out. What waits for
-// it ends with errors.
+// Keep disconnects, until ctx ends, connections that are not live and whose claim has ended: they lead nowhere any more, and not all kernels find that
+// out. I/O that waits for them fails.
 func (p *Pool) Keep(ctx context.Context) {
 	ticks := time.NewTicker(keepPause)
 	defer ticks.Stop()
@@ -300,7 +303,7 @@ func (p *Pool) Keep(ctx context.Context) {
 	}
 }
 
-// DropEnded is what Keep does each time.
+// DropEnded does once what Keep does each time.
 func (p *Pool) DropEnded(ctx context.Context) error {
 	all, err := p.all(nqnPrefix)
 	for ref, connected := range all {
@@ -325,8 +328,8 @@ func (p *Pool) dropEnded(ctx context.Context, ref blockdev.Ref, c nvme.Device) e
 	return p.disconnect(ctx, c.NQN)
 }
 
-// Orphans: see blockdev.Pool. They are all connections that nothing is over: a crash may have come before there was. The second leg of a volume that is in
-// use is none: who carries that on finds it.
+// Orphans: see blockdev.Pool. They are all connections with nothing over them, as a crash may have come before there was. Second legs are left out:
+// whoever goes on with the move finds them.
 func (p *Pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
 	all, err := p.all(nqnPrefix)
 	found := map[blockdev.Ref][]blockdev.Device{}
@@ -338,17 +341,17 @@ func (p *Pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, err
 			if devices := p.devices([]nvme.Device{c}); len(devices) > 0 {
 				found[ref] = append(found[ref], devices...)
 			} else if found[ref] == nil {
-				found[ref] = []blockdev.Device{} // it has no device any more
+				found[ref] = []blockdev.Device{} // the connection has no device any more
 			}
 		}
 	}
 	return found, err
 }
 
-// ReasonAway is the reason of the problem of a volume whose home does not answer.
+// ReasonAway is the reason of the problem for a volume whose home does not answer.
 const ReasonAway = "HomeAway"
 
-// away says of a connection that its home is away, and what to do.
+// away returns, for an error, that the home of a connection is away, and what to do.
 func (p *Pool) away(c nvme.Device, ref blockdev.Ref) string {
 	home, since := "the node that has it", ""
 	if claim, claimed := p.home.Claim(ref); claimed {
@@ -363,7 +366,7 @@ func (p *Pool) away(c nvme.Device, ref blockdev.Ref) string {
 		"see that the node is up, and reached from node %s", home, ref, since, c.State, p.node)
 }
 
-// look notes since when a connection is not live.
+// look notes since when a connection is not live, and returns what is known of it.
 func (p *Pool) look(c nvme.Device) known {
 	return p.note(c.NQN, func(k *known) {
 		switch {
@@ -375,7 +378,7 @@ func (p *Pool) look(c nvme.Device) known {
 	})
 }
 
-// Away are the volumes used here whose homes do not answer, and since when. It asks the kernel alone.
+// Away returns the volumes that are used here and whose homes do not answer, and since when. It asks only the kernel.
 func (p *Pool) Away() (map[blockdev.Ref]time.Time, error) {
 	all, err := p.all(nqnPrefix)
 	away := map[blockdev.Ref]time.Time{}
@@ -397,12 +400,12 @@ func (p *Pool) Away() (map[blockdev.Ref]time.Time, error) {
 func (p *Pool) Samples() []metrics.Sample {
 	away, err := p.Away()
 	if err != nil {
-		return nil // PoolHealth says so
+		return nil // PoolHealth reports the error
 	}
 	return []metrics.Sample{metrics.RemoteVolumesAway.At(float64(len(away)), p.node)}
 }
 
-// Health: see blockdev.Pool. It asks the kernel alone.
+// Health: see blockdev.Pool. It asks only the kernel.
 func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
 	if err := p.check(ref); err != nil {
 		return nil, err
@@ -420,7 +423,7 @@ func (p *Pool) problems(ref blockdev.Ref, connected []nvme.Device) (problems []b
 	return problems
 }
 
-// PoolHealth is what is wrong with all connections.
+// PoolHealth returns what is wrong with all connections.
 func (p *Pool) PoolHealth(context.Context) (problems []blockdev.Problem) {
 	all, err := p.all(nqnPrefix)
 	if err != nil {

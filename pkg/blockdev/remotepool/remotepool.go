@@ -1,8 +1,8 @@
-// Package remotepool is the pool of the volumes that this node uses and others have. A volume's home has its bytes and its record, and exports
-// its device; here that is a device of the kernel's NVMe/TCP host.
+// Package remotepool is the pool of the volumes that this node uses and other nodes have. A volume's home has its bytes and its record, and exports its
+// device; here that is a device of the kernel's NVMe/TCP host.
 //
-// What the record has is asked of the home, and what is attached of this kernel alone: so what was done here can be undone whoever is away.
-// Volumes are made, grown and deleted at home.
+// The home is asked for the record. What is attached is asked of this kernel alone: so what was done here can be undone whoever is away. Volumes are made,
+// grown and deleted at home.
 package remotepool
 
 import (
@@ -24,40 +24,40 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Home is who knows the homes of volumes, and asks them. pool and ref are a volume's. errdefs.ErrUnavailable: that is not known now, or the home
-// does not answer; errdefs.ErrBusy: the home is doing something else to the volume.
+// Home knows the homes of volumes, and asks them. pool and ref are a volume's. errdefs.ErrUnavailable if something is not known now, or the home does not
+// answer; errdefs.ErrBusy if the home is doing something else with the volume.
 type Home interface {
-	// Claim says how a volume is claimed for this node, as far as that is known without asking; false if it is not.
+	// Claim returns the claim of a volume for this node, as far as it is known without asking; false if there is none.
 	Claim(ref blockdev.Ref) (Claim, bool)
-	// Open has a volume exported to this node.
+	// Open has the home export a volume to this node.
 	Open(ctx context.Context, pool string, ref blockdev.Ref) (Export, error)
-	// Record of a volume, without what is its home's alone.
+	// Record returns the record of a volume, without what only its home needs.
 	Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error)
-	// SetLabels changes labels of the record from before to after; errdefs.ErrBusy if they are not as before.
+	// SetLabels changes labels of the record from before to after; errdefs.ErrBusy if they are not as in before.
 	SetLabels(ctx context.Context, pool string, ref blockdev.Ref, before, after map[string]string) (blockdev.Record, error)
 	// Marks and BeginEra: see blockdev.Marker.
 	Marks(ctx context.Context, pool string, ref blockdev.Ref, since uint32) ([]blockdev.Extent, error)
 	BeginEra(ctx context.Context, pool string, ref blockdev.Ref) (uint32, error)
-	// Ended reports whether the claim of a generation has ended, as those know who give claims.
+	// Ended reports whether the claim of a generation has ended, by those who give claims.
 	Ended(ctx context.Context, ref blockdev.Ref, generation int64) (bool, error)
-	// Close has the export of a generation ended.
+	// Close has the home end the export of a generation.
 	Close(ctx context.Context, ref blockdev.Ref, generation int64) error
 }
 
-// Claim of a volume for this node.
+// Claim is the claim of a volume for this node.
 type Claim struct {
 	Home       string // the node that has the volume
 	Generation int64
 }
 
-// Export is what a home answers to Open.
+// Export is a home's answer to Open.
 type Export struct {
 	nvme.Connection
 	Size int64 // of the device, in bytes
-	// Otherwise is for what the home gives for this claim since before it was to give it with TLS, or without. It stays so until Close: what is connected goes on, and nothing else is
-	// connected to it.
+	// Otherwise: the home exports the volume for this claim since before it should do so with TLS, or without, and does not change that until Close. A
+	// connection that is there goes on, and no other one is made.
 	Otherwise bool
-	// Record of the volume, as Home.Record.
+	// Record is the record of the volume, as Home.Record returns it.
 	Record blockdev.Record
 }
 
@@ -69,8 +69,8 @@ type Kernel interface {
 	Resized(ctx context.Context, nqn string, size int64) error
 }
 
-// Host is that of the kernel that runs this. With tls it connects to nothing that its home gives without TLS; what is connected goes on. What its home gives with TLS it uses with TLS in
-// any case.
+// Host returns the NVMe/TCP host of the kernel that runs this. With tls it makes no connection to an export without TLS; connections that are there go on.
+// Exports with TLS are always used with TLS.
 func Host(tls bool) Kernel { return host{tls} }
 
 type host struct{ tls bool }
@@ -85,12 +85,12 @@ func (host) Resized(ctx context.Context, nqn string, size int64) error {
 	return nvme.Resized(ctx, nqn, size)
 }
 
-// NQN is how subsystems are named: with the key of the volume and the generation of the claim that it is exported for.
+// The names of subsystems have the key of the volume, and the generation of the claim that it is exported for:
 //
 //	nqn.2026-11.dev.ashlar:KEY:GENERATION:RANDOM
 const nqnPrefix = "nqn.2026-11.dev.ashlar:"
 
-// parseNQN is the volume and the generation that a subsystem is of; false if it is none of ours.
+// parseNQN returns the volume and the generation of a subsystem; false if its name is none of ours.
 func parseNQN(nqn string) (ref blockdev.Ref, generation int64, ours bool) {
 	parts := strings.Split(strings.TrimPrefix(nqn, nqnPrefix), ":")
 	if !strings.HasPrefix(nqn, nqnPrefix) || len(parts) != 3 {
@@ -101,22 +101,22 @@ func parseNQN(nqn string) (ref blockdev.Ref, generation int64, ours bool) {
 	return ref, generation, err == nil && ref.Validate() == nil
 }
 
-// generationOf is that of the claim that a connection is for.
+// generationOf returns the generation of the claim that a connection is for.
 func generationOf(c nvme.Device) int64 {
 	_, generation, _ := parseNQN(c.NQN)
 	return generation
 }
 
-// HostPrefix is what the NQNs begin with by which a node connects: others may be on the same kernel.
+// HostPrefix returns how the NQNs begin by which a node connects. Other nodes may use the same kernel.
 func HostPrefix(node string) string { return nqnPrefix + "node:" + abroad.HashOf(node) + ":" }
 
-// Pool is that of the volumes of other nodes. It has no name, and no volume: those are in the pools that it is named.
+// Pool is the pool of the volumes of other nodes. It has no name and no volumes: Named returns it as the pool of a name.
 type Pool struct {
 	*shared
 	name string
 }
 
-// shared is what the pools of all names are one in.
+// shared is what the pools of all names share.
 type shared struct {
 	abroad.Pool
 	node   string
@@ -124,19 +124,19 @@ type shared struct {
 	home   Home
 
 	mu    sync.Mutex
-	known map[string]known        // by the NQNs of connections
-	told  map[blockdev.Ref]string // the names that homes gave volumes by last
+	known map[string]known        // by NQN of the connection
+	told  map[blockdev.Ref]string // the last NQN that the home of each volume answered
 }
 
-// tell notes by which name a home gives a volume.
+// tell notes the NQN by which the home exports a volume.
 func (p *Pool) tell(ref blockdev.Ref, nqn string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.told[ref] = nqn
 }
 
-// replaced reports whether the home gives a volume for the generation of a connection by another name: it has started anew since, and what it gave before
-// never comes back. After a start of this process that is not known until the home is asked again.
+// replaced reports whether the home exports a volume for the generation of a connection under another NQN: it has begun anew since, and what it exported
+// before never comes back. After a start of this process that is not known until the home is asked again.
 func (p *Pool) replaced(ref blockdev.Ref, c nvme.Device) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -144,14 +144,14 @@ func (p *Pool) replaced(ref blockdev.Ref, c nvme.Device) bool {
 	return told && now == generationOf(c) && p.told[ref] != c.NQN
 }
 
-// known is what is known of a connection beside what the kernel says. It is forgotten with the process.
+// known is what is known of a connection beside what the kernel says. It is lost with the process.
 type known struct {
-	made   bool            // by this process
-	second bool            // to the new home of a volume that moves: see Second
-	kept   bool            // and handed out
+	made   bool            // this process made it
+	second bool            // it is to the new home of a volume that moves: see Second
+	kept   bool            // the device was handed out itself
 	home   string          // the node
-	record blockdev.Record // as it was last; zero: not known
-	away   time.Time       // since when it is not live; zero: it is
+	record blockdev.Record // the last record that was read; zero: not known
+	away   time.Time       // since when it is not live; zero: it is live
 }
 
 var (
@@ -160,19 +160,19 @@ var (
 	_ blockdev.Marker    = (*Pool)(nil)
 )
 
-// New returns the pool of the volumes that a node uses and others have.
+// New returns the pool of the volumes that a node uses and other nodes have.
 func New(node string, kernel Kernel, home Home) *Pool {
 	return &Pool{&shared{Pool: abroad.New("remote", node, "is on another node, and"), node: node, kernel: kernel, home: home, known: map[string]known{}, told: map[blockdev.Ref]string{}}, ""}
 }
 
-// Named is the pool as that of volumes in the pool of a name, on whatever nodes.
+// Named returns the pool for the volumes of a pool of that name, on whatever nodes.
 func (p *Pool) Named(name string) blockdev.Pool { return &Pool{p.shared, name} }
 
-// Name is that of the pool in which the home has the volume.
+// Name returns the name of the pool in which the home has the volume.
 func (p *Pool) Name() string { return p.name }
 
-// Get: see blockdev.Pool. While the home does not answer, the record of what is connected is as it was last: its user alone changes what counts
-// here. errdefs.ErrPrecondition if a device of an earlier claim is still in use, which leads nowhere any more.
+// Get: see blockdev.Pool. While the home does not answer, it returns the last record that was read of a connected volume (Stale): only the volume's user
+// changes what counts here. errdefs.ErrPrecondition while a device of an earlier claim is in use, which leads nowhere any more.
 func (p *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, error) {
 	if err := p.check(ref); err != nil {
 		return blockdev.Record{}, err
@@ -201,12 +201,12 @@ func (p *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, erro
 	return record, err
 }
 
-// outlived is the error for a device of an earlier claim.
+// outlived returns the error for a device of an earlier claim that is in use.
 func (p *Pool) outlived(c nvme.Device, ref blockdev.Ref) error {
 	return fmt.Errorf("%w: %s is %s by a claim of before, which has ended, and it is still mounted or open on node %s; unpublish and unstage it first", errdefs.ErrPrecondition, c.Path, ref, p.node)
 }
 
-// check refuses what can be no volume of the pool.
+// check returns an error for a Ref that no volume of the pool can have.
 func (p *Pool) check(ref blockdev.Ref) error {
 	err := ref.Validate()
 	if err == nil && (ref.Kind != blockdev.Volume || p.name == "") {
@@ -268,7 +268,7 @@ func (p *Pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(labe
 	return record, err
 }
 
-// changes are the labels in which two sets differ, as they are in each.
+// changes returns the labels in which two sets differ, with the values of each.
 func changes(was, is map[string]string) (before, after map[string]string) {
 	differs := func(label, _ string) bool { a, in := was[label]; b, out := is[label]; return a != b || in != out }
 	only := func(labels map[string]string) map[string]string {
@@ -279,14 +279,14 @@ func changes(was, is map[string]string) (before, after map[string]string) {
 	return only(was), only(is)
 }
 
-// How often, and how long, a home is asked again that is doing something else to the volume.
+// How long a home that answers errdefs.ErrBusy is asked again, and the pauses between.
 const (
 	firstPause = 50 * time.Millisecond
 	lastPause  = time.Second
 	patience   = 10 * time.Second
 )
 
-// patiently asks again while the answer is errdefs.ErrBusy.
+// patiently calls ask again while it returns errdefs.ErrBusy, for patience at most.
 func patiently(ctx context.Context, ask func() error) error {
 	pause := firstPause
 	for end := time.Now().Add(patience); ; pause = min(2*pause, lastPause) {
@@ -302,7 +302,7 @@ func patiently(ctx context.Context, ask func() error) error {
 	}
 }
 
-// Expand: see blockdev.Pool. The home has grown the volume before; what is waited for is that this kernel knows.
+// Expand: see blockdev.Pool. The home has grown the volume before; Expand waits until this kernel knows the size.
 func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
 	record, err := p.Get(ctx, ref)
 	if err != nil {
@@ -323,7 +323,7 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 // sizeTime is how long this kernel may take to learn the size of a device that has grown at home.
 const sizeTime = 15 * time.Second
 
-// sized waits until a device has its size at least; errdefs.ErrUnavailable if it does not get it.
+// sized waits until a device has at least size bytes, and returns it as it is then; errdefs.ErrUnavailable after sizeTime.
 func (p *Pool) sized(ctx context.Context, d nvme.Device, size int64) (nvme.Device, error) {
 	if d.Size >= size {
 		return d, nil
@@ -349,20 +349,20 @@ func (p *Pool) Has(ref blockdev.Ref) bool {
 	return err == nil && len(p.firsts(connected)) > 0
 }
 
-// of returns the connections of a volume that are this node's, by whatever claim.
+// of returns this node's connections of a volume, by whatever claim.
 func (p *Pool) of(ref blockdev.Ref) ([]nvme.Device, error) {
 	all, err := p.all(nqnPrefix + ref.Key + ":")
 	return all[ref], err
 }
 
-// current returns those by the claim that there is, or by any as long as that is not known.
+// current returns this node's connections of a volume by the present claim; by any claim if the present one is not known.
 func (p *Pool) current(ref blockdev.Ref) ([]nvme.Device, error) {
 	connected, err := p.of(ref)
 	claim, claimed := p.home.Claim(ref)
 	return slices.DeleteFunc(p.firsts(connected), func(c nvme.Device) bool { return claimed && generationOf(c) != claim.Generation }), err
 }
 
-// all returns the connections that are this node's, by their volumes, of subsystems whose names have a prefix.
+// all returns this node's connections, by volume, to subsystems whose names have a prefix.
 func (p *Pool) all(prefix string) (map[blockdev.Ref][]nvme.Device, error) {
 	list, err := p.kernel.List(prefix)
 	if err != nil {
@@ -392,7 +392,7 @@ func (p *Pool) note(nqn string, change func(*known)) known {
 	return have
 }
 
-// remember notes the record of connected volumes.
+// remember notes the record of the volume of connections.
 func (p *Pool) remember(connected []nvme.Device, record blockdev.Record) {
 	for _, c := range connected {
 		p.note(c.NQN, func(k *known) { k.record = record })
@@ -408,7 +408,7 @@ func (p *Pool) forget(nqn string) {
 	}
 }
 
-// closed tells the home that a volume is not used any more. Should that not come through, the release of the claim says so too.
+// closed tells the home that a volume is not used here any more. A failure is only logged: the release of the claim has the same effect.
 func (p *Pool) closed(ctx context.Context, ref blockdev.Ref, generation int64) {
 	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generation) }); err != nil {
 		klog.FromContext(ctx).Info("The home of a volume was not told that it is not used here any more; the end of its claim will", "volume", ref.String(), "err", err.Error())

@@ -13,20 +13,20 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume that moves while this node uses it is connected to two homes (docs/decisions/moving-in-use.md): its first leg is that of the claim that there
-// is, or a device of this node's own; the second one has the generation that the claim gets when the volume has moved. Of a second leg no call for the volume
-// sees anything before it is the only one that is used.
+// A volume that moves while this node uses it is connected to two homes (docs/decisions/moving-in-use.md). The first leg is the connection of the present
+// claim, or a device of this node's own. The second leg has the generation that the claim gets when the volume has moved. Calls for the volume do not see
+// a second leg before it is the only one that is used.
 
 // Leg is a connection of a volume, as the kernel has it.
 type Leg struct {
 	blockdev.Device
 	NQN        string
-	Generation int64 // of the claim that it is for
+	Generation int64 // of its claim
 	Live       bool
-	Used       bool // something is over it
+	Used       bool // it is mounted, or a device is over it
 }
 
-// Legs are all connections of a volume that are this node's.
+// Legs returns all connections of a volume that are this node's.
 func (p *Pool) Legs(ref blockdev.Ref) ([]Leg, error) {
 	connected, err := p.of(ref)
 	var legs []Leg
@@ -36,7 +36,7 @@ func (p *Pool) Legs(ref blockdev.Ref) ([]Leg, error) {
 	return legs, err
 }
 
-// Connected are the volumes that have a connection of this node's.
+// Connected returns the volumes to which this node has a connection.
 func (p *Pool) Connected() (refs []blockdev.Ref, err error) {
 	all, err := p.all(nqnPrefix)
 	for ref := range all {
@@ -45,8 +45,8 @@ func (p *Pool) Connected() (refs []blockdev.Ref, err error) {
 	return refs, err
 }
 
-// Second connects to what the new home of a volume that moves exports, or finds that it is connected. Second legs of another name end; errdefs.ErrInUse if one is
-// still used.
+// Second connects to the export of the new home of a volume that moves, or returns the connection that is there. Other second legs of the volume are
+// disconnected first: errdefs.ErrInUse while one is used. errdefs.ErrUnavailable if the export is Otherwise, and not connected.
 func (p *Pool) Second(ctx context.Context, ref blockdev.Ref, export Export) (blockdev.Device, error) {
 	if err := p.checkExport(export, ref); err != nil {
 		return blockdev.Device{}, err
@@ -66,7 +66,7 @@ func (p *Pool) Second(ctx context.Context, ref blockdev.Ref, export Export) (blo
 			}
 		}
 	}
-	p.note(export.NQN, func(k *known) { *k = known{second: true, record: export.Record} }) // first: nobody is to take it for the volume
+	p.note(export.NQN, func(k *known) { *k = known{second: true, record: export.Record} }) // before the connection: nobody must take it for the volume
 	c, err := p.kernel.Connect(ctx, export.Connection)
 	if err == nil {
 		c, err = p.proved(ctx, c, export)
@@ -77,12 +77,12 @@ func (p *Pool) Second(ctx context.Context, ref blockdev.Ref, export Export) (blo
 	return blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size}, nil
 }
 
-// Take makes a second leg the connection of its volume, which has moved to a node.
+// Take makes a second leg the connection of its volume, which has moved to the node home.
 func (p *Pool) Take(nqn, home string) {
 	p.note(nqn, func(k *known) { *k = known{made: true, home: home, record: k.record} })
 }
 
-// Drop disconnects one leg, and tells nobody; that it is not connected is success. errdefs.ErrInUse while something is over it.
+// Drop disconnects one leg, and tells no home. If there is no such connection, it does nothing. errdefs.ErrInUse while something is over it.
 func (p *Pool) Drop(ctx context.Context, nqn string) error {
 	list, err := p.kernel.List(nqn)
 	if err != nil {
@@ -96,10 +96,10 @@ func (p *Pool) Drop(ctx context.Context, nqn string) error {
 	return p.disconnect(ctx, nqn)
 }
 
-// End disconnects one leg whatever is over it, which gets errors.
+// End disconnects one leg, whatever is over it: that gets errors.
 func (p *Pool) End(ctx context.Context, nqn string) error { return p.disconnect(ctx, nqn) }
 
-// firsts are connections of one volume without its second legs.
+// firsts returns the connections of one volume without its second legs.
 func (p *Pool) firsts(connected []nvme.Device) (firsts []nvme.Device) {
 	for _, c := range connected {
 		if !p.isSecond(c, connected) {
@@ -109,15 +109,16 @@ func (p *Pool) firsts(connected []nvme.Device) (firsts []nvme.Device) {
 	return firsts
 }
 
-// isSecond reports whether one of the connections of a volume is a second leg: this process has made it one; or what is over it is the stack of a pool of this
-// node, or also over the connection of an earlier claim. When the volume has moved, and nothing else is below its devices, it is none any more.
+// isSecond reports whether c, one of the connections of a volume, is a second leg: this process made it so (Second); a device over it is of the stack of
+// another pool; or a connection of an earlier claim still has a device over it. When the volume has moved, and its devices are over nothing else, it is no
+// second leg any more.
 func (p *Pool) isSecond(c nvme.Device, connected []nvme.Device) bool {
 	return p.knownOf(c.NQN).second || p.stackedElsewhere(c) || slices.ContainsFunc(connected, func(other nvme.Device) bool {
 		return generationOf(other) < generationOf(c) && stacked(other)
 	})
 }
 
-// mirrored reports whether what is over a connection is over another one too.
+// mirrored reports whether more than one of the connections has a device over it.
 func (p *Pool) mirrored(connected []nvme.Device) bool {
 	n := 0
 	for _, c := range connected {
@@ -128,7 +129,7 @@ func (p *Pool) mirrored(connected []nvme.Device) bool {
 	return n > 1
 }
 
-// stackedElsewhere reports whether what is over a connection has not a name of this pool.
+// stackedElsewhere reports whether a device over a connection has a name that is none of this pool's.
 func (p *Pool) stackedElsewhere(c nvme.Device) bool {
 	return slices.ContainsFunc(holders(c), func(holder string) bool {
 		name, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(holder), "dm/name"))

@@ -1,7 +1,8 @@
-// Package replicapool is the pool of the volumes with several legs that this node uses (docs/replication.md). The device of such a volume is a mirror over those of its legs (package mirror), which are volumes of their own; its record is
-// that of a leg that is current.
+// Package replicapool is the pool of the volumes with several legs that this node uses (docs/replication.md). The device of such a volume is a mirror
+// (package mirror) over the devices of its legs, which are volumes of their own. Its record is that of a current leg.
 //
-// What is attached is asked of this kernel alone, so that what was done here can be undone whoever is away. Volumes are made, grown and deleted by those who make their legs.
+// What is attached is asked of this kernel alone, so that what was done here can be undone whoever is away. Volumes are made, grown and deleted by those
+// who make their legs.
 package replicapool
 
 import (
@@ -22,32 +23,35 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Legs knows the legs of volumes, and opens them. pool and ref are a volume's. errdefs.ErrUnavailable: that is not known now, or no leg that is current answers.
+// Legs knows the legs of volumes, and opens them. pool and ref are a volume's. errdefs.ErrUnavailable if something is not known now, or no current leg
+// answers.
 type Legs interface {
-	// Generation is that of the claim of a volume for this node, as far as that is known without asking; false if it has none.
+	// Generation returns the generation of the claim of a volume for this node, as far as it is known without asking; false if there is no claim.
 	Generation(ref blockdev.Ref) (int64, bool)
-	// Open opens the legs of a volume for the claim that this node has, and has those that it returns be the ones that are current, before anybody reads or writes. They are equal; the near one comes first. The caller closes them.
+	// Open opens the legs of a volume for this node's claim. Those that it returns are equal, the near one first, and are the volume's list before it
+	// returns, so before anybody reads or writes. The caller closes their devices.
 	Open(ctx context.Context, pool string, ref blockdev.Ref) (Opened, error)
-	// Record of a volume, by a leg that is current.
+	// Record returns the record of a volume, from a current leg.
 	Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error)
-	// SetLabels changes labels of the record on all legs that are current, or fails; then it is to be called again.
+	// SetLabels changes labels of the record on all current legs. After an error some may have the change: it has to be called again.
 	SetLabels(ctx context.Context, pool string, ref blockdev.Ref, change func(labels map[string]string) error) (blockdev.Record, error)
-	// Grow has this kernel know the size that all legs have by now, which it returns, in bytes.
+	// Grow has this kernel take the size that all legs have by now, and returns it, in bytes.
 	Grow(ctx context.Context, ref blockdev.Ref) (int64, error)
-	// Close gives back all legs that this node has of a volume that has no mirror any more. equal are the devices of those that it was over, if they were all equal, and flushed, when it went.
+	// Close closes all legs that this node has open of a volume whose mirror is gone. equal has the devices of the mirror's legs, if all of them were equal
+	// and flushed when it went.
 	Close(ctx context.Context, ref blockdev.Ref, equal []uint64) error
-	// Health is what is wrong with the legs of a volume that is used here, as far as that is known here.
+	// Health returns what is wrong with the legs of a volume that is used here, as far as it is known here.
 	Health(ref blockdev.Ref, s mirror.State) []blockdev.Problem
 }
 
-// Opened are the legs of a volume that are open, and current.
+// Opened has the legs of a volume that are open, and current.
 type Opened struct {
 	Generation int64 // of the claim
 	Legs       []blockdev.Device
 	Size       int64 // bytes that all of them have
 }
 
-// Pool is that of volumes with several legs. It has no name, and no volume: those are in the pools that it is named.
+// Pool is the pool of volumes with several legs. It has no name and no volumes: Named returns it as the pool of a name.
 type Pool struct {
 	abroad.Pool
 	node string
@@ -60,17 +64,18 @@ var (
 	_ blockdev.Stackable = (*Pool)(nil)
 )
 
-// New returns the pool of the volumes with several legs that a node uses. errdefs.ErrUnsupported without a kernel that can mirror.
+// New returns the pool of the volumes with several legs that a node uses. errdefs.ErrUnsupported if the kernel cannot mirror.
 func New(node string, legs Legs) (*Pool, error) {
 	return &Pool{Pool: abroad.New("replicated", node, "has its bytes in several legs, and is"), node: node, legs: legs}, mirror.Available()
 }
 
-// Named is the pool as that of volumes in the pool of a name, which is what their IDs name.
+// Named returns the pool for the volumes whose IDs name a pool of that name.
 func (p *Pool) Named(name string) blockdev.Pool { return &Pool{p.Pool, p.node, p.legs, name} }
 
-// Name is what the IDs of its volumes name.
+// Name returns the pool that the IDs of its volumes name.
 func (p *Pool) Name() string { return p.name }
 
+// check returns an error for a Ref that no volume of the pool can have.
 func (p *Pool) check(ref blockdev.Ref) error {
 	err := ref.Validate()
 	if err == nil && (ref.Kind != blockdev.Volume || p.name == "") {
@@ -95,7 +100,7 @@ func (p *Pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(labe
 	return p.legs.SetLabels(ctx, p.name, ref, change)
 }
 
-// Expand: see blockdev.Pool. All legs were grown before; the mirror gets what all of them have.
+// Expand: see blockdev.Pool. All legs were grown before; the mirror gets the size of the record. errdefs.ErrUnavailable if a leg is smaller.
 func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
 	record, err := p.Get(ctx, ref)
 	if err != nil {
@@ -117,7 +122,8 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	return record, err
 }
 
-// Attach: see blockdev.Pool. The device stays until Detach, also without Keep: what its last user has written is to be on all legs before these are given back. errdefs.ErrPrecondition while a mirror of an earlier claim is in use, which leads nowhere any more.
+// Attach: see blockdev.Pool. The device stays until Detach, also without Keep: what its last user wrote has to be on all legs before these are closed.
+// errdefs.ErrPrecondition while a mirror of an earlier claim is in use, which leads nowhere any more.
 func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	err := p.check(ref)
 	if err == nil && how.ReadOnly {
@@ -158,7 +164,8 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return p.device(d, how)
 }
 
-// earlier returns the mirror that is there by the claim that there is, or as long as that is not known by any; nil if there is none. One by a claim of before goes, unless it is in use.
+// earlier returns the mirror of the present claim, or of any claim if the present one is not known; nil if there is none. A mirror of an earlier claim is
+// removed; errdefs.ErrPrecondition while that is in use.
 func (p *Pool) earlier(ctx context.Context, ref blockdev.Ref) (*dm.Device, error) {
 	d, err := dm.Find(p.Mirror(ref))
 	if err != nil || d == nil || !d.Live {
@@ -195,7 +202,8 @@ func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 	return []blockdev.Device{one}, err
 }
 
-// Detach: see blockdev.Pool. What was written is on all legs when it returns without an error. errdefs.ErrUnavailable while that cannot be: a leg does not answer, and is still current.
+// Detach: see blockdev.Pool. After success, what was written is on all legs. errdefs.ErrUnavailable while it cannot be: a leg does not answer, and is
+// still current.
 func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	if err := ref.Validate(); err != nil {
 		return err
@@ -219,14 +227,14 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	return p.legs.Close(ctx, ref, equal)
 }
 
-// settle writes out what the page cache has of a mirror, and returns the devices of its legs, if all of them have everything.
+// settle writes out the page cache of a mirror. It returns the devices of the mirror's legs if all of them have everything, and else none.
 func (p *Pool) settle(ctx context.Context, d *dm.Device) (equal []uint64, err error) {
 	s, err := mirror.Look(d.Name)
 	if err != nil {
 		return nil, err
 	}
 	if len(s.Failed()) == len(s.Legs) || s.Held {
-		return nil, nil // nobody has what was not acknowledged
+		return nil, nil // a sync would fail, or wait for ever; what was not acknowledged is given up
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
 	if err != nil {
@@ -246,7 +254,7 @@ func (p *Pool) settle(ctx context.Context, d *dm.Device) (equal []uint64, err er
 	return equal, nil
 }
 
-// remove takes a mirror away.
+// remove removes a mirror. errdefs.ErrInUse while somebody has it open.
 func (p *Pool) remove(ctx context.Context, name string) error {
 	inUse, err := mirror.Remove(ctx, name)
 	if err == nil && inUse {
@@ -255,7 +263,7 @@ func (p *Pool) remove(ctx context.Context, name string) error {
 	return err
 }
 
-// Health: see blockdev.Pool. It asks the kernel, and what is known here.
+// Health: see blockdev.Pool. It asks the kernel, and the Legs of what is known here.
 func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
 	if err := p.check(ref); err != nil {
 		return nil, err
@@ -267,7 +275,7 @@ func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, 
 	return p.legs.Health(ref, s), err
 }
 
-// PoolHealth is what is wrong with all mirrors.
+// PoolHealth returns what is wrong with all mirrors.
 func (p *Pool) PoolHealth(context.Context) (problems []blockdev.Problem) {
 	refs, err := p.Mirrors()
 	if err != nil {
@@ -281,7 +289,7 @@ func (p *Pool) PoolHealth(context.Context) (problems []blockdev.Problem) {
 	return problems
 }
 
-// Orphans: see blockdev.Pool. They are the mirrors that nothing is over: a crash may have come before there was.
+// Orphans: see blockdev.Pool. They are the mirrors that nobody has open, as a crash may have come before anything was over them.
 func (p *Pool) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
 	refs, err := p.Mirrors()
 	found := map[blockdev.Ref][]blockdev.Device{}
@@ -298,7 +306,7 @@ func (p *Pool) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Device,
 	return found, err
 }
 
-// Mirrors are the volumes that have a mirror here, with the generation of the claim by which it was made.
+// Mirrors returns the volumes that have a mirror here, with the generation of the claim that each was made for.
 func (p *Pool) Mirrors() (map[blockdev.Ref]int64, error) {
 	names, err := dm.Names(p.Prefix())
 	found := map[blockdev.Ref]int64{}
@@ -316,7 +324,8 @@ func (p *Pool) Mirrors() (map[blockdev.Ref]int64, error) {
 	return found, err
 }
 
-// Generation is that of the claim by which the mirror of a volume was made; false if there is none.
+// Generation returns the generation of the claim that the mirror of a volume was made for; false if there is no mirror. errdefs.ErrPrecondition if a
+// device that is none of ours has its name.
 func (p *Pool) Generation(ref blockdev.Ref) (generation int64, is bool, err error) {
 	d, err := dm.Find(p.Mirror(ref))
 	if err != nil || d == nil || !d.Live {
@@ -338,7 +347,7 @@ func (p *Pool) Has(ref blockdev.Ref) bool {
 
 const mirrorSuffix = "-mirror"
 
-// Mirror is the name of the mirror of a volume.
+// Mirror returns the name of the mirror of a volume.
 func (p *Pool) Mirror(ref blockdev.Ref) string { return p.Prefix() + ref.String() + mirrorSuffix }
 
 func (p *Pool) uuidPrefix(ref blockdev.Ref) string { return abroad.UUID + "mirror-" + ref.Key + "-" }

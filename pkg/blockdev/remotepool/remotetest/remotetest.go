@@ -1,5 +1,5 @@
-// Package remotetest stands for NVMe/TCP in tests on kernels without it: a target and a host in one, that make loop devices over what is exported. It
-// refuses what they refuse. What it cannot show is the fence: what has a device of it open can go on to write.
+// Package remotetest stands for NVMe/TCP in tests on kernels without it: a target and a host in one, which makes loop devices over what is exported, and
+// refuses what they refuse. It cannot show the fence: whoever has a device of an export open can go on to write.
 package remotetest
 
 import (
@@ -21,7 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Network is a kernel that is everybody's target and everybody's host. Its zero value has nothing exported, and nothing connected.
+// Network is a kernel that is the target and the host of all nodes. Its zero value has no exports and no connections.
 type Network struct {
 	mu          sync.Mutex
 	exports     map[string]nvmet.Export
@@ -34,7 +34,7 @@ type connection struct {
 	nvme.Connection
 	uuid   string // of the namespace
 	device loop.Backing
-	known  int64 // its size as the host knows it, in bytes
+	known  int64 // the size that the host knows, in bytes
 }
 
 // Add exports devices.
@@ -58,7 +58,7 @@ func (n *Network) Remove(_ context.Context, nqn string) error {
 	return nil
 }
 
-// Exported returns the names of what is exported.
+// Exported returns the NQNs of all exports.
 func (n *Network) Exported() (names []string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -76,7 +76,7 @@ func (n *Network) Exports(context.Context) (all []nvmet.Export, _ error) {
 	return slices.Collect(maps.Values(n.exports)), nil
 }
 
-// Cut has nobody reach anybody, or ends that.
+// Cut cuts all connections, or ends that.
 func (n *Network) Cut(cut bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -130,7 +130,7 @@ func size(number int) (int64, error) {
 	return f.Seek(0, 2)
 }
 
-// show is a connection as the kernel shows it. The caller holds mu.
+// show returns a connection as the kernel shows it. The caller holds mu.
 func (n *Network) show(c *connection) nvme.Device {
 	state := "live"
 	if _, there := n.exports[c.NQN]; n.cut || !there {
