@@ -16,19 +16,19 @@ import (
 // Disk is a disk of this machine that a pool is on.
 type Disk struct {
 	Name string // as below /sys/class/block: sda, nvme0n1
-	// Physical: one may be asked how it is, as it is behind SCSI (which SATA, SAS and USB are to the kernel) or NVMe. Others are virtual (virtio,
-	// memory, network), or of a kind that smartctl does not know.
+	// Physical: smartctl can ask it, as it is behind SCSI (which SATA, SAS and USB are to the kernel) or NVMe. Others are virtual (virtio, memory, network),
+	// or of a kind that smartctl does not know.
 	Physical bool
-	// Seq is another one for each disk that the kernel finds, also if it gives it the name of one that is gone; empty before Linux 5.15.
+	// Seq differs for each disk that the kernel finds, also if it has the name of one that is gone; empty before Linux 5.15.
 	Seq string
 }
 
-// deepest is how many layers of devices are looked through: a file on a filesystem on LVM on LUKS on md on a partition is seven.
+// deepest bounds how many layers of devices are followed. A file on a filesystem on LVM on LUKS on md on a partition is seven.
 const deepest = 16
 
-// Below returns the disks that block devices of these numbers (makedev(3)) are on, by name, each once: through partitions, the device mapper
-// (LVM, LUKS, multipath), md, and loop devices with the filesystems that their files are in. What it does not find, it leaves out: a file of
-// another mount namespace, say.
+// Below returns the disks that block devices of these numbers (makedev(3)) are on, by name, each once. It follows partitions, the device mapper (LVM,
+// LUKS, multipath), md, and loop devices with the filesystems that their files are in. It leaves out what it does not find, such as a file of another
+// mount namespace.
 func Below(numbers ...uint64) []Disk { return below("/sys", numbers) }
 
 func below(sys string, numbers []uint64) []Disk {
@@ -42,7 +42,7 @@ func below(sys string, numbers []uint64) []Disk {
 
 // walk goes down from devices to disks.
 type walk struct {
-	sys   string // where sysfs is
+	sys   string // path of sysfs
 	seen  map[string]bool
 	found []Disk
 }
@@ -75,7 +75,7 @@ func (w *walk) device(path string, depth int) {
 		}
 	case err == nil:
 		w.file(strings.TrimSuffix(string(backing), "\n"), depth+1)
-	case !is(path, "loop"): // one without a file is on nothing
+	case !is(path, "loop"): // a loop device without a file is on no disk
 		seq, _ := os.ReadFile(path + "/diskseq")
 		w.found = append(w.found, Disk{name, physical(path), strings.TrimSpace(string(seq))})
 	}
@@ -101,7 +101,7 @@ func (w *walk) file(path string, depth int) {
 	}
 }
 
-// physical: see Disk.
+// physical returns Disk.Physical.
 func physical(path string) bool {
 	bus, err := filepath.EvalSymlinks(path + "/device/subsystem")
 	return err == nil && slices.Contains([]string{"scsi", "nvme", "nvme-subsystem"}, filepath.Base(bus))

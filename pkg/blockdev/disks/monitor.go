@@ -1,5 +1,5 @@
-// Package disks knows how the disks below pools are, by what they say themselves (SMART, NVMe's health log), before they die. It asks
-// seldom, wakes no disk that sleeps, and never keeps anybody waiting.
+// Package disks finds out how the disks below pools are before they die, by what they say themselves (SMART, NVMe's health log). It asks seldom, wakes no
+// disk that sleeps, and keeps nobody waiting.
 package disks
 
 import (
@@ -21,7 +21,7 @@ import (
 // Every is how often the disks are asked. What they count changes in hours.
 const Every = 10 * time.Minute
 
-// closeTime is how long the end of the driver waits for what hangs.
+// closeTime is how long Close waits for questions that hang.
 const closeTime = time.Second
 
 // Monitor asks the disks below pools how they are.
@@ -42,28 +42,28 @@ type Monitor struct {
 // reading is what is known of a disk.
 type reading struct {
 	seq   string        // Disk.Seq
-	under chan struct{} // closed at the end of the question under way; nil without
-	ended time.Time     // of the last one
-	last  Report        // the last that told something
-	first Report        // the first of the same disk: how many errors there were when the driver began to look
+	under chan struct{} // closed at the end of the question under way; nil: none is
+	ended time.Time     // when the last question ended
+	last  Report        // the last report that told something
+	first Report        // the first report of the same disk, with the errors that it had when the driver began to look
 }
 
-// Pool is a pool with what its disks say in its health. Its disks are looked at from Start on.
+// Pool is a pool whose health has what its disks say. They are asked from Start on.
 type Pool struct {
 	*lazy.Pool
 	monitor *Monitor
 	under   bool     // its disks are being asked; guarded by the monitor's mu
-	disks   []string // those that are below it, as was found last
+	disks   []string // the names of the disks below it, as found last; guarded by the monitor's mu
 }
 
-// New returns a monitor that asks nobody yet. Close ends it, and ctx does.
+// New returns a monitor that asks nothing before Start. Close ends it, and so does ctx.
 func New(ctx context.Context) *Monitor {
 	m := &Monitor{smartctl: "smartctl", below: Below, every: Every, disks: map[string]*reading{}}
 	m.context, m.stop = context.WithCancel(ctx)
 	return m
 }
 
-// Watch returns a pool with the health of its disks in its own.
+// Watch returns a pool that has the health of its disks in its own.
 func (m *Monitor) Watch(pool *lazy.Pool) *Pool {
 	p := &Pool{Pool: pool, monitor: m}
 	m.mu.Lock()
@@ -72,7 +72,7 @@ func (m *Monitor) Watch(pool *lazy.Pool) *Pool {
 	return p
 }
 
-// Start begins to ask the disks, now and from time to time.
+// Start begins to ask the disks, now and then every Every.
 func (m *Monitor) Start() {
 	m.work.Go(func() {
 		ticker := time.NewTicker(m.every)
@@ -87,7 +87,7 @@ func (m *Monitor) Start() {
 	})
 }
 
-// Close ends the questions. What hangs in the kernel is left behind.
+// Close ends the questions. It leaves behind what hangs in the kernel.
 func (m *Monitor) Close() {
 	m.stop()
 	done := make(chan struct{})
@@ -98,7 +98,7 @@ func (m *Monitor) Close() {
 	}
 }
 
-// look asks the disks of all pools; a pool whose disks have not answered since the last time is left alone.
+// look asks the disks of all pools, and does not wait. A pool for which the last look has not ended is left out.
 func (m *Monitor) look() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -116,7 +116,7 @@ func (m *Monitor) look() {
 	}
 }
 
-// look finds the disks of a pool, and asks each. Those of a pool that is not there stay as they were.
+// look finds the disks of a pool, and has each asked. If the pool cannot tell, the disks that are known stay.
 func (p *Pool) look(ctx context.Context) {
 	founded, ok := blockdev.As[blockdev.Founded](p.Pool)
 	if !ok {
@@ -142,7 +142,7 @@ func (p *Pool) look(ctx context.Context) {
 	}
 }
 
-// ask asks a disk, unless it was asked just before for another pool, or is being asked. It does not wait for the answer.
+// ask asks a disk in the background, unless it was asked just before for another pool, or is being asked.
 func (m *Monitor) ask(disk Disk) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -171,7 +171,7 @@ func (m *Monitor) ask(disk Disk) {
 	})
 }
 
-// take takes in what a disk has told.
+// take notes a report of a disk.
 func (r *reading) take(report Report) {
 	if !r.first.Told || r.first.Model != report.Model || r.first.Serial != report.Serial { // another disk has the name now
 		r.first = report
@@ -179,12 +179,12 @@ func (r *reading) take(report Report) {
 	r.last = report
 }
 
-// PoolHealth is that of the pool, and at the end what is wrong with its disks. It does not wait for them.
+// PoolHealth returns the pool's problems, followed by those of its disks. It does not wait for disks.
 func (p *Pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	return append(p.Pool.PoolHealth(ctx), p.problems()...)
 }
 
-// problems are what is wrong with the disks of a pool: one for each reason. None keeps the pool from being used.
+// problems returns what is wrong with the disks of a pool, one problem for each reason. None of them keeps the pool from being used.
 func (p *Pool) problems() (problems []blockdev.Problem) {
 	failing, wearing, erring, heated := p.said()
 	for _, one := range []struct {
@@ -205,7 +205,7 @@ func (p *Pool) problems() (problems []blockdev.Problem) {
 	return problems
 }
 
-// said is what its disks say of themselves, in words.
+// said returns what its disks say of themselves, in words, by reason.
 func (p *Pool) said() (failing, wearing, erring, heated []string) {
 	p.monitor.mu.Lock()
 	defer p.monitor.mu.Unlock()
@@ -231,7 +231,7 @@ func (p *Pool) said() (failing, wearing, erring, heated []string) {
 	return failing, wearing, erring, heated
 }
 
-// grown says which errors a disk has that count: sectors that cannot be read, and what became more since the driver began to look.
+// grown returns the errors of a disk that count, in words: sectors that cannot be read, and what has become more since the driver began to look.
 func (r *reading) grown() (found []string) {
 	for _, kind := range slices.Sorted(maps.Keys(r.last.Errors)) {
 		n := r.last.Errors[kind]

@@ -18,13 +18,13 @@ import (
 // Report is what a disk says of itself.
 type Report struct {
 	Model, Serial string
-	// Told: it says how it is at all. Virtual disks do not, nor those behind many USB bridges and RAID controllers, nor one that sleeps.
+	// Told: it says how it is. Virtual disks do not, nor those behind many USB bridges and RAID controllers, nor one that sleeps.
 	Told bool
-	// Failing is why it says that it fails, or is about to: the overall assessment of SMART, attributes at their thresholds, NVMe's critical warnings.
+	// Failing is why it fails or is about to, by its own word: the overall assessment of SMART, attributes at their thresholds, NVMe's critical warnings.
 	Failing []string
-	// Heat: it says that it is too hot or too cold. That is what is around it, and no sign that it fails.
+	// Heat: it says that it is too hot or too cold. The cause is around it, and no sign that it fails.
 	Heat bool
-	// Wear is how much of its life as flash is used, by its maker's reckoning: 1 is all of it, and there may be more; -1 if it does not say.
+	// Wear is the part of its life as flash that is used, as its maker counts: 1 is all of it, and more is possible; -1 if it does not say.
 	Wear float64
 	// Errors are counts of what went wrong on its medium, by kind.
 	Errors map[string]int64
@@ -37,20 +37,20 @@ const (
 	Uncorrectable = "uncorrectable" // errors that were reported to the machine (ATA attribute 187, SCSI's error counters, NVMe's media errors)
 )
 
-// worn is the part of its life from which on a disk is called worn.
+// worn is the Wear from which on a disk is reported.
 const worn = 0.9
 
-// askTime is how long a disk is waited for. One that spins up takes 30 s at most (ATA; smartctl waits for nothing else).
+// askTime bounds a question to a disk. One that spins up takes 30 s at most (ATA; smartctl waits for nothing else).
 const askTime = time.Minute
 
-// ask asks a disk how it is, through smartctl(8). One that sleeps is left asleep.
+// ask returns the report of a disk, by smartctl(8). It does not wake one that sleeps.
 func ask(ctx context.Context, smartctl, disk string) (Report, error) {
 	ctx, cancel := context.WithTimeout(ctx, askTime)
 	defer cancel()
 	out, _, err := command.Run(ctx, smartctl, "--json", "--nocheck=standby,0", "--info", "--health", "--attributes", "--log=ssd", "/dev/"+disk)
 	var failure *command.Error
 	if errors.As(err, &failure) && failure.Code > 0 {
-		err = nil // bits, of which most say how the disk is (smartctl(8), RETURN VALUES)
+		err = nil // the code is bits, most of which are about the disk (smartctl(8), RETURN VALUES)
 	}
 	if err != nil {
 		return Report{}, fmt.Errorf("ask disk %s how it is: %w", disk, err)
@@ -58,12 +58,12 @@ func ask(ctx context.Context, smartctl, disk string) (Report, error) {
 	return parse([]byte(out))
 }
 
-// missing reports whether an error says that smartctl is not there.
+// missing reports whether an error means that smartctl is not installed.
 func missing(err error) bool {
 	return errors.Is(err, exec.ErrNotFound) || errors.Is(err, fs.ErrNotExist)
 }
 
-// answer is what counts of smartctl's JSON, of its versions 7.0 and later.
+// answer is the part of smartctl's JSON that is used, of its versions 7.0 and later.
 type answer struct {
 	Model     string `json:"model_name"`
 	SCSIModel string `json:"scsi_model_name"`
@@ -102,7 +102,7 @@ type answer struct {
 	} `json:"scsi_error_counter_log"`
 }
 
-// attribute is one of ATA's.
+// attribute is an attribute of ATA.
 type attribute struct {
 	ID         int    `json:"id"`
 	Name       string `json:"name"`
@@ -115,7 +115,7 @@ type attribute struct {
 	} `json:"raw"`
 }
 
-// count is the number that the raw value begins with: makers put others behind it ("8 (0 4)").
+// count returns the number at the beginning of the raw value: some makers put others behind it ("8 (0 4)").
 func (a attribute) count() int64 {
 	digits := a.Raw.Text[:len(a.Raw.Text)-len(strings.TrimLeft(a.Raw.Text, "0123456789"))]
 	n, err := strconv.ParseInt(digits, 10, 64)
@@ -134,8 +134,8 @@ var warnings = []string{"it runs out of spare blocks", heat, "it is not reliable
 
 const heat = "it is too hot or too cold"
 
-// parse reads smartctl's answer. Where that has something else than a number that can be (a counter of 128 bits, of a disk gone mad), it goes
-// by the rest: what fails is what counts wrong.
+// parse reads smartctl's answer. If a field has a value that does not fit its type (a counter of 128 bits, of a disk gone mad), it uses the others: a disk
+// that fails may count wrong.
 func parse(text []byte) (Report, error) {
 	var a answer
 	var odd *json.UnmarshalTypeError
@@ -153,7 +153,7 @@ func parse(text []byte) (Report, error) {
 	if a.Endurance != nil {
 		r.Wear = float64(a.Endurance.Percent) / 100
 	}
-	if a.Status.Passed != nil && !*a.Status.Passed && len(r.Failing) == 0 && !r.Heat { // of NVMe, smartctl's word for any warning
+	if a.Status.Passed != nil && !*a.Status.Passed && len(r.Failing) == 0 && !r.Heat { // for NVMe smartctl says that of any warning
 		r.Failing = []string{"its overall assessment is FAILED"}
 	}
 	return r, nil
@@ -212,7 +212,7 @@ func (a *answer) scsi(r *Report) {
 	}
 }
 
-// described is a disk as people find it.
+// described returns the name of a disk with its model and serial number, for people.
 func (r Report) described(name string) string {
 	words := slices.DeleteFunc([]string{r.Model, r.Serial}, func(s string) bool { return s == "" })
 	if len(words) == 0 {

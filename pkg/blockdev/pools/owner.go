@@ -20,14 +20,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// ownerPattern finds an object in the name of a device of the device mapper: KIND.KEY, KIND.POOL.KEY,
-// or the label of a file pool KIND.KEY.DIRECTORY, and what is before and behind it.
+// ownerPattern matches the name of a device of the device mapper that has an object in it: KIND.KEY, KIND.POOL.KEY, or the label of a file pool
+// KIND.KEY.DIRECTORY, with what may be before and behind it.
 var ownerPattern = regexp.MustCompile(`(?:^|-)(vol|snap)\.(?:[a-z0-9-]+\.)?([0-9a-f]{32})(?:\.[0-9a-f]+\.[0-9a-f]+)?(?:-[a-z]+)?$`)
 
-// Owner tells by what the kernel has of a device whose it is: of a loop device the name of its
-// backing file, of the device mapper's the device's name. It needs no pool, and is no proof: the
-// name of an object says nothing of which pool it is in, and pools know their devices better. It
-// is for undoing what was done with a device when its pool cannot be asked.
+// Owner returns the object of a device, by what the kernel has of it: the name of the backing file of a loop device, or the name of a device of the device
+// mapper. It needs no pool. It is no proof: the name does not say which pool the object is in, and pools know their devices better. It is for undoing what
+// was done with a device when its pool cannot be asked.
 func Owner(number uint64) (blockdev.Ref, bool) {
 	dir := fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(number), unix.Minor(number))
 	if name, err := os.ReadFile(dir + "/dm/name"); err == nil {
@@ -45,10 +44,9 @@ func Owner(number uint64) (blockdev.Ref, bool) {
 	return ref, ref.Validate() == nil
 }
 
-// DetachWithoutPool takes the device of a raw volume of a file pool away, with its guard, when its pool cannot be asked: it keeps
-// the pool's filesystem from being unmounted and repaired, so it cannot wait for the pool. The caller has made sure whose
-// it is, and that it is mounted nowhere any more. Who has it open keeps it until he closes it. Devices of LVM pools stay:
-// they keep nothing.
+// DetachWithoutPool removes the device of a raw volume of a file pool, with its guard, when its pool cannot be asked. It cannot wait for the pool, as the
+// device keeps the pool's filesystem from being unmounted and repaired. The caller has made sure whose device it is, and that it is mounted nowhere any
+// more. Whoever has it open keeps it until he closes it. Devices of LVM pools stay: they hold up nothing.
 func DetachWithoutPool(ctx context.Context, number uint64) error {
 	name, err := os.ReadFile(fmt.Sprintf("/sys/dev/block/%d:%d/dm/name", unix.Major(number), unix.Minor(number)))
 	if err == nil {
@@ -61,7 +59,7 @@ func DetachWithoutPool(ctx context.Context, number uint64) error {
 		return nil
 	}
 	device := int(unix.Minor(number))
-	f, err := loop.Open(device, os.O_RDONLY) // while it is open its number does not become another's
+	f, err := loop.Open(device, os.O_RDONLY) // while it is open, its number goes to no other device
 	if loop.Going(err) {
 		return nil
 	}
@@ -72,17 +70,17 @@ func DetachWithoutPool(ctx context.Context, number uint64) error {
 	if err := detachKeepers(ctx, device, number); err != nil {
 		return fmt.Errorf("detach what holds %s: %w", loop.Path(device), err)
 	}
-	if err := f.Sync(); err != nil { // as loop.Detach; what a dead disk does not take is lost in any case
+	if err := f.Sync(); err != nil { // see loop.Detach; what a dead disk does not take is lost anyway
 		klog.FromContext(ctx).Error(err, "Could not write out what was written to a raw device; detaching it all the same", "device", loop.Path(device))
 	}
-	// Its status cannot be had if its file's disk is dead.
+	// The status of a device whose file is on a dead disk cannot be read, so it is not.
 	if _, err := ioctl.Value(f, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
 		return fmt.Errorf("detach %s: %w", loop.Path(device), errdefs.FromErrno(err))
 	}
 	return nil
 }
 
-// detachKeepers takes the loop devices over a loop device away.
+// detachKeepers removes the loop devices over a loop device.
 func detachKeepers(ctx context.Context, device int, number uint64) error {
 	numbers, err := loop.Configured()
 	if err != nil {
@@ -100,7 +98,7 @@ func detachKeepers(ctx context.Context, device int, number uint64) error {
 			return errdefs.FromErrno(err)
 		}
 		status, err := loop.Status(f, n)
-		if err != nil || status.Node != number { // it has another one by now
+		if err != nil || status.Node != number { // it is over another one by now
 			err = f.Close()
 		} else {
 			err = loop.Detach(ctx, f, status)

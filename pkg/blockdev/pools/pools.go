@@ -17,17 +17,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Location is a parsed pool URL: that of a package of one kind of pools.
+// Location is a parsed pool URL. Each kind of pools has a package with its own type.
 type Location interface {
-	// Scheme of the URL, which is the name of the kind.
+	// Scheme returns the scheme of the URL, which is the name of the kind.
 	Scheme() string
-	// Open opens the pool that is there, and finishes or undoes what a crash left half-done in it. With known, where there is none,
-	// one is made only if nothing is known of it, whatever the place looks like; and another than the one that is known is
-	// errdefs.ErrUnavailable. Without known nothing is remembered.
+	// Open opens the pool at the location, and finishes or undoes what a crash left half-done in it. With known, a missing pool is made only if nothing is
+	// known of it, whatever the place looks like, and a pool that is not the known one is errdefs.ErrUnavailable. Without known nothing is remembered.
 	Open(ctx context.Context, name string, known blockdev.Known) (blockdev.Pool, error)
 }
 
-// KindOf is what a pool at a location is called for people: by its scheme, and that of a thin pool lvmthin.
+// KindOf returns the name of a kind of pools for people: the scheme, or lvmthin for a thin pool.
 func KindOf(l Location) string {
 	if lvm, ok := l.(lvmpool.Location); ok && lvm.Thin != "" {
 		return "lvmthin"
@@ -35,7 +34,7 @@ func KindOf(l Location) string {
 	return l.Scheme()
 }
 
-// kinds has a line for each kind of pool, by the scheme of its URLs.
+// kinds has the kinds of pools, by the scheme of their URLs.
 var kinds = map[string]kind{
 	"file": {filepool.Forms, parser(filepool.Parse)},
 	"lvm":  {lvmpool.Forms, parser(lvmpool.Parse)},
@@ -46,7 +45,7 @@ type kind struct {
 	parse func(*url.URL) (Location, error)
 }
 
-// Forms are how the URLs of all kinds of pools are written, and their options (docs/reference/parameters.md).
+// Forms returns how the URLs of all kinds of pools are written, and their options (docs/reference/parameters.md).
 func Forms() (all []options.Form) {
 	for _, scheme := range slices.Sorted(maps.Keys(kinds)) {
 		all = append(all, kinds[scheme].forms()...)
@@ -58,7 +57,7 @@ func parser[L Location](parse func(*url.URL) (L, error)) func(*url.URL) (Locatio
 	return func(u *url.URL) (Location, error) { return parse(u) }
 }
 
-// Parse parses a pool URL. errdefs.ErrInvalid for anything that its kind does not know all of.
+// Parse parses a pool URL. errdefs.ErrInvalid unless its kind understands all of it.
 func Parse(text string) (Location, error) {
 	location, err := parse(text)
 	if err != nil {
@@ -82,7 +81,7 @@ func parse(text string) (Location, error) {
 	return nil, fmt.Errorf("unknown kind %q; known: %s", u.Scheme, strings.Join(known, ", "))
 }
 
-// Open opens the pool at a URL. Where there is no pool, one is made if its location lets it; else it is errdefs.ErrUnavailable.
+// Open opens the pool at a URL. If there is none, it is made if its location permits that; else errdefs.ErrUnavailable.
 func Open(ctx context.Context, name, location string) (blockdev.Pool, error) {
 	return open(ctx, name, location, nil)
 }
@@ -98,8 +97,7 @@ func open(ctx context.Context, name, location string, known blockdev.Known) (blo
 	return l.Open(ctx, name, known)
 }
 
-// OpenLazy is Open for a pool that may be there later than the driver (lazy.Open). known is nil for a caller who remembers no
-// pools.
+// OpenLazy is Open for a pool that may come later than the driver (lazy.Open). known is nil for a caller that remembers no pools.
 func OpenLazy(ctx context.Context, name, location string, known blockdev.Known) (*lazy.Pool, error) {
 	return lazy.Open(ctx, name, func(ctx context.Context) (blockdev.Pool, error) { return open(ctx, name, location, known) })
 }
