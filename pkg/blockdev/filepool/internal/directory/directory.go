@@ -1,4 +1,4 @@
-// Package directory is the directory of a file pool: how it is found, made and locked.
+// Package directory finds, makes and locks the directory of a file pool.
 package directory
 
 import (
@@ -22,25 +22,25 @@ import (
 
 // Whether a directory without a pool becomes one.
 const (
-	// Never: there is a pool, or it is waited for.
+	// Never: no directory becomes a pool; a missing pool is waited for.
 	Never = 0
 	// Always: any directory becomes a pool.
 	Always = 1
-	// Auto: a directory that is not there is made, the root of an empty filesystem becomes a pool, and nothing else: an empty
-	// directory may be the mount point of a disk that is not mounted.
+	// Auto: a directory that is not there is made, and the root of an empty filesystem becomes a pool. No other directory does, as an empty one may be the
+	// mount point of a disk that is not mounted.
 	Auto = -1
 )
 
-// Place is where the directory of a pool is, or is to be made.
+// Place is where the directory of a pool is, or is to be made. Create is Never, Always or Auto.
 type Place struct {
 	Path   string // absolute and clean
 	Create float64
 }
 
-// LockFile is the file that is locked by who uses the pool.
+// LockFile is the file that the process that uses the pool has locked.
 const LockFile = "lock"
 
-// makePool makes a directory a pool, with nothing in it.
+// makePool makes a directory an empty pool.
 func makePool(root *os.Root, id string) error {
 	for _, dir := range layout.Directories {
 		if err := root.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -53,8 +53,8 @@ func makePool(root *os.Root, id string) error {
 	return identity.Write(root, id)
 }
 
-// Open opens the directory of a pool, and makes it a pool if there is none and there may be one. id is empty for a pool that has
-// no identity yet; whole is false if its file is to be written anew. errdefs.ErrUnavailable if there is no pool.
+// Open opens the directory of a pool. If there is no pool, it makes one if it may: see mayBegin. id is empty for a pool that has no identity yet; whole is
+// false if the file of the identity has to be written anew. errdefs.ErrUnavailable if there is no pool, or another one than is known.
 func (p Place) Open(ctx context.Context, known blockdev.Known) (root *os.Root, id string, whole bool, err error) {
 	defer func() {
 		if err != nil && root != nil {
@@ -88,7 +88,7 @@ func (p Place) Open(ctx context.Context, known blockdev.Known) (root *os.Root, i
 	return root, "", false, errdefs.FromErrno(err)
 }
 
-// mayBegin returns why no pool must be made here; check looks at the path, where nobody knows better.
+// mayBegin returns an error if no pool may be made here. With known, that decides. Without it check does, which looks at the path.
 func (p Place) mayBegin(ctx context.Context, known blockdev.Known, check func(path string) error) error {
 	if p.Create == Never {
 		return fmt.Errorf("%w, and create=0 says to make none; is its disk mounted?", identity.ErrNoPool)
@@ -108,8 +108,7 @@ func (p Place) mayBegin(ctx context.Context, known blockdev.Known, check func(pa
 	return check(p.Path)
 }
 
-// checkEmpty looks at a directory that is there and has no pool: only the root of a filesystem,
-// with nothing in it, becomes one.
+// checkEmpty returns an error unless a directory without a pool is empty, and the root of a filesystem.
 func checkEmpty(path string) error {
 	empty, err := isEmpty(path)
 	if err != nil {
@@ -124,7 +123,7 @@ func checkEmpty(path string) error {
 	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or remove the directory, or say create=1 if it is to become a pool", identity.ErrNoPool, path)
 }
 
-// checkMissing looks at a path at which nothing is: its parent must not look as if a disk were missing.
+// checkMissing returns an error if the parent of a path, at which nothing is, looks as if a disk were missing.
 func checkMissing(path string) error {
 	if info, err := os.Lstat(path); err == nil && info.Mode()&fs.ModeSymlink != 0 {
 		return fmt.Errorf("%w: %s is a link to where nothing is; is its disk mounted?", identity.ErrNoPool, path)
@@ -143,7 +142,7 @@ func checkMissing(path string) error {
 	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or say create=1 if %s is to become a pool", identity.ErrNoPool, parent, path)
 }
 
-// isEmpty tells whether a directory has nothing in it but what mkfs and a begun pool leave.
+// isEmpty reports whether a directory has nothing in it but what mkfs leaves, or an unfinished makePool.
 func isEmpty(path string) (bool, error) {
 	entries, err := os.ReadDir(path)
 	if err != nil {
@@ -180,7 +179,7 @@ func makeDirectory(path string) (root *os.Root, id string, err error) {
 		err = errors.Join(parent.Sync(), parent.Close())
 	}
 	if err == nil {
-		root, err = os.OpenRoot(path) // what fails in it is said of this path
+		root, err = os.OpenRoot(path) // errors then have this path
 	}
 	if err != nil {
 		return nil, "", errdefs.FromErrno(err)
@@ -188,7 +187,7 @@ func makeDirectory(path string) (root *os.Root, id string, err error) {
 	return root, id, nil
 }
 
-// beginIn makes an existing directory a pool, if nobody else just does.
+// beginIn makes an existing directory a pool. errdefs.ErrInUse if another process does so just now.
 func beginIn(root *os.Root, id string) error {
 	lock, err := Lock(root)
 	if err != nil {
@@ -201,7 +200,8 @@ func beginIn(root *os.Root, id string) error {
 	return makePool(root, id)
 }
 
-// Part opens a directory of a pool. errdefs.ErrUnavailable if something is mounted there: it hides what the pool has, and does not go with the pool's filesystem.
+// Part opens a directory of a pool. errdefs.ErrUnavailable if something is mounted there: that hides what the pool has, and does not go with the pool's
+// filesystem.
 func Part(root *os.Root, name string) (*os.File, error) {
 	f, err := root.Open(name)
 	if err != nil {
@@ -217,7 +217,7 @@ func Part(root *os.Root, name string) (*os.File, error) {
 	return f, nil
 }
 
-// Lock keeps other processes away from a pool until the file is closed.
+// Lock locks the pool against other processes, until the file is closed. errdefs.ErrInUse if another one has the lock.
 func Lock(root *os.Root) (*os.File, error) {
 	lock, err := root.OpenFile(LockFile, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -230,7 +230,7 @@ func Lock(root *os.Root) (*os.File, error) {
 	return lock, nil
 }
 
-// Exclusive locks a file or a directory of a pool until it is closed.
+// Exclusive locks a file or a directory of a pool until it is closed. errdefs.ErrInUse if another process has the lock.
 func Exclusive(f *os.File) error {
 	err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if errors.Is(err, unix.EWOULDBLOCK) {
@@ -239,11 +239,12 @@ func Exclusive(f *os.File) error {
 	return errdefs.FromErrno(err)
 }
 
-// Free ends what Exclusive began, if it did. To close the file is not enough: a child that was forked a moment ago, and has not yet become another program, has it open as well.
+// Free ends the lock of Exclusive, if there is one. To close the file is not enough: a child that was just forked, and has not executed another program
+// yet, has it open as well.
 func Free(f *os.File) error { return errdefs.FromErrno(unix.Flock(int(f.Fd()), unix.LOCK_UN)) }
 
-// Identify says what is there, for people: the identity of the pool; or else why
-// there is none and none would be made, or nil if one would. It changes nothing.
+// Identify returns the identity of the pool that is there, for people. If there is none, err is why none would be made; nil if one would. It changes
+// nothing.
 func (p Place) Identify(ctx context.Context) (id string, err error) {
 	root, err := os.OpenRoot(p.Path)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -1,5 +1,5 @@
-// Package fiemap looks at where the extents of files are on a disk (FS_IOC_FIEMAP, Documentation/filesystems/fiemap.rst): it counts the
-// blocks that they take, each once however many files share it, and tells in which ranges two files are the same blocks.
+// Package fiemap finds where the extents of files are on a disk (FS_IOC_FIEMAP, Documentation/filesystems/fiemap.rst). It counts the blocks that files
+// take, each once however many files share it, and tells in which ranges two files have the same blocks.
 package fiemap
 
 import (
@@ -17,9 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Blocks is a set of blocks of a disk: pages of one bit for each. A page of which all
-// blocks are there is the same for all, so what is in one piece takes next to no memory, and
-// the worst 1/32768 of the disk.
+// Blocks is a set of blocks of a disk, in pages with one bit for each block. All pages whose blocks are all in the set are one page in memory: so a disk
+// in few pieces takes next to no memory, and the worst one 1/32768 of its size.
 type Blocks struct {
 	block int64 // bytes
 	pages map[int64]*blockPage
@@ -37,10 +36,10 @@ var fullPage = func() *blockPage {
 	return &page
 }()
 
-// NewBlocks returns the empty set of blocks of that many bytes.
+// NewBlocks returns an empty set of blocks of that many bytes.
 func NewBlocks(block int64) *Blocks { return &Blocks{block, map[int64]*blockPage{}} }
 
-// add adds a range of bytes, and returns how many of them are new.
+// add adds a range of bytes, and returns how many bytes are in blocks that are new.
 func (s *Blocks) add(start, length int64) int64 {
 	fresh := int64(0)
 	end := (start + length + s.block - 1) / s.block
@@ -101,15 +100,14 @@ const (
 	fiemapExtentInline  = 0x200
 	fiemapExtentTail    = 0x400 // packed with others
 	fiemapExtentBlank   = 0x800 // allocated, and reads as zeros
-	// fiemapExtentVague are those of which the kernel does not say which blocks they take.
+	// fiemapExtentVague is for extents of which the kernel does not say which blocks they take.
 	fiemapExtentVague = fiemapExtentUnknown | fiemapExtentDelayed | fiemapExtentEncoded | fiemapExtentCrypted | fiemapExtentCrooked |
 		fiemapExtentInline | fiemapExtentTail
 
-	fiemapSync = 0x1 // what was written is on its way to blocks first
+	fiemapSync = 0x1 // write out what is cached first
 )
 
-// AddFile adds the blocks of a file, of up to a number of extents, and returns how many bytes of them are new, and how many
-// extents it saw.
+// AddFile adds the blocks of a file until it has seen most extents. It returns how many bytes of them are new, and how many extents it saw.
 func (s *Blocks) AddFile(ctx context.Context, f *os.File, most int) (fresh int64, extents int, err error) {
 	var request fiemapRequest
 	for next, last := uint64(0), false; !last && extents < most; {
@@ -132,13 +130,13 @@ func (s *Blocks) AddFile(ctx context.Context, f *os.File, most int) (fresh int64
 	return fresh, extents, nil
 }
 
-// window is how the bytes of a file are stored from an offset on.
+// window is how the bytes of a file are stored from an offset on, up to end.
 type window struct {
-	end     int64 // of what is known; all of the file if there are no more extents
+	end     int64 // up to where it is known
 	extents []fiemapExtent
 }
 
-// windowOf maps a file from an offset on, up to an end at the most.
+// windowOf returns the window of a file from an offset on, up to an end at most.
 func windowOf(f *os.File, at, end int64) (window, error) {
 	request := fiemapRequest{start: uint64(at), length: uint64(end - at), flags: fiemapSync}
 	request.extentCount = uint32(len(request.extents))
@@ -153,8 +151,8 @@ func windowOf(f *os.File, at, end int64) (window, error) {
 	return w, nil
 }
 
-// at returns what stores the byte at an offset, and up to where that does: blank bytes read as zeros, physical is the address on the disk
-// of those that were written, or -1 if it cannot be told.
+// at returns how the byte at an offset is stored, and up to where that holds. blank: it reads as zeros. physical is the address on the disk if it was
+// written; -1 if the kernel does not tell.
 func (w *window) at(offset int64) (blank bool, physical, end int64) {
 	i, _ := slices.BinarySearchFunc(w.extents, offset, func(x fiemapExtent, offset int64) int {
 		if int64(x.logical+x.length) <= offset {
@@ -179,9 +177,9 @@ func (w *window) at(offset int64) (blank bool, physical, end int64) {
 	return false, int64(x.physical) + offset - int64(x.logical), end
 }
 
-// Apart returns ranges, in order, outside of which two files have the same bytes from an offset on: there both have the same blocks, or
-// none that were written. It looks at as many extents as fit into one answer of the kernel, so next is up to where the ranges are
-// of. Of a filesystem that maps no extents, and of one that moves them meanwhile, all is apart. The files do not change.
+// Apart returns ranges, in order, outside of which two files have the same bytes from an offset on: there both have the same blocks, or none that were
+// written. The ranges are complete up to next, as it looks at only as many extents as fit into one answer of the kernel. If the filesystem maps no
+// extents, or moves them meanwhile, all is apart. Nobody changes the files meanwhile.
 func Apart(a, b *os.File, from, end int64) (apart []Range, next int64, err error) {
 	first, err := windowOf(a, from, end)
 	var second, again window
@@ -217,7 +215,7 @@ func Apart(a, b *os.File, from, end int64) (apart []Range, next int64, err error
 	return apart, next, nil
 }
 
-// moved is how much is taken to be apart where extents move, in bytes, before it is looked again.
+// moved is how much counts as apart when extents were moved meanwhile, in bytes, before the next look.
 const moved = 16 << 20
 
 // Range is a range of bytes of a file, from Start to before End.

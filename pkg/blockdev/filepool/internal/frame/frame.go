@@ -1,10 +1,9 @@
-// Package frame is how file pools write text down: a header line, a body of len bytes, and whatever is
-// left of the place.
+// Package frame is how file pools write text: a header line, a body of len bytes, and then anything up to the end of the place.
 //
 //	ashlar-record 2 gen=7 len=312 crc32c=5f3a90c1
 //
-// The checksum is over the header as far as it stands before it, and the body. Every version
-// from 2 on has this header, so that what a newer driver wrote is told from what is damaged.
+// The checksum is over the header up to it, and the body. Every version from 2 on has this header: so what a newer driver wrote can be told from what is
+// damaged.
 package frame
 
 import (
@@ -28,7 +27,7 @@ type Frame struct {
 const (
 	headerFormat = "%s %d gen=%d len=%d "
 	sumFormat    = "crc32c=%08x\n"
-	// LongestHeader is the most bytes that a header has.
+	// LongestHeader is the length of the longest header, in bytes.
 	LongestHeader = 128
 )
 
@@ -42,8 +41,7 @@ func (f Frame) Encode(what string) []byte {
 	return append(fmt.Appendf(header, sumFormat, sum), f.Body...)
 }
 
-// Decode is the strict inverse of Encode. If the checksum is wrong, what the header says is
-// returned beside the error, as far as it is one.
+// Decode is the strict inverse of Encode. If the checksum is wrong, it returns the fields of the header beside the error, as far as it could read them.
 func Decode(what string, data []byte) (f Frame, err error) {
 	header, rest, found := bytes.Cut(data, []byte("\n"))
 	if !found || len(header) > LongestHeader {
@@ -58,14 +56,14 @@ func Decode(what string, data []byte) (f Frame, err error) {
 		return f, fmt.Errorf("%w: header %q", catalog.ErrRecord, header)
 	}
 	f.Body = rest[:length]
-	// What is read is what would be written: no other way to write a number is right.
+	// Only what Encode writes is right: no other spelling of a number is.
 	if !bytes.HasPrefix(data, f.Encode(what)) {
 		return f, fmt.Errorf("%w: wrong checksum", catalog.ErrRecord)
 	}
 	return f, nil
 }
 
-// ReadPart reads up to length bytes at an offset of a file, which may end before them.
+// ReadPart reads up to length bytes at an offset of a file; fewer if the file ends there.
 func ReadPart(f *os.File, offset int64, length int) ([]byte, error) {
 	data := make([]byte, length)
 	n, err := f.ReadAt(data, offset)

@@ -1,11 +1,9 @@
-// Package identity is the identity of a file pool. It is in the file "pool", twice: a pool that lost one of the two is
-// still known.
+// Package identity reads and writes the identity of a file pool. It is in the file "pool", twice: so a pool that lost one copy is still known.
 //
 //	ashlar-pool 2 gen=1 len=48 crc32c=17b1c0de
 //	{"id":"..."}
 //
-// Its version is that of the whole pool: a driver that does not know it changes nothing there.
-// Pools of version 1 had no such file; they get one.
+// Its version is that of the whole pool: a driver that does not know it changes nothing there. Pools of version 1 had no such file; they get one.
 package identity
 
 import (
@@ -23,11 +21,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// File is its name.
+// File is the name of the file.
 const File = "pool"
 
 const (
-	apart   = 4096 // bytes from the one to the other
+	apart   = 4096 // bytes from one copy to the other
 	version = 2
 	header  = "ashlar-pool"
 )
@@ -37,10 +35,10 @@ type identity struct {
 	ID string `json:"id"` // a UUID
 }
 
-// ErrNoPool: there is a directory, and no pool in it.
+// ErrNoPool is for a directory without a pool.
 var ErrNoPool = fmt.Errorf("%w: there is no pool", errdefs.ErrUnavailable)
 
-// ErrNameless: there is a pool, of version 1.
+// ErrNameless is for a pool of version 1, which has no identity.
 var ErrNameless = errors.New("a pool without an identity")
 
 // New returns a random UUID (RFC 9562, version 4).
@@ -51,12 +49,12 @@ func New() string {
 	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
 }
 
-// Read returns the identity of the pool in a directory; whole is false if one of its
-// copies is damaged. ErrNoPool and ErrNameless if it has none.
+// Read returns the identity of the pool in a directory; whole is false if one of its copies is damaged. ErrNoPool or ErrNameless if there is none;
+// errdefs.ErrUnsupported if the pool is of a newer version.
 func Read(root *os.Root) (id string, whole bool, err error) {
 	f, err := layout.Open(root, File)
 	if errors.Is(err, fs.ErrNotExist) {
-		for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} { // those of its time
+		for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} { // the directories of version 1
 			if _, err := root.Stat(layout.Directories[kind]); errors.Is(err, fs.ErrNotExist) {
 				return "", false, ErrNoPool
 			} else if err != nil {
@@ -91,7 +89,7 @@ func Read(root *os.Root) (id string, whole bool, err error) {
 	return id, whole, nil
 }
 
-// differ is the error of two copies that say different things.
+// differ returns the error for two copies with different identities.
 func differ(a, b string) error {
 	if a == "" || b == "" {
 		return nil
@@ -114,7 +112,7 @@ func decode(data []byte) (string, error) {
 	return is.ID, nil
 }
 
-// Write gives a pool its identity, durably and in one step.
+// Write writes the identity of a pool, durably and in one step.
 func Write(root *os.Root, id string) (err error) {
 	body, err := json.Marshal(identity{id})
 	if err != nil {

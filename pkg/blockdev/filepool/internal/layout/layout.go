@@ -1,4 +1,4 @@
-// Package layout is where things are in the directory of a file pool.
+// Package layout has the paths in the directory of a file pool.
 package layout
 
 import (
@@ -12,7 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Sync makes it last which files there are in a directory.
+// Sync makes durable which files there are in a directory.
 func Sync(root *os.Root) error {
 	dir, err := root.Open(".")
 	if err != nil {
@@ -21,10 +21,10 @@ func Sync(root *os.Root) error {
 	return errdefs.FromErrno(errors.Join(dir.Sync(), dir.Close()))
 }
 
-// Directories are those of the kinds of object. Pools that older drivers made have none for marks.
+// Directories has the directory of each kind of object. Pools that older drivers made have none for marks.
 var Directories = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots", blockdev.Marks: "marks"}
 
-// Complete makes those that a pool of an older driver has not.
+// Complete makes the directories that a pool of an older driver lacks.
 func Complete(root *os.Root) error {
 	err := root.Mkdir(Directories[blockdev.Marks], 0o700)
 	if errors.Is(err, fs.ErrExist) {
@@ -42,7 +42,7 @@ func Record(ref blockdev.Ref) string { return Directories[ref.Kind] + "/" + ref.
 // Image returns the path of the bytes of an object.
 func Image(ref blockdev.Ref) string { return Directories[ref.Kind] + "/" + ref.Key + ".img" }
 
-// Open opens a file to be read. It does not wait for the writer of a FIFO.
+// Open opens a file for reading. It does not wait for the writer of a FIFO.
 func Open(root *os.Root, path string) (*os.File, error) {
 	return root.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 }

@@ -1,4 +1,4 @@
-// Package mountpoint tells what is mounted at a path (statx(2), proc_pid_mountinfo(5)).
+// Package mountpoint finds out what is mounted at a path (statx(2), proc_pid_mountinfo(5)).
 package mountpoint
 
 import (
@@ -13,8 +13,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Shared reports whether others may write to the filesystem of a directory, as far as can be seen: it is not its root, or there
-// is another mount of it. A directory that is not there is shared.
+// Shared reports whether others may write to the filesystem of a directory, as far as can be seen: the directory is not the root of it, or there is
+// another mount of it. A directory that is not there counts as shared.
 func Shared(path string) (bool, error) {
 	at, all, err := mountAt(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -34,15 +34,15 @@ func Shared(path string) (bool, error) {
 	return false, nil
 }
 
-// At tells whether an open directory is where something is mounted.
+// At reports whether something is mounted at an open directory.
 func At(directory *os.File) (bool, error) {
 	var st unix.Statx_t
 	err := unix.Statx(int(directory.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_INO, &st)
 	return st.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0, errdefs.FromErrno(err)
 }
 
-// IsFilesystem tells whether a directory is where the root of a filesystem is mounted, and not just a directory of another one:
-// in a container each of them is a mount.
+// IsFilesystem reports whether the root of a filesystem is mounted at a directory, or that of a btrfs subvolume. In a container other directories are
+// mounts as well.
 func IsFilesystem(path string) (bool, error) {
 	at, _, err := mountAt(path)
 	return at.root == "/" || at.subvolume, errdefs.FromErrno(err)
@@ -53,14 +53,14 @@ type mount struct {
 	id     string
 	device string // of the filesystem: on btrfs, the same for each of its subvolumes
 	root   string // the directory of the filesystem that is mounted
-	// subvolume: it is the root of one of btrfs.
+	// subvolume: the root of a subvolume of btrfs is mounted.
 	subvolume bool
 }
 
-// btrfsRoot is the inode of each subvolume's root (BTRFS_FIRST_FREE_OBJECTID).
+// btrfsRoot is the inode of the root of each subvolume (BTRFS_FIRST_FREE_OBJECTID).
 const btrfsRoot = 256
 
-// mountAt returns the mount at a path, and all that there are. It is empty if the path is just a directory of another one.
+// mountAt returns the mount at a path, and all mounts. Both are empty if nothing is mounted at the path.
 func mountAt(path string) (at mount, all []mount, err error) {
 	var st unix.Statx_t
 	if err := unix.Statx(unix.AT_FDCWD, path, 0, unix.STATX_MNT_ID|unix.STATX_INO, &st); err != nil {

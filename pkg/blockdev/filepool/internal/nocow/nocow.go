@@ -1,14 +1,12 @@
-// Package nocow has files written in place.
+// Package nocow makes btrfs write files in place.
 //
-// btrfs writes what is overwritten to a new place, and keeps the whole old extent while any
-// block of it is still in use: a file may so take many times its size. Only a file with the
-// attribute C (chattr(1)) is written in place, without checksums or compression; it can be
-// given to empty files, and is inherited from the directory. Two things remain:
+// btrfs writes what is overwritten to a new place, and keeps the whole old extent while any block of it is still in use: so a file may take many times its
+// size. Only a file with the attribute C (chattr(1)) is written in place, without checksums or compression. The attribute can be given to empty files, and
+// is inherited from the directory. Two things remain:
 //
-//   - Blocks that two files share (FICLONE) are copied at the first write after. The account
-//     counts both files in full, so the space for that is there.
-//   - Holes that are punched into an extent free nothing as long as a block of it is left, and
-//     take new space when they are written. So devices over files on btrfs take no discards.
+//   - Blocks that two files share (FICLONE) are copied at the first write after that. The account counts both files in full, so the space for it is there.
+//   - Holes that are punched into an extent free nothing as long as a block of it is left, and take new space when they are written. So devices over files
+//     on btrfs take no discards.
 package nocow
 
 import (
@@ -23,10 +21,10 @@ import (
 
 const (
 	attributeInPlace  = 0x00800000 // FS_NOCOW_FL, include/uapi/linux/fs.h
-	attributeCompress = 0x00000004 // FS_COMPR_FL; excludes the other
+	attributeCompress = 0x00000004 // FS_COMPR_FL; no file can have both
 )
 
-// InPlace reports whether a file is written in place: always, but on btrfs.
+// InPlace reports whether a file is written in place. On filesystems other than btrfs it always is.
 func InPlace(f *os.File) (bool, error) {
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(f.Fd()), &st); err != nil {
@@ -42,8 +40,7 @@ func InPlace(f *os.File) (bool, error) {
 	return attributes&attributeInPlace != 0, nil
 }
 
-// Set lets an empty file, or what is made in a directory from now on, be written in place.
-// errdefs.ErrUnsupported where btrfs cannot do that (on zoned disks).
+// Set makes btrfs write an empty file in place, or all new files in a directory. errdefs.ErrUnsupported if btrfs cannot do that (on zoned disks).
 func Set(f *os.File) error {
 	done, err := InPlace(f)
 	if done || err != nil {

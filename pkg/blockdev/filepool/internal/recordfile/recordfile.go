@@ -1,24 +1,21 @@
-// Package recordfile is the file of the record of an object. It has two slots of slotSize bytes. Each holds the record as a frame (package frame)
-// whose body is one line of JSON, so that it can be read with cat; the rest is zeros.
+// Package recordfile reads and writes the file of an object's record. The file has two slots of slotSize bytes. Each slot has the record as a frame
+// (package frame) whose body is one line of JSON, so that it can be read with cat; the rest is zeros.
 //
 //	ashlar-record 2 gen=7 len=312 crc32c=5f3a90c1
 //	{"kind":"vol", ...}
 //
-// A change is written over one slot and synced, then over the other and synced, and only then
-// does anybody hear of it, or act on it. So each slot alone has all that was ever answered,
-// whether the other was torn as it was written, or rots later: nothing that was said goes back. (The
-// blocks are there already, so a change is two writes and two flushes of the disk; a new file, its
-// rename and the directory's sync cost ten times that.)
+// A change is written over one slot and synced, then over the other and synced, and only then answered or acted on. So each slot alone has all that was
+// ever answered. If the other was torn as it was written, or rots later, nothing is taken back. (The blocks are there already, so a change is two writes
+// and two flushes of the disk; a new file, its rename and the directory's sync cost ten times that.)
 //
-// A slot with a right checksum that is not understood was never torn: it is of a newer driver,
-// or of another volume, and the record is damaged, whatever the other slot says.
+// A slot with a right checksum that is not understood was never torn: it is of a newer driver, or of another volume, and the record is damaged, whatever
+// the other slot has.
 //
-// A new field of stored takes a new recordVersion, as drivers refuse what they do not know all of;
-// a field that is missing has to mean what it meant before there was one.
+// A new field of Record takes a new recordVersion, as drivers refuse records with fields that they do not know. A record without the field has to mean
+// what it meant before there was one.
 //
-// Version 1 had a checksum over the body only, and each change in one slot only. Of these
-// records both slots have to be whole, as one alone may be too old: what says "never formatted"
-// may have been formatted. They are written anew when their pool is opened.
+// Version 1 had a checksum over the body only, and each change in one slot only. Of these records both slots have to be whole, as one alone may be too
+// old: a volume that is "never formatted" by it may have been formatted. They are written anew when their pool is opened.
 package recordfile
 
 import (
@@ -48,21 +45,21 @@ const (
 	firstHeader   = recordName + " %d gen=%d len=%d crc32c=%08x\n"
 )
 
-// ErrNoRecord: there is an image, and no record.
+// ErrNoRecord is for an image without a record.
 var ErrNoRecord = fmt.Errorf("%w: its image is there, and it has none", catalog.ErrRecord)
 
-// ErrEmpty: there is nothing in the file.
+// ErrEmpty is for a record file with nothing in it.
 var ErrEmpty = fmt.Errorf("%w: empty record", catalog.ErrRecord)
 
 var errVersion = fmt.Errorf("%w: record of another version", catalog.ErrRecord)
 
-// Record is a blockdev.Record as the file has it.
+// Record is a blockdev.Record in the form of the file.
 type Record struct {
 	Kind    blockdev.Kind     `json:"kind"`
 	Key     string            `json:"key"`
 	Name    string            `json:"name"`
 	Size    int64             `json:"size"`
-	Growing int64             `json:"growing,omitempty"` // the size being grown to
+	Growing int64             `json:"growing,omitempty"` // the size that it grows to; 0: it does not grow
 	Thin    bool              `json:"thin,omitempty"`
 	Sector  int64             `json:"sector,omitempty"` // 0: 512
 	Origin  string            `json:"origin,omitempty"`
@@ -72,7 +69,7 @@ type Record struct {
 	Decoded blockdev.Record   `json:"-"`
 }
 
-// New returns a record as a file has it; growing is the size that it is being grown to, or 0.
+// New returns a record in the form of the file; growing is the size that it grows to, or 0.
 func New(r blockdev.Record, st catalog.State, growing int64) *Record {
 	s := &Record{Kind: r.Kind, Key: r.Key, Name: r.Name, Size: r.Size, Growing: growing, Thin: r.Thin, Sector: r.Sector,
 		Created: r.Created, State: st, Labels: r.Labels, Decoded: r}
@@ -83,8 +80,8 @@ func New(r blockdev.Record, st catalog.State, growing int64) *Record {
 	return s
 }
 
-// encodeSlot returns the slotSize bytes of one slot. A record that is ready leaves room for what it may have to say yet: that it grows, to whatever
-// size, and is deleted.
+// encodeSlot returns the slotSize bytes of one slot. errdefs.ErrInvalid if they are too few. A ready record has to leave room for its later changes:
+// growth to whatever size, and deletion.
 func encodeSlot(s *Record, generation uint64) ([]byte, error) {
 	used, err := encode(s, generation)
 	needs := len(used)
@@ -114,16 +111,16 @@ func encode(s *Record, generation uint64) ([]byte, error) {
 	return frame.Frame{Version: recordVersion, Generation: generation, Body: append(body, '\n')}.Encode(recordName), nil
 }
 
-// slot is what one slot says.
+// slot is what one slot has.
 type slot struct {
 	stored     *Record // nil if its checksum is wrong
-	version    int     // as far as it can be read: 0 if not
+	version    int     // 0 if it cannot be read
 	generation uint64
 	blank      bool // nothing but zeros
 }
 
-// decodeSlot is the strict inverse of encodeSlot. A slot whose checksum is wrong is no error, but
-// one that is right and not understood is.
+// decodeSlot is the strict inverse of encodeSlot. A slot with a wrong checksum is no error: its stored is nil. A slot with a right one that is not
+// understood is.
 func decodeSlot(data []byte) (slot, error) {
 	if len(bytes.Trim(data, "\x00")) == 0 {
 		return slot{blank: true}, nil
@@ -149,7 +146,7 @@ func decodeSlot(data []byte) (slot, error) {
 	return slot{stored: &s, version: f.Version, generation: f.Generation}, nil
 }
 
-// decodeFirst is frame.Decode for a slot of version 1.
+// decodeFirst is frame.Decode for a slot of version 1; version is the one that its header has.
 func decodeFirst(data []byte, version int) (f frame.Frame, err error) {
 	f.Version = version
 	header, rest, _ := bytes.Cut(data, []byte("\n"))
@@ -197,14 +194,14 @@ func (s *Record) validate() error {
 	return nil
 }
 
-// Position is where in its file a record is.
+// Position is where a record is in its file.
 type Position struct {
-	generation uint64 // the highest that may be on the disk
-	newest     int    // the slot that has it, which is written last: 0 or 1
-	Alone      bool   // the other slot does not have it
+	generation uint64 // the highest generation that may be on the disk
+	newest     int    // the slot with that generation, which the next update writes last: 0 or 1
+	Alone      bool   // the other slot does not have the record
 }
 
-// Create makes a record file durably; the caller syncs the directory.
+// Create makes a record file, durably. The caller syncs the directory.
 func Create(root *os.Root, path string, s *Record) (at Position, err error) {
 	slot, err := encodeSlot(s, 1)
 	if err != nil {
@@ -221,9 +218,8 @@ func Create(root *os.Root, path string, s *Record) (at Position, err error) {
 	return Position{generation: 1}, errdefs.FromErrno(f.Sync())
 }
 
-// Update writes s over both slots, durably, and returns where it is then. The position is right
-// also with an error. What says that its object is deleted is the last that is written: where the disk
-// takes one slot only (Unwritable), that is enough, and the record is alone.
+// Update writes s over both slots, durably, and returns the new position. That is right also with an error. A record that says that its object is deleted
+// is the last one that is written: if the disk takes only one slot of it (Unwritable), that is enough, and the record is alone.
 func Update(root *os.Root, path string, s *Record, at Position) (_ Position, err error) {
 	data, err := encodeSlot(s, at.generation+1)
 	if err != nil {
@@ -252,8 +248,8 @@ func Update(root *os.Root, path string, s *Record, at Position) (_ Position, err
 	return at, nil
 }
 
-// Unwritable reports whether an error says that a block of a file cannot be written, and nothing of others: the disk failed there, or
-// it has no space for it (as a thin one may not).
+// Unwritable reports whether an error means that this file cannot be written to, while others may: the disk failed at one of its blocks, or has no space
+// for it (as a thin disk may not).
 func Unwritable(err error) bool {
 	return errors.Is(err, unix.EIO) || errors.Is(err, errdefs.ErrNoSpace)
 }
@@ -268,9 +264,9 @@ func writeSlot(f *os.File, slot int, data []byte) error {
 	return nil
 }
 
-// Read returns the record of a file, and where it is. A slot with a wrong checksum, or that the
-// disk cannot read, beside a whole one is what a crash in the middle of an update leaves, or a bit that
-// flipped, and is no error: the position says that the record is alone.
+// Read returns the record of a file, and its position. A slot with a wrong checksum, or that the disk cannot read, is no error if the other one is whole:
+// a crash in the middle of an update leaves that, or a bit that flipped. The position then says that the record is alone. catalog.ErrRecord if the record
+// is damaged; ErrEmpty if there is nothing in the file.
 func Read(root *os.Root, path string, ref blockdev.Ref) (*Record, Position, error) {
 	fail := func(err error) (*Record, Position, error) {
 		return nil, Position{}, fmt.Errorf("%s: %w", path, err)
@@ -288,11 +284,11 @@ func Read(root *os.Root, path string, ref blockdev.Ref) (*Record, Position, erro
 		return fail(fmt.Errorf("%w: it is no file of at most %d bytes", catalog.ErrRecord, 2*slotSize))
 	}
 	var slots [2]slot
-	var before []byte // what the slot before has
+	var before []byte // the bytes of the first slot
 	var unread error
 	for i := range slots {
 		data, err := frame.ReadPart(f, int64(i)*slotSize, slotSize)
-		if errors.Is(err, unix.EIO) { // the other one says what the record is
+		if errors.Is(err, unix.EIO) { // the other slot may have the record
 			unread = errors.Join(unread, err)
 			continue
 		}
@@ -321,7 +317,7 @@ func Read(root *os.Root, path string, ref blockdev.Ref) (*Record, Position, erro
 	return s, at, nil
 }
 
-// choose returns the record that two slots have.
+// choose returns the record of two slots, and its position.
 func choose(slots [2]slot) (*Record, Position, error) {
 	newest := 0
 	if slots[1].generation > slots[0].generation {
@@ -342,8 +338,8 @@ func choose(slots [2]slot) (*Record, Position, error) {
 	return best.stored, at, nil
 }
 
-// firstWhole reports whether the newest slot of version 1 is surely the last that was written: beside
-// the one before it; at the very beginning; or beside one that was being written anew.
+// firstWhole reports whether the newest slot of version 1 is surely the last one that was written. It is if the other slot has the generation before it,
+// if it is the very first one, or if the other slot was being written anew.
 func firstWhole(best slot, newest int, other slot) bool {
 	begun := best.generation == 1 && other.blank
 	if best.stored.State == catalog.Creating {

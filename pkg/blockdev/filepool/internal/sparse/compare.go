@@ -15,8 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Zero tells whether the first bytes of a file are nothing but zeros. Holes, and preallocated space that was never written, are;
-// what was written is read.
+// Zero reports whether the first size bytes of a file are zeros. Holes, and preallocated space that was never written, are; what was written is read.
 func Zero(ctx context.Context, f *os.File, size int64) (bool, error) {
 	for offset := int64(0); offset < size; {
 		start, stop, err := dataFrom(f, offset, size)
@@ -31,7 +30,7 @@ func Zero(ctx context.Context, f *os.File, size int64) (bool, error) {
 	return true, nil
 }
 
-// readsZero tells whether a part of a file has nothing but zeros in it.
+// readsZero reports whether a part of a file is zeros. It reads it.
 func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error) {
 	buffer := make([]byte, min(1<<20, stop-start))
 	for start < stop {
@@ -50,7 +49,7 @@ func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error)
 	return true, nil
 }
 
-// Allocated passes on where the first bytes of a file have data, from an offset on. errdefs.ErrDataLoss if somebody cuts it short meanwhile.
+// Allocated passes on where the first size bytes of a file have data, from an offset on. errdefs.ErrDataLoss if somebody cuts the file short meanwhile.
 func Allocated(ctx context.Context, f *os.File, size, from int64, yield func(blockdev.Extent) error) error {
 	ForgetCached(f)
 	w := &extents.Writer{Yield: yield}
@@ -75,9 +74,9 @@ func Allocated(ctx context.Context, f *os.File, size, from int64, yield func(blo
 	return w.Flush()
 }
 
-// Changed passes on where two files, which nobody writes to, differ, from an offset on. Blocks that they share are the same. Else, where
-// either has data it reads both, and compares. The target is as large as the base, or larger. It says how far it is (progress). errdefs.ErrDataLoss if somebody
-// cuts one of them short meanwhile.
+// Changed passes on where two files, which nobody writes to, differ, from an offset on; target is as large as base, or larger. Blocks that they share are
+// equal. All else in which either has data is read and compared. It reports its progress. errdefs.ErrDataLoss if somebody cuts one of them short
+// meanwhile.
 func Changed(ctx context.Context, base, target *os.File, baseSize, size, from int64, yield func(blockdev.Extent) error) error {
 	c := &comparison{base: base, target: target, baseSize: baseSize, size: size, far: from, w: &extents.Writer{Yield: yield},
 		have: make([]byte, compared), want: make([]byte, compared)}
@@ -87,7 +86,7 @@ func Changed(ctx context.Context, base, target *os.File, baseSize, size, from in
 	if from >= size {
 		return ctx.Err()
 	}
-	start := from - from%compared // what is passed on of the block that from is in does not depend on from
+	start := from - from%compared // ranges begin at multiples of compared, whatever from is
 	for offset, done := start, start; offset < size; {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -97,7 +96,7 @@ func Changed(ctx context.Context, base, target *os.File, baseSize, size, from in
 			return err
 		}
 		for _, r := range apart {
-			// Blocks that are partly shared are read whole, and once.
+			// A block of which a part is shared is read whole, and once.
 			if done, err = c.compare(ctx, max(done, r.Start-r.Start%compared), r.End); err != nil {
 				return err
 			}
@@ -111,19 +110,19 @@ func Changed(ctx context.Context, base, target *os.File, baseSize, size, from in
 	return c.w.Flush()
 }
 
-// compared is what ranges that differ are made of, in bytes.
+// compared is the unit of ranges that differ, in bytes.
 const compared = 64 << 10
 
-// comparison is of two files.
+// comparison compares two files.
 type comparison struct {
 	base, target   *os.File
 	baseSize, size int64
-	far            int64 // up to where it was said that it is
+	far            int64 // up to where progress was reported
 	w              *extents.Writer
 	have, want     []byte
 }
 
-// told says up to where it is.
+// told reports the progress up to an offset.
 func (c *comparison) told(ctx context.Context, at int64) {
 	if at > c.far {
 		progress.Skip(ctx, at-c.far)
@@ -131,7 +130,7 @@ func (c *comparison) told(ctx context.Context, at int64) {
 	}
 }
 
-// compare compares from an offset, which is a multiple of compared, to an end, and returns up to where it did.
+// compare compares from an offset, a multiple of compared, to an end, and returns up to where it came, which may be beyond end.
 func (c *comparison) compare(ctx context.Context, offset, end int64) (int64, error) {
 	for offset < end {
 		if err := ctx.Err(); err != nil {

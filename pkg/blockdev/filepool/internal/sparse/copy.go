@@ -19,19 +19,18 @@ import (
 const (
 	// copyChunk bounds how much is copied between two looks at the context, in bytes.
 	copyChunk = 16 << 20
-	// copyBlock is how much is read at once past the page cache, while as much is written, in bytes.
+	// copyBlock is how much is read at once past the page cache, while the block before it is written, in bytes.
 	copyBlock = 512 << 10
-	// directLeast is from which length on data goes past the page cache, in bytes: what is scattered waits for each of its blocks there.
+	// directLeast is the length from which on data goes past the page cache, in bytes. Past it each block is waited for, which is slow for scattered data.
 	directLeast = 64 << 10
-	// directAlignment is what all disks take for I/O past the page cache, in bytes.
+	// directAlignment is an alignment that all disks take for I/O past the page cache, in bytes.
 	directAlignment = 4096
 )
 
-// Copy copies the data of src in [offset, end) to the same place in dst, where
-// everything that is a hole in src reads as zero already. It returns up to where dst
-// is complete, also with an error. It says how far it is (progress).
+// Copy copies the data of src in [offset, end) to the same place in dst, which has to read as zeros where src has holes. It returns up to where dst is
+// complete, also with an error. It reports its progress.
 //
-// What is together goes past the page cache, where the filesystem can: a large copy would push everything else on the node out of it.
+// Long stretches of data go past the page cache, if the filesystem can: a large copy would push everything else on the node out of it.
 func Copy(ctx context.Context, dst, src *os.File, offset, end int64) (int64, error) {
 	c := newCopier(dst, src)
 	defer c.close()
@@ -60,10 +59,10 @@ func Copy(ctx context.Context, dst, src *os.File, offset, end int64) (int64, err
 // copier copies parts of a file to the same place in another one.
 type copier struct {
 	dst, src *os.File
-	// The way past the page cache; nil if there is none.
+	// Both files opened past the page cache, and the writer there; nil if that cannot be done.
 	in, out *os.File
 	writing *direct.Behind
-	end     func() // of writing
+	end     func() // ends writing
 }
 
 func newCopier(dst, src *os.File) *copier {
@@ -86,7 +85,7 @@ func again(f *os.File, flags int) (*os.File, error) {
 	return direct.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), flags)
 }
 
-// close ends the way past the page cache.
+// close closes what is open past the page cache.
 func (c *copier) close() {
 	if c.end != nil {
 		c.end()
@@ -106,12 +105,12 @@ func (c *copier) copy(offset, length int64) (int64, error) {
 		if !errors.Is(err, unix.EINVAL) {
 			return 0, err
 		}
-		c.close() // open(2): not all filesystems say so when a file is opened
+		c.close() // open(2): some filesystems refuse direct I/O only here
 	}
 	return copyRange(c.dst, c.src, offset, length)
 }
 
-// past copies all of the bytes past the page cache.
+// past copies length bytes past the page cache.
 func (c *copier) past(offset, length int64) error {
 	for at, end := offset, offset+length; at < end; {
 		piece := c.writing.Next()[:min(copyBlock, end-at)]
@@ -147,7 +146,7 @@ func copyRange(dst, src *os.File, offset, length int64) (int64, error) {
 	return copied, err
 }
 
-// correct makes dst equal to src where it differs, and reports whether it did not.
+// correct makes dst equal to src where it differs. same: it did not differ.
 func correct(ctx context.Context, dst, src *os.File, size int64) (same bool, err error) {
 	const block = 1 << 20
 	ForgetCached(src)
@@ -194,12 +193,11 @@ func correct(ctx context.Context, dst, src *os.File, size int64) (same bool, err
 	return same, StillWhole(src, size)
 }
 
-// copyRounds bounds how often a copy of a moving source is looked over again.
+// copyRounds bounds how often a copy of a source that is written to is compared again.
 const copyRounds = 8
 
-// CopyMoving copies a source that others may be writing to. A round that finds
-// nothing to change proves the copy to be the source as it was between that round
-// and the one before: a point in time.
+// CopyMoving copies a source that others may be writing to. It compares the two, and corrects the copy, until a round finds no difference: that proves
+// that the copy is the source at one moment, between that round and the one before. errdefs.ErrInUse if that does not happen within copyRounds.
 func CopyMoving(ctx context.Context, dst, src *os.File, size int64) error {
 	if _, err := Copy(ctx, dst, src, 0, size); err != nil {
 		return err

@@ -1,4 +1,4 @@
-// Package sparse is files with holes: where their data is, and how they are copied, shared and compared without filling the holes.
+// Package sparse copies, shares and compares files with holes without filling the holes, and finds out where they have data.
 package sparse
 
 import (
@@ -15,15 +15,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// FirstStep is how much of an image a system call is to work on whose time depends on the
-// number of extents, in bytes: at most 16384 of them.
+// FirstStep is how much of an image one system call works on at first, in bytes, if its time depends on the number of extents. It has at most 16384 of
+// them.
 const FirstStep = 64 << 20
 
-// quickStep is the time of a step after which the next one may be twice as large.
+// quickStep is the time within which a step has to end for the next one to be twice as large.
 const quickStep = 50 * time.Millisecond
 
-// InSteps has n bytes worked on in parts, between which the context may end it: small ones
-// where they take long, and ever larger ones otherwise.
+// InSteps calls work for n bytes in parts, between which ctx may end it: small parts if they take long, and ever larger ones if not.
 func InSteps(ctx context.Context, n int64, work func(n int64) error) error {
 	for step := int64(FirstStep); n > 0; {
 		if err := ctx.Err(); err != nil {
@@ -43,18 +42,17 @@ func InSteps(ctx context.Context, n int64, work func(n int64) error) error {
 	return nil
 }
 
-// CanShare finds out whether the filesystem of an empty file can share blocks between
-// files (FICLONE, ioctl_ficlone(2)), by having it share nothing: that needs no space.
+// CanShare reports whether the filesystem of an empty file can share blocks between files (FICLONE, ioctl_ficlone(2)). It tries that with the file itself,
+// which needs no space.
 func CanShare(empty *os.File) bool {
 	return unix.IoctlFileClone(int(empty.Fd()), int(empty.Fd())) == nil
 }
 
-// ForgetCached drops what reads have left of a file in the page cache: of preallocated space
-// that was never written, cached pages count as data.
+// ForgetCached drops what the page cache has of a file: cached pages of preallocated space that was never written would count as data.
 func ForgetCached(f *os.File) { _ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED) }
 
-// dataFrom returns the next stretch of data of a file at or after offset, below end.
-// Holes and preallocated space that was never written are no data (lseek(2)).
+// dataFrom returns the next stretch of data of a file at or after offset, and below end; from end to end if there is none. Holes and preallocated space
+// that was never written are no data (lseek(2)).
 func dataFrom(f *os.File, offset, end int64) (start, stop int64, err error) {
 	start, err = unix.Seek(int(f.Fd()), offset, unix.SEEK_DATA)
 	if errors.Is(err, unix.ENXIO) || (err == nil && start >= end) {
@@ -70,7 +68,7 @@ func dataFrom(f *os.File, offset, end int64) (start, stop int64, err error) {
 	return start, min(stop, end), nil
 }
 
-// Overwrite writes zeros over what data the first n bytes of a file have, durably. A file with holes keeps them.
+// Overwrite writes zeros over all data in the first n bytes of a file, durably. Holes stay.
 func Overwrite(ctx context.Context, f *os.File, n int64) error {
 	info, err := f.Stat()
 	if err != nil {
@@ -97,13 +95,12 @@ func Overwrite(ctx context.Context, f *os.File, n int64) error {
 	return nil
 }
 
-// errShort is what it means that a source ends before it should.
+// errShort returns the errdefs.ErrDataLoss for a source that ends too early.
 func errShort(src *os.File, at int64) error {
 	return fmt.Errorf("%w: %s ends at byte %d, and should be longer; somebody cut it short: restore it from a backup, or delete the volume", errdefs.ErrDataLoss, src.Name(), at)
 }
 
-// StillWhole makes sure that src has its first n bytes still: what is cut off looks like a hole
-// to who looks for data.
+// StillWhole returns errdefs.ErrDataLoss if src has less than n bytes: what somebody cut off looks like a hole to a search for data.
 func StillWhole(src *os.File, n int64) error {
 	info, err := src.Stat()
 	if err == nil && info.Size() < n {
@@ -112,9 +109,8 @@ func StillWhole(src *os.File, n int64) error {
 	return errdefs.FromErrno(err)
 }
 
-// Share lets dst share the blocks of the first n bytes of src, which nobody writes to
-// meanwhile. The kernel takes some 50 us for each extent, so it is done in steps, between
-// which the context may end it, and it says how far it is.
+// Share makes dst share the blocks of the first n bytes of src, which nobody writes to meanwhile. The kernel takes some 50 us for each extent: so it goes
+// in steps, between which ctx may end it. It reports its progress.
 func Share(ctx context.Context, dst, src *os.File, n int64) error {
 	offset := int64(0)
 	return InSteps(ctx, n, func(n int64) error {
@@ -128,8 +124,7 @@ func Share(ctx context.Context, dst, src *os.File, n int64) error {
 	})
 }
 
-// ShareMoving is Share of a source that others may be writing to. That is one step, so that
-// it is of one moment; who writes waits for it.
+// ShareMoving is Share for a source that others may be writing to, in one step, so that it is of one moment. Writers wait for it.
 func ShareMoving(dst, src *os.File) error {
 	if err := unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())); err != nil {
 		return fmt.Errorf("clone %s: %w", src.Name(), errdefs.FromErrno(err))
