@@ -9,7 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// TestParseMirror: what kernels say of a mirror, and what is none of it.
+// TestParseMirror: texts that kernels show for a mirror, and texts that are none.
 func TestParseMirror(t *testing.T) {
 	leg := func(minor uint32) dm.Leg { return dm.Leg{Device: unix.Mkdev(254, minor)} }
 	failed := func(minor uint32, reads bool) dm.Leg {

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestLock: one changes a mirror at a time, and nothing is kept of a mirror that nobody changes.
+// TestLock: one call at a time changes a mirror, and the table of turns keeps nothing of a mirror that nobody changes.
 func TestLock(t *testing.T) {
 	var all sync.WaitGroup
 	var changes [3]int

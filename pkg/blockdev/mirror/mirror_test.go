@@ -28,11 +28,11 @@ const (
 	mib  = 1 << 20
 	size = 32 * mib
 
-	// patient is how long a test waits for what passes at once on a quick machine.
+	// patient is how long a test waits for what takes a moment on a quick machine.
 	patient = 2 * time.Minute
 )
 
-// leg is a disk that can fail: a device of the device mapper over a loop device. What is in its image is what is on the disk.
+// leg is a disk that can fail: a device of the device mapper over a loop device. The bytes of its image are those on the disk.
 type leg struct {
 	t      *testing.T
 	name   string
@@ -62,13 +62,13 @@ func (l *leg) table(kind, text string) {
 	check.OK(l.t, dm.Replace(l.name, []dm.Line{{Length: size, Kind: kind, Text: text}}))
 }
 
-// mend has it work.
+// mend makes the disk work.
 func (l *leg) mend() { l.table("linear", dm.Number(l.loop)+" 0") }
 
-// fail has it fail all that is written, and flushes. Reads go on.
+// fail makes the disk fail all writes and flushes. It can still be read.
 func (l *leg) fail() { l.table("flakey", dm.Number(l.loop)+" 0 0 1 1 error_writes") }
 
-// failLater has it fail all, each request after a time.
+// failLater makes the disk fail all requests, each after a time.
 func (l *leg) failLater(after time.Duration) {
 	name := l.name + "-bad"
 	check.OK(l.t, dm.Make(name, "", []dm.Line{{Length: size, Kind: "flakey", Text: dm.Number(l.loop) + " 0 0 1"}}))
@@ -79,7 +79,7 @@ func (l *leg) failLater(after time.Duration) {
 	l.t.Cleanup(l.mend)
 }
 
-// at is what is on the disk.
+// at returns what is on the disk at an offset.
 func (l *leg) at(offset int64, n int) []byte {
 	l.t.Helper()
 	f, err := os.Open(l.image)
@@ -91,7 +91,7 @@ func (l *leg) at(offset int64, n int) []byte {
 	return b
 }
 
-// written is how much the kernel has written to it, in bytes.
+// written returns how much the kernel has written to the disk, in bytes.
 func (l *leg) written() (n int64) {
 	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(l.number) + "/stat")
 	check.OK(l.t, err)
@@ -100,7 +100,7 @@ func (l *leg) written() (n int64) {
 	return n * 512
 }
 
-// fixture is a mirror over legs.
+// fixture is a mirror, and the legs that it may have.
 type fixture struct {
 	t    *testing.T
 	name string
@@ -113,7 +113,7 @@ func need(t *testing.T) {
 	check.OK(t, mirror.Available())
 }
 
-// newMirror makes one of legs, and others that are not in it.
+// newMirror makes a mirror over some legs; the others are not in it.
 func newMirror(t *testing.T, in, beside int) *fixture {
 	need(t)
 	f := &fixture{t: t, name: "ashlar-test-mirror"}
@@ -129,7 +129,7 @@ func (f *fixture) over(in int) {
 	t := f.t
 	check.OK(t, mirror.Make(context.Background(), f.name, "LVM-NOT-OF-LVM-TEST-MIRROR", size, f.numbers(in)...))
 	t.Cleanup(func() {
-		_ = dm.Replace(f.name, []dm.Line{{Length: size, Kind: "zero"}}) // whatever it holds goes on
+		_ = dm.Replace(f.name, []dm.Line{{Length: size, Kind: "zero"}}) // releases what the mirror may hold
 		inUse, err := mirror.Remove(context.Background(), f.name)
 		if left, failure := dm.Names(f.name); err != nil || failure != nil || inUse || len(left) > 0 {
 			t.Error("it does not go:", inUse, err, failure, left)
@@ -151,7 +151,7 @@ func (f *fixture) look() mirror.State {
 	return s
 }
 
-// watch waits for a state.
+// watch waits until the state of the mirror is one that until accepts, and returns it.
 func (f *fixture) watch(seen mirror.Event, what string, until func(s mirror.State) bool) mirror.State {
 	f.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patient)
@@ -211,14 +211,14 @@ func (f *fixture) write(fill byte, offset int64) {
 	check.OK(f.t, err)
 }
 
-// later does something that may have to wait; done is its error, once it has ended.
+// later calls do, which may have to wait, in the background. done gets its error at its end.
 func later(do func() error) (done chan error) {
 	done = make(chan error, 1)
 	go func() { done <- do() }()
 	return done
 }
 
-// waits fails if something has ended, or ends within a moment.
+// waits fails the test if done has ended, or ends within a moment.
 func waits(t *testing.T, done chan error, what string) {
 	t.Helper()
 	select {
@@ -261,7 +261,7 @@ func (f *fixture) equal(legs ...int) {
 	}
 }
 
-// TestHolds: of what is in flight when a leg fails nothing is acknowledged that it has not, until the leg has left. All of it is on the others then.
+// TestHolds: a leg fails while writes are in flight. None that it lacks is acknowledged before it has left. After that all of them are on the other legs.
 func TestHolds(t *testing.T) {
 	for _, n := range []int{2, 3} {
 		for failing := range n {
@@ -280,7 +280,7 @@ func TestHolds(t *testing.T) {
 					file := f.open()
 					all.Go(func() {
 						if i > 0 {
-							time.Sleep(250 * time.Millisecond) // they are in flight when the first one fails
+							time.Sleep(250 * time.Millisecond) // all are in flight when the first one fails
 						}
 						if _, err := file.WriteAt(page(2), int64(i)*mib); err != nil {
 							t.Error(err)
@@ -320,7 +320,7 @@ func TestHolds(t *testing.T) {
 	}
 }
 
-// TestLegComesBack: only what differs is copied, while the mirror is used, and what is written meanwhile is on all legs that are current.
+// TestLegComesBack: a leg joins while the mirror is used. Only ranges that differ are copied, and later writes are on all current legs.
 func TestLegComesBack(t *testing.T) {
 	for _, n := range []int{2, 3} {
 		t.Run(fmt.Sprint(n, " legs"), func(t *testing.T) {
@@ -334,7 +334,7 @@ func TestLegComesBack(t *testing.T) {
 			}
 			seen, before := f.look().Event, f.legs[away].written()
 			written := []dm.Range{{Offset: 3 * mib, Length: 4096}, {Offset: 7*mib + 512<<10, Length: mib}, {Offset: 20 * mib, Length: mib}}
-			for range 2 { // again, it changes nothing
+			for range 2 { // the second call changes nothing
 				check.OK(t, mirror.Join(ctx, f.name, f.legs[away].number, differs(written...)))
 			}
 			s := f.watch(seen, "a leg that is equal", mirror.State.Equal)
@@ -365,7 +365,7 @@ func TestLegComesBack(t *testing.T) {
 	}
 }
 
-// TestLooksAtOneMoment: whoever looks while a leg joins, becomes one of those that are current, or leaves, sees how it was before a step, or after it, and nothing in between.
+// TestLooksAtOneMoment: while a leg joins, becomes current, or leaves, Look returns the state before a step or after it, and nothing in between.
 func TestLooksAtOneMoment(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 1)
@@ -413,7 +413,7 @@ func TestLooksAtOneMoment(t *testing.T) {
 	}
 }
 
-// TestJoinsUnderLoad: a leg of which nothing is known joins beside a writer; all legs are equal then.
+// TestJoinsUnderLoad: a leg with unknown content joins while somebody writes. Then all legs are equal.
 func TestJoinsUnderLoad(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 1)
@@ -443,7 +443,8 @@ func TestJoinsUnderLoad(t *testing.T) {
 	f.equal(0, 1, 2)
 }
 
-// TestJoinsByWhatWasWritten: a leg that was away gets what was written meanwhile, beside a writer that goes on: nothing is under way when it is asked what that is, and nothing comes before the leg has joined.
+// TestJoinsByWhatWasWritten: a leg that was away joins by the ranges that were written meanwhile, beside a writer that goes on. No write is under way when
+// Join asks for the ranges, and none goes on before the leg has joined.
 func TestJoinsByWhatWasWritten(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 0)
@@ -510,7 +511,7 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	is(t, mirror.Still("ashlar-test-none"), errdefs.ErrNotFound)
 }
 
-// TestFailsWhileOneJoins: two legs are current and one joins; what fails leaves, and the rest goes on.
+// TestFailsWhileOneJoins: while a leg joins two current ones, any leg may fail: it leaves, and the others go on.
 func TestFailsWhileOneJoins(t *testing.T) {
 	ctx := context.Background()
 	for _, failing := range []int{1, 2} {
@@ -551,7 +552,8 @@ func TestFailsWhileOneJoins(t *testing.T) {
 	}
 }
 
-// TestFlushFails: a leg that fails a flush, and takes writes again. What it lacks is acknowledged to nobody once Watch has seen it, and what the kernel acknowledged before is on the leg that stays.
+// TestFlushFails: a leg fails a flush, and then takes writes again. Once Watch has seen it, nothing that the leg lacks is acknowledged. What the kernel
+// acknowledged before that is on the leg that stays.
 func TestFlushFails(t *testing.T) {
 	for _, n := range []int{2, 3} {
 		for failing := range n {
@@ -566,7 +568,7 @@ func TestFlushFails(t *testing.T) {
 					waits(t, flush, "a flush that a leg fails")
 					f.legs[failing].mend()
 					last := byte(1)
-					if late { // the kernel forgets, and writes to one leg alone
+					if late { // by then the kernel forgets the failure, and writes to one leg alone
 						for last = range byte(5) {
 							f.write(last+2, 0)
 						}
@@ -581,7 +583,7 @@ func TestFlushFails(t *testing.T) {
 					}
 					write := later(func() error { _, err := file.WriteAt(page(99), mib); return err })
 					waits(t, write, "a write to a mirror that is held")
-					check.OK(t, mirror.Recover(context.Background(), f.name)) // as a driver that starts
+					check.OK(t, mirror.Recover(context.Background(), f.name)) // as a start of the driver does
 					if now := f.look(); !now.Held || !slices.Equal(now.Legs, s.Legs) {
 						t.Errorf("found again it is %+v, not %+v", now, s)
 					}
@@ -600,7 +602,8 @@ func TestFlushFails(t *testing.T) {
 	}
 }
 
-// TestFlushFailsWhileOneJoins: one of two legs that are current fails a flush while another one joins, and takes writes again: the kernel forgets, and writes past it. What was acknowledged is on the leg that stays, and on that which joins.
+// TestFlushFailsWhileOneJoins: while a leg joins, one of the two current legs fails a flush, and then takes writes again: the kernel forgets the failure,
+// and does not write to that leg. All that was acknowledged is on the current leg that stays, and on the one that joins.
 func TestFlushFailsWhileOneJoins(t *testing.T) {
 	for failing := range 2 {
 		t.Run(fmt.Sprint("leg ", failing), func(t *testing.T) {
@@ -634,8 +637,9 @@ func TestFlushFailsWhileOneJoins(t *testing.T) {
 	}
 }
 
-// TestFlushFailsOnceEqual: the only leg that is current fails a flush when all has been copied to one that joins, and takes writes again. Nothing is acknowledged that it has not, whatever comes after, and it is not forgotten that it has failed: whoever takes the volume over
-// has that leg alone, as the list does not have the other one yet.
+// TestFlushFailsOnceEqual: all is copied to a leg that joins, when the only current leg fails a flush, and then takes writes again. No later write is
+// acknowledged that this leg lacks, and its failure is not forgotten: if another node takes the volume over now, it uses that leg alone, as the other one
+// is not on the list yet.
 func TestFlushFailsOnceEqual(t *testing.T) {
 	for _, differ := range [][]dm.Range{{{Length: mib}}, nil} {
 		t.Run(fmt.Sprint(differ), func(t *testing.T) {
@@ -680,7 +684,8 @@ func TestFlushFailsOnceEqual(t *testing.T) {
 	}
 }
 
-// TestJoinerFailsOnceEqual: a leg that joins fails a flush, or a write, when all has been copied to it. That is held until it has left, and nothing is forgotten.
+// TestJoinerFailsOnceEqual: all is copied to a leg that joins, when this leg fails a flush or a write. That is held until the leg has left, and the
+// failure is not forgotten.
 func TestJoinerFailsOnceEqual(t *testing.T) {
 	for _, n := range []int{1, 2} {
 		for _, what := range []string{"flush", "write"} {
@@ -718,7 +723,7 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 	}
 }
 
-// TestJoinerStays: the only other leg leaves when one that joins is equal.
+// TestJoinerStays: the only current leg leaves when the joining one is equal.
 func TestJoinerStays(t *testing.T) {
 	f := newMirror(t, 1, 1)
 	f.write(1, 0)
@@ -734,7 +739,7 @@ func TestJoinerStays(t *testing.T) {
 	}
 }
 
-// TestJoinsAnySize: a volume whose last unit is not a whole one, and one of which the units are large.
+// TestJoinsAnySize: legs join volumes whose last unit is not whole, and whose units are larger than 1 MiB.
 func TestJoinsAnySize(t *testing.T) {
 	for _, of := range []int64{size - mib/2 + 4096, 96<<30 + mib + 4096} {
 		t.Run(fmt.Sprint(of), func(t *testing.T) {
@@ -770,7 +775,7 @@ func TestJoinsAnySize(t *testing.T) {
 	}
 }
 
-// TestAllFail: errors, and nothing that is acknowledged.
+// TestAllFail: when all legs have failed, I/O has errors, and nothing is acknowledged.
 func TestAllFail(t *testing.T) {
 	f := newMirror(t, 2, 0)
 	seen := f.look().Event
@@ -795,7 +800,7 @@ func TestAllFail(t *testing.T) {
 	f.write(2, 0)
 }
 
-// TestMakeAgain: what is there is found, by whoever comes; what differs is refused.
+// TestMakeAgain: Make finds a mirror that is there, and refuses one with another size or other legs.
 func TestMakeAgain(t *testing.T) {
 	f := newMirror(t, 2, 1)
 	check.OK(t, mirror.Make(context.Background(), f.name, "", size, f.numbers(2)...))
@@ -806,7 +811,8 @@ func TestMakeAgain(t *testing.T) {
 	check.OK(t, mirror.Recover(context.Background(), "ashlar-test-none"))
 }
 
-// TestConsumerDies: nothing that was acknowledged is missing on any leg, wherever the writes that were not have got; the other legs are made equal to one.
+// TestConsumerDies: the consumer dies while writes are in flight. All acknowledged writes are on every leg, whatever became of the others. Then the other
+// legs are made equal to one.
 func TestConsumerDies(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 0)
@@ -826,7 +832,7 @@ func TestConsumerDies(t *testing.T) {
 		})
 	}
 	time.Sleep(300 * time.Millisecond)
-	f.legs[1].failLater(time.Millisecond) // and it takes nothing of what is under way
+	f.legs[1].failLater(time.Millisecond) // and it takes none of the writes under way
 	time.Sleep(300 * time.Millisecond)
 	for w, last := range acknowledged {
 		if last > 0 {
@@ -850,7 +856,7 @@ func TestConsumerDies(t *testing.T) {
 	}
 }
 
-// TestRecover: what a step that was cut short left.
+// TestRecover: Recover repairs what a crash in Compare, in Join, or before a table is in effect leaves.
 func TestRecover(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 1)
@@ -863,7 +869,7 @@ func TestRecover(t *testing.T) {
 	if left, err := dm.Names(f.name + "-"); err != nil || len(left) > 0 {
 		t.Errorf("beside it there is %v (%v)", left, err)
 	}
-	check.OK(t, dm.Load(f.name, dm.Linear(f.legs[0].number, size))) // a table that was not brought into effect
+	check.OK(t, dm.Load(f.name, dm.Linear(f.legs[0].number, size))) // a table that is loaded and not in effect
 	check.OK(t, mirror.Recover(ctx, f.name))
 	if s := f.look(); len(s.Legs) != 2 || s.Held {
 		t.Errorf("it is %+v", s)
@@ -873,16 +879,17 @@ func TestRecover(t *testing.T) {
 	}
 }
 
-// held names the mirror that a process of this test is to hold.
+// held has the name of the mirror that a process of this test holds.
 const held = "ASHLAR_TEST_HELD_MIRROR"
 
-// TestKilledWhileItWaits: the driver is killed while it waits for what is under way to a leg, to hold the mirror. The next one can change it, and what a leg fails is held as ever.
+// TestKilledWhileItWaits: the driver is killed while it waits, before it holds a mirror, for what is under way to a leg. The next driver can change the
+// mirror, and what a leg fails is still held.
 func TestKilledWhileItWaits(t *testing.T) {
 	if name := os.Getenv(held); name != "" {
 		t.Fatal("it was held, and its driver not killed: ", mirror.Still(name))
 	}
 	f := newMirror(t, 2, 0)
-	slow := f.legs[0].name + "-slow" // what it holds back itself the kernel does not count
+	slow := f.legs[0].name + "-slow" // the kernel does not count what a device holds back itself
 	check.OK(t, dm.Make(slow, "", []dm.Line{{Length: size, Kind: "delay", Text: dm.Number(f.legs[0].loop) + " 0 3000"}}))
 	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", slow) })
 	d, err := dm.Find(slow)
@@ -909,11 +916,11 @@ func TestKilledWhileItWaits(t *testing.T) {
 	f.has(0, 2, 0)
 }
 
-// TestRefuses: what does not go now.
+// TestRefuses: calls that a mirror cannot carry out in its state are refused.
 func TestRefuses(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 1)
-	f.leave(2) // it is not in it
+	f.leave(2) // leg 2 is not in the mirror
 	is(t, mirror.Leave(ctx, f.name, f.numbers(2)...), errdefs.ErrPrecondition)
 	if s := f.look(); len(s.Legs) != 2 {
 		t.Errorf("it is %+v", s)
@@ -934,7 +941,7 @@ func TestRefuses(t *testing.T) {
 	ends(t, write, "a write")
 }
 
-// differs are ranges that are known before.
+// differs returns the function for Join that returns these ranges.
 func differs(ranges ...dm.Range) func(context.Context) ([]dm.Range, error) {
 	return func(context.Context) ([]dm.Range, error) { return ranges, nil }
 }
@@ -948,7 +955,7 @@ func is(t *testing.T, err, want error) {
 
 func free(context.Context, int64, []dm.Range) error { return nil }
 
-// TestCompare: a block that rots on one leg is found, and nothing else, also beside a writer.
+// TestCompare: Compare finds blocks that rot on one leg, and no others, also while somebody writes.
 func TestCompare(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 3, 0)
@@ -1001,14 +1008,14 @@ func TestCompare(t *testing.T) {
 	}
 	_, err = mirror.Compare(ctx, f.name, 0, func(_ context.Context, at int64, _ []dm.Range) error {
 		if at == 20*mib {
-			f.leave(1) // what it has from now on is nobody's
+			f.leave(1) // from now on nobody writes to the leg
 		}
 		return nil
 	})
 	is(t, err, errdefs.ErrUnavailable)
 }
 
-// TestResize: it grows with its legs, while it is used.
+// TestResize: a mirror grows with its legs while it is used.
 func TestResize(t *testing.T) {
 	f := newMirror(t, 2, 0)
 	f.write(1, size-4096)
@@ -1029,7 +1036,7 @@ func TestResize(t *testing.T) {
 	check.OK(t, mirror.Resize(context.Background(), f.name, size))
 }
 
-// flushes is how often what a leg is over was flushed.
+// flushes returns how often the device below a leg was flushed.
 func (l *leg) flushes() (n int64) {
 	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(l.loop) + "/stat")
 	check.OK(l.t, err)
@@ -1038,11 +1045,11 @@ func (l *leg) flushes() (n int64) {
 	return n
 }
 
-// noCache has it say that it has no cache that could be lost, as a disk does that keeps what it has taken.
+// noCache makes the leg say that it has no volatile cache, like a disk that keeps all that it has taken.
 func (l *leg) noCache() {
 	check.OK(l.t, os.WriteFile("/sys/dev/block/"+dm.Number(l.loop)+"/queue/write_cache", []byte("write through"), 0))
 	l.mend()
-	if dm.Flushed(l.number) { // since Linux 6.11 what is over a disk goes by what that was at first
+	if dm.Flushed(l.number) { // since Linux 6.11 a device over a disk keeps what the disk said first
 		l.number = l.loop
 	}
 	if dm.Flushed(l.number) {
@@ -1050,7 +1057,8 @@ func (l *leg) noCache() {
 	}
 }
 
-// TestFlushesWhoJoins: what is over a mirror of a leg without a cache, when only that is current, flushes one with a cache that joins later, and is told so again when it grows.
+// TestFlushesWhoJoins: a device that was made over a mirror whose only leg has no cache flushes a leg with a cache that joins later. It goes on to do so
+// when the mirror grows.
 func TestFlushesWhoJoins(t *testing.T) {
 	ctx := context.Background()
 	need(t)
@@ -1111,7 +1119,7 @@ func TestFlushesWhoJoins(t *testing.T) {
 	flushed("grown", 1)
 }
 
-// TestReadsOnward: the first leg is read from, and another one where that fails.
+// TestReadsOnward: reads go to the first leg, and to another one if that fails.
 func TestReadsOnward(t *testing.T) {
 	f := newMirror(t, 2, 0)
 	f.write(1, 0)
@@ -1131,7 +1139,7 @@ func TestReadsOnward(t *testing.T) {
 	f.leave(0)
 }
 
-// TestEnds: when a mirror has ended, what it held ends with an error, as does all that comes after; its legs are free, and nothing has become of them.
+// TestEnds: a mirror that has ended fails what it held, and all later I/O. Its legs are free, and unchanged.
 func TestEnds(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 0)
@@ -1171,7 +1179,7 @@ func TestEnds(t *testing.T) {
 	f.has(0, 1, 0)
 }
 
-// TestSteady: nobody changes what is being written to the legs, whatever table the mirror has.
+// TestSteady: pages are not changed while they are written to the legs, whatever table the mirror has.
 func TestSteady(t *testing.T) {
 	ctx := context.Background()
 	f := newMirror(t, 2, 1)
@@ -1198,11 +1206,13 @@ func TestSteady(t *testing.T) {
 	steady("with one")
 }
 
-// TestWatchWaits: who watches a mirror to which nothing happens, though much happens to other devices, waits until its time ends, and no longer; and hears at once of a leg that fails.
+// TestWatchWaits: Watch waits until its context ends if nothing happens to its mirror, however much happens to other devices. It returns at once when a
+// leg fails.
 func TestWatchWaits(t *testing.T) {
 	f := newMirror(t, 2, 0)
 	var seen mirror.Event
-	for now, since := f.look().Event, time.Now(); time.Since(since) < 300*time.Millisecond; time.Sleep(10 * time.Millisecond) { // its own, that it is equal, may come a little later
+	// The event of the mirror's regions, which are equal, may come a little later.
+	for now, since := f.look().Event, time.Now(); time.Since(since) < 300*time.Millisecond; time.Sleep(10 * time.Millisecond) {
 		if seen = f.look().Event; seen != now {
 			now, since = seen, time.Now()
 		}

@@ -32,7 +32,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The home is a network namespace, and this process the consumer: the kernel's host connects again in the first namespace only.
+// The home is in a network namespace of its own. This process is the consumer: the kernel's host connects again only in the machine's first namespace.
 const (
 	netns   = "ashlar-home"
 	homeIP  = "10.77.0.1"
@@ -41,23 +41,23 @@ const (
 
 const mib = 1 << 20
 
-// order is what a process in the home does with the target there. Each is a process of its own, as a driver that starts again is.
+// order is what a process in the home does with the target there. Each is a process of its own, like a driver that starts again.
 type order struct {
 	Add     []nvmet.Export `json:"-"`
-	Told    []revealed     // Add, as the process is told of it
+	Told    []revealed     // Add, with the secrets
 	Remove  string
 	Resized string
-	At      string        // another address than usual
+	At      string        // empty: the usual address
 	Within  time.Duration // 0: a minute
 }
 
-// revealed is an export with its secrets, which are encoded by nothing else.
+// revealed is an export with its secrets, which the Export itself does not encode.
 type revealed struct {
 	nvmet.Export
 	Secret, PSK string
 }
 
-// newSecret is a new one, as a home makes them.
+// newSecret returns a new secret, as a home makes it.
 func newSecret() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
@@ -122,7 +122,7 @@ func (o order) command(t *testing.T) (*exec.Cmd, *bytes.Buffer) {
 	return cmd, out
 }
 
-// run returns how long the home took.
+// run has the home carry out an order, and returns how long it took.
 func (o order) run(t *testing.T) time.Duration {
 	t.Helper()
 	cmd, out := o.command(t)
@@ -134,7 +134,7 @@ func (o order) run(t *testing.T) time.Duration {
 	return took
 }
 
-// home makes the home's network, and takes it away at the end of the test, when nothing may be connected any more.
+// home makes the home's network. At the end of the test it checks that nothing is connected, and removes it.
 func home(t *testing.T) {
 	t.Helper()
 	drivertest.NeedNVMe(t)
@@ -149,7 +149,7 @@ func home(t *testing.T) {
 		if left, err := nvme.List("nqn."); err != nil || len(left) > 0 {
 			t.Errorf("connected at the end: %+v, %v", left, err)
 		}
-		drivertest.Run(t, "ip", "link", "del", "ashlar-c") // with the namespace it goes a little later
+		drivertest.Run(t, "ip", "link", "del", "ashlar-c") // it would go with the namespace, but a little later
 		drivertest.Run(t, "ip", "netns", "del", netns)
 		for _, path := range []string{"subsystems", "hosts", "ports"} {
 			if left, err := os.ReadDir("/sys/kernel/config/nvmet/" + path); err != nil || len(left) > 0 {
@@ -163,16 +163,16 @@ func home(t *testing.T) {
 	}
 }
 
-// stopTLSHD ends that of the consumer.
+// stopTLSHD ends the consumer's tlshd.
 var stopTLSHD func()
 
-// link cuts the consumer off, or ends that.
+// link cuts the consumer off (down), or ends that (up).
 func link(t *testing.T, way string) {
 	t.Helper()
 	drivertest.Run(t, "ip", "link", "set", "ashlar-c", way)
 }
 
-// exported is a disk of a size that is exported, and how to connect to it. At the end of the test it is neither connected nor exported.
+// exported exports a disk of a size, and returns how to connect to it. At the end of the test it is disconnected and not exported any more.
 func exported(t *testing.T, n int, disk string) (nvmet.Export, nvme.Connection) {
 	t.Helper()
 	var psk secret.Text
@@ -182,7 +182,7 @@ func exported(t *testing.T, n int, disk string) (nvmet.Export, nvme.Connection) 
 	return exportedWith(t, n, disk, psk)
 }
 
-// exportedWith is exported, with TLS by a PSK; without one in plain text.
+// exportedWith is exported with TLS by a PSK; without a PSK it is in plain text.
 func exportedWith(t *testing.T, n int, disk string, psk secret.Text) (nvmet.Export, nvme.Connection) {
 	t.Helper()
 	e := nvmet.Export{
@@ -206,18 +206,18 @@ func connect(t *testing.T, c nvme.Connection) nvme.Device {
 	return device
 }
 
-// writers write to a device, around what caches there are, as fast as they can.
+// writers write to a device, past all caches, as fast as they can.
 type writers struct {
-	acknowledged []atomic.Uint64 // of each, the number of its last write that was acknowledged
-	failed       []error         // of each, why it ended
-	ended        atomic.Int32    // how many have
+	acknowledged []atomic.Uint64 // for each, the number of its last acknowledged write
+	failed       []error         // for each, the error that ended it
+	ended        atomic.Int32    // how many have ended
 	all          sync.WaitGroup
 	stop         atomic.Bool
 }
 
-const block = 128 << 10 // more than goes with a command: the target has to ask for the data
+const block = 128 << 10 // more than fits into a command, so the target has to ask for the data
 
-// write starts writers, each to a block of its own, which has the number of the write at its beginning and its end.
+// write starts writers, each with a block of its own: it has the number of the write at its beginning and its end.
 func write(t *testing.T, device string, n int) *writers {
 	t.Helper()
 	w := &writers{acknowledged: make([]atomic.Uint64, n), failed: make([]error, n)}
@@ -246,7 +246,7 @@ func write(t *testing.T, device string, n int) *writers {
 	return w
 }
 
-// count is how many writes were acknowledged.
+// count returns how many writes were acknowledged.
 func (w *writers) count() (n uint64) {
 	for i := range w.acknowledged {
 		n += w.acknowledged[i].Load()
@@ -254,7 +254,7 @@ func (w *writers) count() (n uint64) {
 	return n
 }
 
-// until waits for more writes.
+// until waits for some more acknowledged writes.
 func (w *writers) until(t *testing.T, more uint64, within time.Duration) {
 	t.Helper()
 	from, deadline := w.count(), time.Now().Add(within)
@@ -266,11 +266,11 @@ func (w *writers) until(t *testing.T, more uint64, within time.Duration) {
 	}
 }
 
-// gone are the errors of I/O that finds no device any more: ENOLINK without multipath, EOPNOTSUPP where the target answers that the
-// namespace is gone, ENOSPC where the kernel knows that already and the device has no size any more.
+// gone has the errors of I/O to a device that is gone: ENOLINK without multipath, EOPNOTSUPP if the target answers that the namespace is gone, ENOSPC if
+// the kernel knows that already and the device has no size any more.
 var gone = []error{unix.EIO, unix.ENOLINK, unix.EOPNOTSUPP, unix.ENOSPC}
 
-// ends waits until all have ended with an error.
+// ends waits until all writers have ended with an error.
 func (w *writers) ends(t *testing.T, within time.Duration) {
 	t.Helper()
 	ended := make(chan struct{})
@@ -287,7 +287,7 @@ func (w *writers) ends(t *testing.T, within time.Duration) {
 	}
 }
 
-// on makes sure that a disk has all that was acknowledged. One write more of each may be there, or a part of it: it was not.
+// on checks that a disk has all acknowledged writes. Of each writer it may have the next one as well, or a part of it: that was not acknowledged.
 func (w *writers) on(t *testing.T, data []byte) {
 	t.Helper()
 	for i := range w.acknowledged {
@@ -300,7 +300,7 @@ func (w *writers) on(t *testing.T, data []byte) {
 	}
 }
 
-// content is what a disk has, of which nothing is cached.
+// content returns what a disk has, past the page cache.
 func content(t *testing.T, disk string) []byte {
 	t.Helper()
 	drivertest.Run(t, "blockdev", "--flushbufs", disk)
@@ -354,7 +354,7 @@ func TestConnect(t *testing.T) {
 	}
 	secrets, _ := filepath.Glob("/sys/class/nvme/*/dhchap_secret")
 	for _, path := range secrets {
-		if _, err := os.ReadFile(path); !errors.Is(err, unix.EACCES) { // not by root either, as pods have it too
+		if _, err := os.ReadFile(path); !errors.Is(err, unix.EACCES) { // unreadable for root as well, which pods are
 			t.Errorf("%s can be read: %v", path, err)
 		}
 	}
@@ -379,7 +379,7 @@ func TestConnect(t *testing.T) {
 	}
 }
 
-// TestOpensAtOnce: a device that was connected can be opened.
+// TestOpensAtOnce: a device can be opened when Connect has returned.
 func TestOpensAtOnce(t *testing.T) {
 	home(t)
 	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
@@ -392,7 +392,8 @@ func TestOpensAtOnce(t *testing.T) {
 	}
 }
 
-// TestFence: when Remove has returned, nothing lands, whatever was in flight; the writers have errors; what they were told to be written is.
+// TestFence: when Remove has returned, no write lands any more, whatever was in flight. The writers have errors, and all acknowledged writes are on the
+// disk.
 func TestFence(t *testing.T) {
 	home(t)
 	disk := drivertest.Disk(t, 16*mib)
@@ -411,7 +412,7 @@ func TestFence(t *testing.T) {
 	if w.ended.Load() == 0 {
 		t.Error("no writer has an error")
 	}
-	check.OK(t, nvme.Disconnect(t.Context(), c.NQN)) // before Linux 6.10 the kernel tries to come back, and some writers wait for that
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN)) // before Linux 6.10 the kernel tries to connect again, and some writers wait for that
 	w.ends(t, time.Minute)
 	if _, err := nvme.Connect(t.Context(), c); !errors.Is(err, errdefs.ErrUnavailable) {
 		t.Errorf("connected again after the fence: %v", err)
@@ -423,7 +424,7 @@ func TestFence(t *testing.T) {
 	}
 }
 
-// TestFenceKilled: who ends an export is killed while the kernel waits for the disk. Who ends it after him waits, too.
+// TestFenceKilled: a process that ends an export is killed while the kernel waits for the disk. The next process that ends it waits for the disk as well.
 func TestFenceKilled(t *testing.T) {
 	home(t)
 	disk := drivertest.Disk(t, 16*mib)
@@ -438,7 +439,7 @@ func TestFenceKilled(t *testing.T) {
 	device := connect(t, c)
 	w := write(t, device.Path, 16)
 	w.until(t, 100, time.Minute)
-	check.OK(t, dm.Suspend(slow)) // from now on writes are in flight until it is resumed
+	check.OK(t, dm.Suspend(slow)) // from now on writes stay in flight, until it is resumed
 	resume := sync.OnceFunc(func() { check.OK(t, dm.Resume(slow, dm.NoScan)) })
 	t.Cleanup(resume)
 	time.Sleep(100 * time.Millisecond)
@@ -457,7 +458,7 @@ func TestFenceKilled(t *testing.T) {
 		if err == nil {
 			t.Fatalf("the fence was said to be complete while writes were in flight: %s", said)
 		}
-	case <-time.After(4 * time.Second): // the kernel does not let it go
+	case <-time.After(4 * time.Second): // the kernel keeps it until the disk answers
 	}
 	resume()
 	_ = cmd.Wait()
@@ -472,7 +473,7 @@ func TestFenceKilled(t *testing.T) {
 	w.ends(t, time.Minute)
 }
 
-// TestCutOff: a consumer that is cut off in the middle of its writes is fenced, and finds no way back.
+// TestCutOff: a consumer that is cut off in the middle of its writes is fenced off, and cannot connect again.
 func TestCutOff(t *testing.T) {
 	home(t)
 	disk := drivertest.Disk(t, 16*mib)
@@ -490,7 +491,7 @@ func TestCutOff(t *testing.T) {
 	then := content(t, disk)
 	w.on(t, then)
 	link(t, "up")
-	time.Sleep(8 * time.Second) // it has tried to come back
+	time.Sleep(8 * time.Second) // it has tried to connect again by then
 	if !bytes.Equal(content(t, disk), then) {
 		t.Error("something was written after the fence")
 	}
@@ -498,7 +499,7 @@ func TestCutOff(t *testing.T) {
 	w.ends(t, time.Minute)
 }
 
-// TestDisconnectCutOff: who waits for a target that is away gets errors when he disconnects.
+// TestDisconnectCutOff: I/O that waits for a target that is away gets errors when the consumer disconnects.
 func TestDisconnectCutOff(t *testing.T) {
 	home(t)
 	_, c := exported(t, 1, drivertest.Disk(t, 16*mib))
@@ -516,7 +517,7 @@ func TestDisconnectCutOff(t *testing.T) {
 	link(t, "up")
 }
 
-// TestAway: I/O waits for a target that is away for longer than the kernel keeps a connection, and goes on when it is back.
+// TestAway: I/O waits for a target that is away, also for longer than the kernel keeps a connection, and goes on when the target is back.
 func TestAway(t *testing.T) {
 	home(t)
 	disk := drivertest.Disk(t, 16*mib)
@@ -556,7 +557,7 @@ func TestAway(t *testing.T) {
 	}
 }
 
-// TestMoves: a home whose driver starts with another address is not noticed by who uses what it gives, also when he has to connect again.
+// TestMoves: a home starts its driver with another address. Users of what it exports do not notice, also when they have to connect again.
 func TestMoves(t *testing.T) {
 	home(t)
 	e, c := exported(t, 1, drivertest.Disk(t, 16*mib))
@@ -572,7 +573,7 @@ func TestMoves(t *testing.T) {
 	if check.OK(t, err); len(resets) != 1 {
 		t.Fatalf("the controllers are %v", resets)
 	}
-	check.OK(t, os.WriteFile(resets[0], []byte("1"), 0)) // it connects again
+	check.OK(t, os.WriteFile(resets[0], []byte("1"), 0)) // the kernel connects again
 	w.until(t, 100, time.Minute)
 	w.stop.Store(true)
 	w.all.Wait()
@@ -581,7 +582,7 @@ func TestMoves(t *testing.T) {
 	}
 }
 
-// TestLoss: I/O waits for a target that is away for as long as is asked for; the device is good again when the target is back.
+// TestLoss: I/O waits for a target that is away for as long as Connection.Loss says, and then fails. The device works again when the target is back.
 func TestLoss(t *testing.T) {
 	home(t)
 	_, c := exported(t, 1, drivertest.Disk(t, 16*mib))
@@ -607,7 +608,7 @@ func TestLoss(t *testing.T) {
 	write(t, device.Path, 4).until(t, 100, time.Minute)
 }
 
-// TestNobodyAnswers: an attempt to connect to a machine that is away ends with its context.
+// TestNobodyAnswers: the attempt to connect to a machine that is away ends with its context.
 func TestNobodyAnswers(t *testing.T) {
 	home(t)
 	_, c := exported(t, 1, drivertest.Disk(t, mib))
@@ -623,7 +624,7 @@ func TestNobodyAnswers(t *testing.T) {
 	connect(t, c)
 }
 
-// TestNameTaken: the kernel gives the name of a controller that has gone to the next one, which is taken for what it is.
+// TestNameTaken: the kernel gives the name of a controller that has ended to the next one. Each is taken for what it is.
 func TestNameTaken(t *testing.T) {
 	home(t)
 	names := func() string {

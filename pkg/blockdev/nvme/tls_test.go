@@ -21,17 +21,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// newPSK is a new secret of TLS, as homes make them.
+// newPSK returns a new secret of TLS, as homes make it.
 func newPSK() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.PSK(key)
 }
 
-// ephemeral is what a host says that wants each connection to have keys from an exchange of its own: its psk_key_exchange_modes are psk_dhe_ke (RFC 8446, 4.2.9).
+// ephemeral is what a host says in the handshake if each connection is to have keys of its own: its psk_key_exchange_modes are psk_dhe_ke (RFC 8446,
+// 4.2.9).
 var ephemeral = []byte{0, 45, 0, 2, 1, 1}
 
-// said connects, writes words to a device, reads them again from the disk's side, and returns what went over the wire.
+// said connects, writes words to a device, reads them again on the disk, and returns what went over the wire.
 func said(t *testing.T, c nvme.Connection, disk string, words []byte) []byte {
 	t.Helper()
 	heard := drivertest.Wire(t, "ashlar-c")
@@ -56,7 +57,7 @@ func said(t *testing.T, c nvme.Connection, disk string, words []byte) []byte {
 	return all
 }
 
-// TestTLS: without TLS what is written can be read on the wire, and with it not; and nobody connects to what demands it without it, or with another key.
+// TestTLS: without TLS the words can be read on the wire, and with it not. Without TLS, or with another key, nobody connects to an export with TLS.
 func TestTLS(t *testing.T) {
 	drivertest.NeedTLS(t)
 	home(t)
@@ -103,7 +104,7 @@ func TestTLS(t *testing.T) {
 	}
 }
 
-// TestEncrypted: who wants all to be encrypted connects to nothing that is given in plain text; what is connected in plain text is found.
+// TestEncrypted: with Encrypted, Connect makes no connection in plain text. It finds one that is there.
 func TestEncrypted(t *testing.T) {
 	home(t)
 	_, c := exportedWith(t, 1, drivertest.Disk(t, 8*mib), secret.Text{})
@@ -122,8 +123,8 @@ func TestEncrypted(t *testing.T) {
 	}
 }
 
-// TestTLSKey: what is connected in plain text is not taken for encrypted by a kernel that shows the attribute of all controllers (Linux 6.7 to 6.11): there is a folder as such a kernel
-// shows it.
+// TestTLSKey: kernels from 6.7 to 6.11 have the attribute tls_key for all controllers. A connection in plain text is not taken for encrypted there. The
+// test has a folder as such a kernel shows it.
 func TestTLSKey(t *testing.T) {
 	for _, c := range []struct {
 		what, state, key string
@@ -151,7 +152,8 @@ func TestTLSKey(t *testing.T) {
 	}
 }
 
-// TestTLSHDAway: without tlshd what is connected goes on; what was cut off comes back when tlshd does; and who wants to connect is told.
+// TestTLSHDAway: while there is no tlshd, connections go on, and new ones are refused, which the error says. One that was cut off comes back when tlshd
+// does.
 func TestTLSHDAway(t *testing.T) {
 	drivertest.NeedTLS(t)
 	home(t)
@@ -190,7 +192,8 @@ func TestTLSHDAway(t *testing.T) {
 	w.until(t, 20, time.Minute)
 }
 
-// TestTLSHDEarly: a tlshd that was started before there was a keyring, as before the kernel's modules were loaded, refuses until it is started again; who connects is told.
+// TestTLSHDEarly: a tlshd that was started before the kernel's modules were loaded, and so before there was a keyring, refuses handshakes until it is
+// started again. The error of Connect says so.
 func TestTLSHDEarly(t *testing.T) {
 	drivertest.NeedTLS(t)
 	home(t)
@@ -219,7 +222,7 @@ func TestTLSHDEarly(t *testing.T) {
 	connect(t, c)
 }
 
-// TestTLSWithoutDNS: where DNS servers are silent, who is in the file of hosts is connected to at once.
+// TestTLSWithoutDNS: while DNS servers do not answer, a connection to a host that is in /etc/hosts is made at once.
 func TestTLSWithoutDNS(t *testing.T) {
 	drivertest.NeedTLS(t)
 	home(t)
@@ -235,12 +238,12 @@ func TestTLSWithoutDNS(t *testing.T) {
 	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
 	began := time.Now()
 	connect(t, c)
-	if took := time.Since(began); took > 9*time.Second { // 10 s are what one silent server costs
+	if took := time.Since(began); took > 9*time.Second { // one silent server costs 10 s
 		t.Errorf("it took %s", took)
 	}
 }
 
-// TestWithoutTLS: a host that cannot encrypt says what is missing, and is not connected.
+// TestWithoutTLS: a host that cannot encrypt does not connect, and the error says what is missing.
 func TestWithoutTLS(t *testing.T) {
 	if drivertest.WithTLS() {
 		t.Skip("it can")

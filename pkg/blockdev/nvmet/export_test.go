@@ -4,11 +4,11 @@ const Root = root
 
 var Ports = ports
 
-// OnChange has a function called before each change.
+// OnChange has f called before each change of the kernel's target.
 func OnChange(f func()) { change = f }
 
-// NoGrace: nobody is connected.
+// NoGrace takes away grace: nobody is connected in these tests.
 func NoGrace() { grace = 0 }
 
-// Unopened is a target that was not opened.
+// Unopened returns a target that was not opened.
 func Unopened(authenticates bool) *Target { return &Target{authenticates: authenticates} }

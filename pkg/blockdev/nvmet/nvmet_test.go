@@ -34,22 +34,22 @@ import (
 
 const mib = 1 << 20
 
-// order is what a child process is to do with a target, and before which change of its it is killed.
+// order is what a child process does with a target, and the change before which it is killed.
 type order struct {
 	Add    *nvmet.Export `json:"-"`
-	Told   *revealed     // Add, as the child is told of it
+	Told   *revealed     // Add, with the secrets
 	Remove string
 	Dies   int
-	Late   bool // the first change is the first one after it has opened the target
+	Late   bool // changes are counted after the target is opened
 }
 
-// revealed is an export with its secret, which is encoded by nothing else.
+// revealed is an export with its secrets, which the Export itself does not encode.
 type revealed struct {
 	nvmet.Export
 	Secret, PSK string
 }
 
-// newSecret is a new one, as a home makes them.
+// newSecret returns a new secret, as a home makes it.
 func newSecret() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
@@ -97,7 +97,7 @@ func (o order) obey() error {
 	return target.Remove(context.Background(), o.Remove)
 }
 
-// run has a child do something, and reports whether it was killed before it was done.
+// run has a child carry out an order, and reports whether it was killed before the end.
 func (o order) run(t *testing.T) (killed bool) {
 	t.Helper()
 	if o.Add != nil {
@@ -118,7 +118,7 @@ func (o order) run(t *testing.T) (killed bool) {
 	return false
 }
 
-// state is all that the kernel's target has: folders, links and attributes, but for what is made up anew each time.
+// state returns all that the kernel's target has: folders, links and attributes, without those that differ each time.
 func state(t *testing.T) map[string]string {
 	t.Helper()
 	found := map[string]string{}
@@ -171,7 +171,7 @@ func export(t *testing.T, n int) *nvmet.Export {
 
 const address = "127.0.0.1:4420"
 
-// needTarget opens the target, which mounts configfs; nothing of it may be left at the end.
+// needTarget opens the target, which mounts configfs. At the end of the test nothing of it may be left.
 func needTarget(t *testing.T) *nvmet.Target {
 	t.Helper()
 	drivertest.NeedNVMe(t)
@@ -182,7 +182,7 @@ func needTarget(t *testing.T) *nvmet.Target {
 	return target
 }
 
-// TestKilled kills who adds and removes exports before each change: a retry of either brings about the same as if nothing had been.
+// TestKilled kills processes that add and remove exports before each of their changes. A retry brings about the same as without that.
 func TestKilled(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -195,7 +195,7 @@ func TestKilled(t *testing.T) {
 				check.OK(t, target.Add(t.Context(), *other))
 				defer func() { check.OK(t, target.Remove(t.Context(), other.NQN)) }()
 			}
-			// As a driver that starts again: it opens the target.
+			// As a driver does that starts again: it opens the target.
 			e := export(t, 1)
 			add := func() { check.OK(t, again(t).Add(t.Context(), *e)) }
 			remove := func() { check.OK(t, again(t).Remove(t.Context(), e.NQN)) }
@@ -236,7 +236,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// TestCutShort ends adding and removing before each change, as an error does: who removes the export then leaves nothing, without a start of the driver in between.
+// TestCutShort ends Add and Remove before each change, as an error does. The next Remove then leaves nothing, without a start of the driver in between.
 func TestCutShort(t *testing.T) {
 	target := needTarget(t)
 	other := export(t, 9)
@@ -256,7 +256,7 @@ func TestCutShort(t *testing.T) {
 	}
 }
 
-// again is the target of a driver that starts.
+// again returns the target of a driver that starts.
 func again(t *testing.T) *nvmet.Target {
 	t.Helper()
 	target, err := nvmet.Open(netip.MustParseAddrPort(address))
@@ -264,7 +264,7 @@ func again(t *testing.T) *nvmet.Target {
 	return target
 }
 
-// TestAgain: what is as it should be is not touched.
+// TestAgain: a second Add changes nothing.
 func TestAgain(t *testing.T) {
 	target := needTarget(t)
 	e := export(t, 1)
@@ -279,7 +279,7 @@ func TestAgain(t *testing.T) {
 	}
 }
 
-// TestOthers: what is not ours stays, and an address that is used or not of this machine is told at once.
+// TestOthers: what is not ours stays. The error for an address that is used, or not of this machine, comes at once.
 func TestOthers(t *testing.T) {
 	target := needTarget(t)
 	const theirs = nvmet.Root + "/subsystems/nqn.2020-01.com.example:theirs"
@@ -300,7 +300,7 @@ func TestOthers(t *testing.T) {
 	}
 	check.OK(t, target.Remove(t.Context(), e.NQN))
 	check.OK(t, target.Remove(t.Context(), e.NQN))
-	again(t) // it sweeps
+	again(t) // Open sweeps
 	same(t, "after an export", before)
 
 	if _, err := nvmet.Open(netip.MustParseAddrPort("192.0.2.1:4420")); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "no address of this node") {
@@ -314,8 +314,8 @@ func TestOthers(t *testing.T) {
 	}
 }
 
-// TestMoves: the address of the node has changed, and what is exported appears there as well; who uses it is connected to the one of before, which stays until
-// nothing is exported there any more.
+// TestMoves: the node's address has changed. Exports appear there as well; their users stay connected at the earlier address, until nothing is exported
+// there any more.
 func TestMoves(t *testing.T) {
 	target := needTarget(t)
 	one, two := export(t, 1), export(t, 2)
@@ -345,7 +345,8 @@ func TestMoves(t *testing.T) {
 	listens()
 }
 
-// TestMovesSwitched: what appears at an address of before, with TLS or without, appears the other way nowhere, and keeps nobody from what is new at the next address.
+// TestMovesSwitched: an export that appears at an earlier address, with TLS or without, appears nowhere the other way. It does not keep others from
+// appearing at the new address.
 func TestMovesSwitched(t *testing.T) {
 	target := needTarget(t)
 	if errors.Is(nvmet.TLS(), errdefs.ErrUnsupported) {
@@ -365,7 +366,7 @@ func TestMovesSwitched(t *testing.T) {
 		}
 		same(t, "given the other way at another address", before)
 		check.OK(t, elsewhere.Add(t.Context(), *next))
-		check.OK(t, elsewhere.Add(t.Context(), *used)) // it stays where it is
+		check.OK(t, elsewhere.Add(t.Context(), *used)) // it stays at the earlier address
 		if at := appears(t, used.NQN); len(at) != 1 || slices.Equal(at, appears(t, next.NQN)) {
 			t.Errorf("it appears at %q, and what is new at %q", at, appears(t, next.NQN))
 		}
@@ -373,7 +374,7 @@ func TestMovesSwitched(t *testing.T) {
 	}
 }
 
-// appears are the ports at which a subsystem appears.
+// appears returns the ports at which a subsystem appears.
 func appears(t *testing.T, nqn string) (at []string) {
 	t.Helper()
 	all, err := nvmet.Ports()
@@ -386,8 +387,7 @@ func appears(t *testing.T, nqn string) (at []string) {
 	return at
 }
 
-// TestDiffers: an export is not changed into another one, one that cannot be made does not keep the others from it, and no error has
-// a secret.
+// TestDiffers: an export is not changed into another one, one that cannot be made does not hold up the others, and no error has a secret.
 func TestDiffers(t *testing.T) {
 	target := needTarget(t)
 	e, bad := export(t, 1), export(t, 2)
@@ -463,7 +463,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// TestTLS: what is exported with TLS is alone at its address, its key goes with it, and a kernel that has no TLS says so. This needs no tlshd: nobody connects.
+// TestTLS: exports with TLS are alone at their address, and their keys go with them. A kernel without TLS is an error that says so. This needs no tlshd,
+// as nobody connects.
 func TestTLS(t *testing.T) {
 	target := needTarget(t)
 	plain, other, hidden := export(t, 1), export(t, 2), export(t, 3)
@@ -480,7 +481,7 @@ func TestTLS(t *testing.T) {
 	if err := target.Add(t.Context(), *hidden); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "with TLS") {
 		t.Errorf("with TLS, where there is something without: %v", err)
 	}
-	// As a driver that starts again, and demands it now: what is used stays.
+	// As a driver does that starts again, and demands TLS now: used exports stay.
 	before := state(t)
 	now := *plain
 	now.PSK = newPSK()
@@ -508,7 +509,7 @@ func TestTLS(t *testing.T) {
 	if len(keys(hidden)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
 		t.Errorf("the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
-	// A home that has lost its key gives another host and another secret: by those of before nobody connects any more.
+	// A home that has lost its key uses another host and secret: nobody connects by the earlier ones any more.
 	of := func() []string { return drivertest.Keys(t, other.NQN) }
 	lost := *other
 	lost.Host, lost.PSK = nvmet.Prefix+"node:b:lost", newPSK()
@@ -524,7 +525,7 @@ func TestTLS(t *testing.T) {
 	if left := drivertest.Gone(func() []string { return keys(hidden) }); len(left) > 0 || len(keys(other)) != 1 {
 		t.Errorf("after the end of one the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
-	// Another tool takes it out of the kernel: it does not know of the key. A start of the driver does, and so does the end of the export.
+	// Another tool removes it from the kernel, and does not know of the key. A start of the driver removes that, and so does the end of the export.
 	for _, ends := range []func(){func() { again(t) }, func() { check.OK(t, target.Remove(t.Context(), other.NQN)) }} {
 		check.OK(t, target.Add(t.Context(), *other))
 		cleared(t, other)
@@ -537,11 +538,12 @@ func TestTLS(t *testing.T) {
 		}
 	}
 	keyTaken(t, target, other)
-	check.OK(t, target.Add(t.Context(), *plain)) // and without again
+	check.OK(t, target.Add(t.Context(), *plain)) // and without TLS again
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
 }
 
-// keyTaken: an export of which somebody has taken the key, by which nobody can connect again, is not shown as whole, and is when it is exported again.
+// keyTaken: somebody removes the key of an export, so that nobody can connect again. Exports does not show the export as whole before it is exported
+// again.
 func keyTaken(t *testing.T, target *nvmet.Target, e *nvmet.Export) {
 	t.Helper()
 	whole := func() bool {
@@ -554,7 +556,7 @@ func keyTaken(t *testing.T, target *nvmet.Target, e *nvmet.Export) {
 			_, err := unix.KeyctlInt(unix.KEYCTL_CLEAR, ring, 0, 0, 0)
 			return err
 		},
-		"revoked": func(serial int) error { // which who has its keyring may do
+		"revoked": func(serial int) error { // whoever has its keyring may do that
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			_, err := unix.KeyctlInt(unix.KEYCTL_LINK, ring, unix.KEY_SPEC_THREAD_KEYRING, 0, 0)
@@ -568,7 +570,7 @@ func keyTaken(t *testing.T, target *nvmet.Target, e *nvmet.Export) {
 		if !whole() {
 			t.Error("with its key it is not whole")
 		}
-		if more := drivertest.Gone(func() []string { return drivertest.Keys(t, e.NQN)[1:] }); len(more) > 0 { // of before
+		if more := drivertest.Gone(func() []string { return drivertest.Keys(t, e.NQN)[1:] }); len(more) > 0 { // earlier keys
 			t.Fatalf("keys of before are left: %q", more)
 		}
 		check.OK(t, take(number(t, drivertest.Keys(t, e.NQN)[0])))
@@ -583,7 +585,7 @@ func keyTaken(t *testing.T, target *nvmet.Target, e *nvmet.Export) {
 	}
 }
 
-// number is that of a key, as the kernel tells of it.
+// number returns the number of a key, as the kernel shows it.
 func number(t *testing.T, line string) int {
 	t.Helper()
 	n, err := strconv.ParseInt(strings.Fields(line)[0], 16, 32)
@@ -591,7 +593,7 @@ func number(t *testing.T, line string) int {
 	return int(n)
 }
 
-// cleared takes an export out of the kernel as nvmetcli does.
+// cleared removes an export from the kernel as nvmetcli does.
 func cleared(t *testing.T, e *nvmet.Export) {
 	t.Helper()
 	all, err := nvmet.Ports()
@@ -605,7 +607,8 @@ func cleared(t *testing.T, e *nvmet.Export) {
 	}
 }
 
-// TestUnlinked: what others keep from being connected to, by hand, is shown without its device or its host, and is as before when it is exported again.
+// TestUnlinked: somebody unlinks a part of an export, so that nobody can connect. Exports shows it without its device or its host, until it is exported
+// again.
 func TestUnlinked(t *testing.T) {
 	target := needTarget(t)
 	e := export(t, 1)
@@ -638,7 +641,7 @@ func TestUnlinked(t *testing.T) {
 	check.OK(t, target.Remove(t.Context(), e.NQN))
 }
 
-// newPSK is a new secret of TLS, as a home makes them.
+// newPSK returns a new secret of TLS, as a home makes it.
 func newPSK() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails

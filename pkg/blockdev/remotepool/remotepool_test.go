@@ -31,24 +31,24 @@ import (
 
 const size = 8 << 20
 
-// home is the home of the volume 1, and claims it for the node "consumer".
+// home is the home of volume 1, and claims it for the node "consumer".
 type home struct {
 	*remotetest.Network
 	image      string
-	generation int64 // of the claim; 0: there is none
+	generation int64 // of the claim; 0: no claim
 	record     blockdev.Record
 	closed     []int64
-	unknown    bool   // whether the volume is claimed is not known
-	word       string // of what is exported
-	otherwise  bool   // it is exported since before it was to be so as now, until it is closed
-	stays      bool   // and then too
+	unknown    bool   // it is not known whether the volume is claimed
+	word       string // random word of the export
+	otherwise  bool   // Export.Otherwise, until it is closed
+	stays      bool   // Otherwise also after that
 
-	name string // that it tells; empty: that of the export
+	name string // NQN that it answers; empty: that of the export
 	host string // likewise
 	uuid string // likewise
-	size int64  // that it tells; 0: that of the record
+	size int64  // size that it answers; 0: that of the record
 	err  error  // of all calls
-	busy int    // that many calls are refused
+	busy int    // how many calls are refused with errdefs.ErrBusy
 }
 
 var ref = pooltest.Vol("1")
@@ -148,7 +148,7 @@ func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64) error 
 	return h.err
 }
 
-// restarted is the pool of a consumer whose driver was started again.
+// restarted returns the pool of a consumer whose driver was started again.
 func (h *home) restarted() *remotepool.Pool { return remotepool.New("consumer", h, h) }
 
 func (h *home) connected(t *testing.T) (n int) {
@@ -158,7 +158,7 @@ func (h *home) connected(t *testing.T) (n int) {
 	return len(all)
 }
 
-// TestLife: what is written through the device is at home once it is detached, which the home is told of.
+// TestLife: when Detach has returned, all that was written through the device is at home, and the home was told.
 func TestLife(t *testing.T) {
 	h, all := start(t)
 	pool := all.Named("fast")
@@ -174,7 +174,7 @@ func TestLife(t *testing.T) {
 	f, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
 	check.OK(t, err)
 	_, err = f.WriteAt(content, 4096)
-	check.OK(t, errors.Join(err, f.Close())) // nobody syncs it
+	check.OK(t, errors.Join(err, f.Close())) // without a sync
 	for range 2 {
 		check.OK(t, all.Named("fast").Detach(t.Context(), ref))
 	}
@@ -190,8 +190,8 @@ func TestLife(t *testing.T) {
 	pooltest.Fails(t, pool.Delete(t.Context(), ref), errdefs.ErrUnsupported, "Delete")
 }
 
-// TestOtherwise: what the home gives since before it was to give it with TLS is given back by a node that is not connected, as after a start of its machine, and connected as it is
-// to be now; what is connected goes on being used, also after a start of the driver.
+// TestOtherwise: the home exports a volume since before it should do so with TLS. A node that is not connected, as after a start of its machine, gives it
+// back, and connects to the new export. A node that is connected goes on, also after a start of the driver.
 func TestOtherwise(t *testing.T) {
 	h, all := start(t)
 	used := pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
@@ -216,7 +216,7 @@ func TestOtherwise(t *testing.T) {
 	}
 }
 
-// TestAnother: a device that is not what the home tells of is given back unread.
+// TestAnother: a device that is not what the home told of is disconnected unread.
 func TestAnother(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*home)
@@ -243,7 +243,7 @@ func TestAnother(t *testing.T) {
 	}
 }
 
-// TestEarlierClaim: what a claim of before left is disconnected; while it is in use, the volume cannot be used by the claim of now.
+// TestEarlierClaim: a connection of an earlier claim is disconnected. While it is in use, the volume cannot be used by the present claim.
 func TestEarlierClaim(t *testing.T) {
 	h, all := start(t)
 	pool := all.Named("fast")
@@ -267,7 +267,7 @@ func TestEarlierClaim(t *testing.T) {
 	}
 }
 
-// TestHeldForAMoment: the kernel lets go of a device a moment after the name of what was over it is gone, and that is waited for.
+// TestHeldForAMoment: the kernel lets go of a device a moment after the device over it has lost its name. Detach waits for that.
 func TestHeldForAMoment(t *testing.T) {
 	_, all := start(t)
 	pool := all.Named("fast")
@@ -279,7 +279,7 @@ func TestHeldForAMoment(t *testing.T) {
 	check.OK(t, errors.Join(pool.Detach(t.Context(), ref), <-closed))
 }
 
-// TestEnded: what is connected by a claim that has ended is given up when it leads nowhere, whoever uses it; nothing else is.
+// TestEnded: a connection whose claim has ended, and that leads nowhere, is disconnected, whoever uses it. No other connection is.
 func TestEnded(t *testing.T) {
 	h, all := start(t)
 	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
@@ -292,7 +292,7 @@ func TestEnded(t *testing.T) {
 	}
 	drop(1)
 	h.generation = 2
-	drop(1) // what is live is its home's to end
+	drop(1) // a live connection is for its home to end
 	h.generation = 1
 	h.Cut(true)
 	drop(1)
@@ -302,7 +302,7 @@ func TestEnded(t *testing.T) {
 	drop(0)
 }
 
-// TestOtherNodes: what other nodes on the same kernel have connected is theirs.
+// TestOtherNodes: connections of other nodes on the same kernel are left alone.
 func TestOtherNodes(t *testing.T) {
 	h, all := start(t)
 	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{Keep: true})
@@ -324,7 +324,7 @@ func TestOtherNodes(t *testing.T) {
 	}
 }
 
-// TestLabels are changed at home, whoever else changes some meanwhile, and not at all with nothing to change.
+// TestLabels: labels are changed at home, also if others change some meanwhile. Without a change nothing is sent.
 func TestLabels(t *testing.T) {
 	h, all := start(t)
 	pool := all.Named("fast")
@@ -333,7 +333,7 @@ func TestLabels(t *testing.T) {
 	record, err := pool.SetLabels(t.Context(), ref, func(labels map[string]string) error {
 		labels["format"] += "x"
 		if !raced {
-			raced, h.record.Labels["format"] = true, "y" // after it was read
+			raced, h.record.Labels["format"] = true, "y" // after the record was read
 			h.record.Labels["kept"] = "2"
 		}
 		return nil
@@ -352,19 +352,19 @@ func TestLabels(t *testing.T) {
 	}
 }
 
-// TestHomeAway: a home that does not answer keeps nobody from what is connected; it is told of; and what is written to it is waited for as long as
-// it can get there.
+// TestHomeAway: a home that does not answer keeps nobody from what is connected. Health reports it. Detach does not give up what was written as long as it
+// can still get to the home.
 func TestHomeAway(t *testing.T) {
 	h, all := start(t)
 	pool := all.Named("fast")
 	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
 	h.err = fmt.Errorf("%w: no answer", errdefs.ErrUnavailable)
-	h.record.Size = 2 * size // it cannot be known
+	h.record.Size = 2 * size // a size that cannot be known
 	if record, err := pool.Get(t.Context(), ref); err != nil || record.Size != size || record.Labels["kept"] != "1" || !record.Stale {
 		t.Errorf("the record is %+v, %v", record, err)
 	}
 	pooltest.Fails(t, pooltest.Second(pool.SetLabels(t.Context(), ref, func(map[string]string) error { return nil })), errdefs.ErrUnavailable, "SetLabels")
-	pooltest.Attach(t, pool, ref, blockdev.Attachment{}) // that is there
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{}) // the connection is there
 	if problems, err := pool.Health(t.Context(), ref); err != nil || len(problems) > 0 {
 		t.Errorf("health is %v, %v", problems, err)
 	}
@@ -388,7 +388,7 @@ func TestHomeAway(t *testing.T) {
 		}
 	}
 	pooltest.Fails(t, pool.Detach(t.Context(), ref), errdefs.ErrUnavailable, "Detach")
-	h.generation, h.err = 0, nil // its claim was taken away
+	h.generation, h.err = 0, nil // the claim was taken away
 	check.OK(t, pool.Detach(t.Context(), ref))
 	if h.connected(t) != 0 || len(h.closed) != 0 {
 		t.Errorf("%d are connected, and the home was told %v", h.connected(t), h.closed)
@@ -400,7 +400,7 @@ func TestHomeAway(t *testing.T) {
 
 func first(problems []blockdev.Problem, _ error) []blockdev.Problem { return problems }
 
-// TestGrown: Expand waits for this kernel to know what the home has grown, and grows nothing itself.
+// TestGrown: Expand waits until this kernel knows the size that the home has grown the volume to. It grows nothing itself.
 func TestGrown(t *testing.T) {
 	h, all := start(t)
 	pool := all.Named("fast")
@@ -418,7 +418,7 @@ func TestGrown(t *testing.T) {
 	}
 }
 
-// TestRestart: a start finds what was connected. What was handed out is kept, and so is taken what nobody knows of, for those who know to decide.
+// TestRestart: a start finds what is connected. All of it counts as Kept, as nobody knows any more what was handed out.
 func TestRestart(t *testing.T) {
 	h, all := start(t)
 	kept := func(pool *remotepool.Pool, want bool) {
@@ -437,15 +437,15 @@ func TestRestart(t *testing.T) {
 	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{Keep: true})
 	kept(all, true)
 	kept(h.restarted(), true)
-	h.generation = 0 // nobody knows yet
+	h.generation = 0 // nobody knows of the claim yet
 	check.OK(t, h.restarted().Detach(t.Context(), ref))
 	if h.connected(t) != 0 {
 		t.Error("it is connected")
 	}
 }
 
-// TestClaimUnknown: while nobody has told yet who has claimed what, as after a start without an API server, what waits for its home is kept, unless the claim
-// has ended; and what is given back, the home is told of.
+// TestClaimUnknown: claims are not known yet, as after a start without an API server. A connection that is not live is kept, unless its claim has ended.
+// The home is told of what is detached.
 func TestClaimUnknown(t *testing.T) {
 	h, all := start(t)
 	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{Keep: true})
@@ -465,7 +465,8 @@ func TestClaimUnknown(t *testing.T) {
 	}
 }
 
-// TestReplaced: a home that has started anew gives a volume for the same claim by another name. What is connected by the old one leads nowhere, whoever uses it.
+// TestReplaced: a home that has begun anew exports a volume for the same claim under another name. The connection by the earlier name leads nowhere,
+// whoever uses it.
 func TestReplaced(t *testing.T) {
 	h, all := start(t)
 	pool := all.Named("fast")
@@ -476,7 +477,7 @@ func TestReplaced(t *testing.T) {
 	h.word = "fedcba9876543210"
 	pooltest.Fails(t, pooltest.Second(pool.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrPrecondition, "Attach while it is used")
 	pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), ref)), errdefs.ErrPrecondition, "Get while it is used")
-	check.OK(t, user.Close()) // the network of tests ends nothing that is open
+	check.OK(t, user.Close()) // remotetest does not disconnect a device that is open
 	check.OK(t, all.DropEnded(t.Context()))
 	if n := h.connected(t); n != 0 {
 		t.Errorf("%d are connected", n)
@@ -489,13 +490,13 @@ func TestReplaced(t *testing.T) {
 	check.OK(t, pool.Detach(t.Context(), ref))
 }
 
-// TestSecond: of a second leg no call for the volume sees anything, until it is taken for the volume's; it ends with the volume's use.
+// TestSecond: calls for the volume do not see a second leg before Take. It is disconnected with the volume.
 func TestSecond(t *testing.T) {
 	h, pool := start(t)
 	p := pool.Named("default").(*remotepool.Pool)
 	first, err := p.Attach(t.Context(), ref, blockdev.Attachment{})
 	check.OK(t, err)
-	h.generation = 2 // the new home exports it by that
+	h.generation = 2 // the new home exports it for that
 	to, err := h.Open(t.Context(), "default", ref)
 	check.OK(t, err)
 	h.generation = 1
@@ -525,7 +526,7 @@ func TestSecond(t *testing.T) {
 	if len(legs) != 2 {
 		t.Errorf("its legs are %+v", legs)
 	}
-	h.generation = 2 // it has moved
+	h.generation = 2 // the volume has moved
 	p.Take(to.NQN, "new")
 	check.OK(t, p.Drop(t.Context(), h.nqn(1)))
 	seen(second.Number)
@@ -545,5 +546,5 @@ func TestSecond(t *testing.T) {
 	}
 }
 
-// failure is the error of a call that returns a device too.
+// failure returns the error of a call that returns a device too.
 func failure(_ blockdev.Device, err error) error { return err }
