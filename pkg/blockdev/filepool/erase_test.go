@@ -18,8 +18,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestErased: of what is erased, and of copies that were cut short, the beginning is nowhere on the disk, whoever shared it and in whatever
-// order they go; and of others nothing is missing.
+// TestErased: objects that share blocks are erased, in whatever order, and copies are cut short. Their beginnings are nowhere on the disk, and no other
+// object loses a byte.
 func TestErased(t *testing.T) {
 	drivertest.NeedRoot(t)
 	const size = 8 * pooltest.MiB
@@ -39,7 +39,7 @@ func TestErased(t *testing.T) {
 				check.OK(t, device.Close())
 				pooltest.Create(t, pool, blockdev.Spec{Ref: b, Size: size, Origin: a})
 			}
-			// cutShort leaves a copy that has all its bytes, and one of a volume, which is removed at once.
+			// cutShort leaves a copy of a snapshot that has all its bytes, and one of a volume, which is removed at once.
 			cutShort := func() {
 				for ref, origin := range map[blockdev.Ref]blockdev.Ref{c: b, d: a} {
 					_, err := pool.Create(ctx, blockdev.Spec{Ref: ref, Name: "cut short", Size: size, Origin: origin, Prepare: func(context.Context, string) error { return context.Canceled }})
@@ -93,7 +93,8 @@ func TestErased(t *testing.T) {
 	}
 }
 
-// find returns where in a file some bytes are, first; -1: nowhere. It reads piece by piece: a disk as a whole is much for the race detector.
+// find returns the first offset of some bytes in a file; -1 if they are nowhere. It reads piece by piece, as a whole disk is too much for the race
+// detector.
 func find(t testing.TB, path string, text []byte) int64 {
 	t.Helper()
 	f, err := os.Open(path)
@@ -112,7 +113,7 @@ func find(t testing.TB, path string, text []byte) int64 {
 	}
 }
 
-// TestEraseInUse: nothing of what is in use is overwritten.
+// TestEraseInUse: nothing of an object in use is overwritten.
 func TestEraseInUse(t *testing.T) {
 	drivertest.NeedRoot(t)
 	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")
@@ -131,8 +132,7 @@ func TestEraseInUse(t *testing.T) {
 	check.OK(t, pool.Erase(t.Context(), pooltest.Vol("a")))
 }
 
-// TestEraseSecondName: an image that has a second name, be it of another object or a backup's, keeps its bytes. Those of older drivers do not say whose
-// they are.
+// TestEraseSecondName: an image with a second name, of another object or of a backup, keeps its bytes. Images of older drivers do not say whose they are.
 func TestEraseSecondName(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t) + "/pool"
@@ -155,7 +155,7 @@ func TestEraseSecondName(t *testing.T) {
 	}
 }
 
-// TestEraseCopied: what is being copied is not erased meanwhile, nor copied while it is erased.
+// TestEraseCopied: an object is not erased while it is copied.
 func TestEraseCopied(t *testing.T) {
 	drivertest.NeedRoot(t)
 	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")

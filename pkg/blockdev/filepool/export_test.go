@@ -11,8 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 )
 
-// Abandon makes a file pool believe that nobody came back for an unfinished copy for
-// as long as it waits.
+// Abandon makes a file pool believe that nobody came back for an unfinished copy within catalog.AbandonedAfter.
 func Abandon(of blockdev.Pool, ref blockdev.Ref) {
 	p := of.(*pool)
 	p.Mu.Lock()
@@ -20,7 +19,7 @@ func Abandon(of blockdev.Pool, ref blockdev.Ref) {
 	p.Objects[ref].Released = time.Now().Add(-catalog.AbandonedAfter - time.Second)
 }
 
-// Remeasure has a file pool look at its images when it is next asked what there is.
+// Remeasure has a file pool look at its images at the next look at its account.
 func Remeasure(of blockdev.Pool) {
 	p := of.(*pool)
 	p.Mu.Lock()
@@ -28,8 +27,7 @@ func Remeasure(of blockdev.Pool) {
 	p.space.measured = time.Time{}
 }
 
-// Surveys returns how many surveys a file pool has made that looked at an object, and how many
-// extents the last one saw of it.
+// Surveys returns how many surveys of a file pool have looked at an object, and how many extents the last one saw of it.
 func Surveys(of blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {
 	p := of.(*pool)
 	p.Mu.Lock()
@@ -37,11 +35,11 @@ func Surveys(of blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {
 	return p.Objects[ref].use.surveys, p.Objects[ref].use.extents
 }
 
-// LimitSurveys has the surveys of a file pool look at no more than n extents.
+// LimitSurveys makes the surveys of a file pool look at no more than n extents.
 func LimitSurveys(of blockdev.Pool, n int) { of.(*pool).space.survey.most = n }
 
-// HangSurveys has those that a file pool begins from now on hang where they read the extents of an
-// object, as on a disk that does not answer, until they are let go on.
+// HangSurveys makes later surveys of a file pool hang where they read the extents of an object, as on a disk that does not answer, until they are
+// released.
 func HangSurveys(of blockdev.Pool) (release func()) {
 	p := of.(*pool)
 	p.Mu.Lock()
@@ -64,7 +62,7 @@ func (h hanging) Err() error {
 // FirstStep is how much of an image is worked on at once, in bytes.
 const FirstStep = sparse.FirstStep
 
-// Frame is a frame as it is on disk, for tests that write what this driver would not.
+// Frame returns a frame as it is on disk, for tests that write what this driver would not.
 func Frame(what string, version int, generation uint64, body string) string {
 	return string(frame.Frame{Version: version, Generation: generation, Body: []byte(body)}.Encode(what))
 }

@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestFullAgain: the space of what was deleted can be had again at once, whole, by several.
+// TestFullAgain: several callers at once can have all the space of what was just deleted.
 func TestFullAgain(t *testing.T) {
 	for _, fs := range filesystems {
 		t.Run(fs, func(t *testing.T) {
@@ -32,7 +32,7 @@ func TestFullAgain(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				// What was deleted before may have been given back only after it was measured; then there is room for more.
+				// The space of earlier deletions may have come back only after the measurement; then there is room for more.
 				if now := pooltest.CapacityOf(t, pool); made < fit || made > fit && now.Total <= c.Total {
 					t.Fatalf("round %d: %d of %d were made: %+v, now %+v: %v", round, made, fit, c, now, errors.Join(errs...))
 				}

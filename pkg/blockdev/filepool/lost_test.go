@@ -17,8 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestLostWrites: what a copy wrote, and the disk did not take in the end, is copied again by the retry. The kernel says it once, when the image is
-// synced, and shows the bytes until it forgets them. (A disk that is thinner than it says, and full, loses what is new to it.)
+// TestLostWrites: the disk does not take all that a copy wrote. The retry copies it again. The kernel reports that once, when the image is synced, and
+// shows the bytes until it drops them from its cache. (A full disk that is thinner than it says loses new bytes.)
 func TestLostWrites(t *testing.T) {
 	drivertest.NeedRoot(t)
 	base := drivertest.Dir(t)
@@ -37,7 +37,7 @@ func TestLostWrites(t *testing.T) {
 	run(t, "losetup", "-d", device) // it goes with the mount
 
 	pool := pooltest.OpenedFiles(t, dir+"/pool")
-	const apart = 32 << 10 // so that it is copied through the page cache
+	const apart = 32 << 10 // such small pieces are copied through the page cache
 	spec := blockdev.Spec{Ref: pooltest.Vol("1"), Name: "a", Size: 16 * pooltest.MiB, Provisioning: blockdev.Thin}
 	pooltest.Create(t, pool, spec)
 	a := pooltest.Attach(t, pool, spec.Ref, blockdev.Attachment{})
@@ -54,9 +54,9 @@ func TestLostWrites(t *testing.T) {
 	if !errors.Is(err, unix.ENOSPC) {
 		t.Fatal(err)
 	}
-	check.OK(t, fill.Truncate(size-512<<10)) // the record has to find room, and some of the bytes
+	check.OK(t, fill.Truncate(size-512<<10)) // room for the record, and for some of the bytes
 	restored := blockdev.Spec{Ref: pooltest.Vol("3"), Name: "b", Size: spec.Size, Provisioning: blockdev.Thin, Origin: pooltest.Snap("2")}
-	if _, err := pool.Create(t.Context(), restored); !errors.Is(err, errdefs.ErrNoSpace) && !errors.Is(err, unix.EIO) { // as the disk under it says
+	if _, err := pool.Create(t.Context(), restored); !errors.Is(err, errdefs.ErrNoSpace) && !errors.Is(err, unix.EIO) { // by what the disk below says
 		t.Errorf("a restore to a disk that takes no more: %v", err)
 	}
 	check.OK(t, fill.Close())

@@ -23,7 +23,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// idOf is the identity of a pool.
+// idOf returns the identity of a pool.
 func idOf(t testing.TB, pool blockdev.Pool) string {
 	t.Helper()
 	is, ok := blockdev.As[blockdev.Identified](pool)
@@ -33,7 +33,7 @@ func idOf(t testing.TB, pool blockdev.Pool) string {
 	return is.ID()
 }
 
-// contents of a directory, by name.
+// contents returns the names in a directory.
 func contents(t testing.TB, dir string) string {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -45,8 +45,7 @@ func contents(t testing.TB, dir string) string {
 	return strings.Join(names, " ")
 }
 
-// refuses makes sure that there is no pool to be had at a place, that the error says why, and that
-// nothing is made there.
+// refuses checks that no pool can be opened at a place, that the error says why, and that nothing is made there.
 func refuses(t *testing.T, dir, url, why string) {
 	t.Helper()
 	before := ""
@@ -71,7 +70,7 @@ func refuses(t *testing.T, dir, url, why string) {
 	}
 }
 
-// begins makes sure that a place becomes a pool, which is the same one when it is opened again.
+// begins checks that a place becomes a pool, and is the same pool when it is opened again.
 func begins(t *testing.T, dir, options string) {
 	t.Helper()
 	url := "file://" + dir + "?reservePercent=0" + options
@@ -97,7 +96,7 @@ func TestPlaceOfPool(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for name, c := range map[string]struct {
 		make func(t *testing.T, base string) (dir string)
-		why  string // it does not become a pool; empty: it does
+		why  string // why it does not become a pool; empty: it does
 	}{
 		"not there": {func(_ *testing.T, base string) string { return filepath.Join(base, "pool") }, ""},
 		"begun": {func(t *testing.T, base string) string {
@@ -136,7 +135,7 @@ func TestPlaceOfPool(t *testing.T) {
 			check.OK(t, os.Symlink(mountNew(t, "xfs"), filepath.Join(base, "pool")))
 			return filepath.Join(base, "pool")
 		}, ""},
-		// As a container sees a directory of its machine.
+		// A directory as a container sees one of its machine.
 		"bound, empty": {func(t *testing.T, base string) string {
 			check.OK(t, os.Mkdir(filepath.Join(base, "empty"), 0o700))
 			return bound(t, filepath.Join(base, "empty"), base)
@@ -158,7 +157,7 @@ func TestPlaceOfPool(t *testing.T) {
 	}
 }
 
-// bound binds a directory to another one for the time of a test.
+// bound bind-mounts a directory at another one for the time of a test.
 func bound(t *testing.T, dir, base string) string {
 	t.Helper()
 	at := filepath.Join(base, "bound")
@@ -168,7 +167,7 @@ func bound(t *testing.T, dir, base string) string {
 	return at
 }
 
-// TestMountedOver: what is mounted at a directory of a pool hides what the pool has there. Nothing is taken for gone then, or made anew.
+// TestMountedOver: a mount at a directory of a pool hides what the pool has there. No object counts as gone, and none is made anew.
 func TestMountedOver(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for _, hidden := range []string{"volumes", "snapshots"} {
@@ -221,7 +220,7 @@ func TestMountedOver(t *testing.T) {
 	}
 }
 
-// TestKnownPool: who remembers a pool decides whether one is made, and gets no other one.
+// TestKnownPool: a caller that remembers a pool decides whether one is made, and does not get another one.
 func TestKnownPool(t *testing.T) {
 	drivertest.NeedRoot(t)
 	base := drivertest.Dir(t)
@@ -276,8 +275,8 @@ func TestKnownPool(t *testing.T) {
 	missing(dir, "", knows(second, nil), "another pool is here")
 }
 
-// TestIdentityFile: a pool of an older driver gets an identity that stays; one half of the file is enough;
-// without either, and of a newer version, the pool is not touched.
+// TestIdentityFile: a pool of an older driver gets an identity, which stays. One copy in the file is enough. A pool without either, or of a newer version,
+// is not changed.
 func TestIdentityFile(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := filepath.Join(drivertest.Dir(t), "pool")
@@ -322,7 +321,7 @@ func TestIdentityFile(t *testing.T) {
 	refuses(strings.Repeat("\xff", len(whole)), "no header")
 	newer := filepool.Frame("ashlar-pool", 3, 1, `{"id":"`+id+`","shape":"round"}`+"\n")
 	refuses(newer, "version 3")
-	refuses(newer+string(whole[len(newer):]), "version 3") // and the other half is older
+	refuses(newer+string(whole[len(newer):]), "version 3") // the other copy is older
 
 	check.OK(t, os.Remove(file))
 	check.OK(t, os.Remove(filepath.Join(dir, "lock")))

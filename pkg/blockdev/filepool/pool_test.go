@@ -49,7 +49,7 @@ func TestFilePool(t *testing.T) {
 	}
 }
 
-// mountNew makes a filesystem and mounts it for the time of a test.
+// mountNew makes a filesystem, and mounts it for the time of a test.
 func mountNew(t testing.TB, fs string) (dir string) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -80,7 +80,7 @@ func run(t testing.TB, argv ...string) {
 	check.OK(t, err)
 }
 
-// path of a file of an object.
+// path returns the path of a file of an object.
 func path(dir string, ref blockdev.Ref, extension string) string {
 	return filepath.Join(dir, map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}[ref.Kind], ref.Key+extension)
 }
@@ -92,7 +92,7 @@ func reasons(problems []blockdev.Problem) (all []string) {
 	return all
 }
 
-// slot is one half of a record file, as its format is documented.
+// slot returns one slot of a record file, as its format is documented.
 func slot(version string, generation int, body string) []byte {
 	body += "\n"
 	b := fmt.Appendf(nil, "ashlar-record %s gen=%d len=%d crc32c=%08x\n%s", version, generation, len(body), crc32.Checksum([]byte(body), crc32.MakeTable(crc32.Castagnoli)), body)
@@ -108,8 +108,7 @@ func recordFile(t testing.TB, fields map[string]any) []byte {
 	return append(slot("1", 1, string(body)), make([]byte, 8192)...)
 }
 
-// TestDamagedRecord: what is left of a record decides; nothing is guessed, repaired or
-// deleted, and the other volumes do not notice.
+// TestDamagedRecord: what is left of a record decides. Nothing is guessed, repaired or deleted, and other volumes are not affected.
 func TestDamagedRecord(t *testing.T) {
 	drivertest.NeedRoot(t)
 	type file = []byte
@@ -119,10 +118,10 @@ func TestDamagedRecord(t *testing.T) {
 		copy(b, filepool.Frame("ashlar-record", 3, generation, "{}\n"))
 		return b
 	}
-	// The record, with the label third, is in both slots.
+	// Both slots have the record with the label third.
 	for name, c := range map[string]struct {
 		damage func(b file) file
-		label  string // of the record that is left; empty: none is
+		label  string // label of the record that is left; empty: none is left
 	}{
 		"none":                {func(b file) file { return b }, "third"},
 		"one slot torn":       {func(b file) file { clear(b[64:8192]); return b }, "third"},
@@ -170,7 +169,7 @@ func TestDamagedRecord(t *testing.T) {
 				if problems := pool.PoolHealth(t.Context()); len(problems) > 0 {
 					t.Errorf("problems: %v", problems)
 				}
-				// It can be changed, and that survives.
+				// The record can be changed, and the change survives.
 				_, err := pool.SetLabels(t.Context(), pooltest.Vol("a"), func(l map[string]string) error { l["n"] = "fourth"; return nil })
 				check.OK(t, err)
 				check.OK(t, pool.Close())
@@ -214,7 +213,7 @@ func TestDamagedRecord(t *testing.T) {
 	}
 }
 
-// TestManyRecords: of more records than are read at once, each is that of its own volume, and a damaged one among them hides no other.
+// TestManyRecords: more records than are read in parallel: each is that of its own volume, and a damaged one hides no other.
 func TestManyRecords(t *testing.T) {
 	drivertest.NeedRoot(t)
 	const many = 100
@@ -252,7 +251,7 @@ func attachedOnce(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) error {
 	return device.Close()
 }
 
-// TestSweep: what a crash left half-done is finished or undone when the pool is opened.
+// TestSweep: when a pool is opened, what a crash left half-done is finished or undone.
 func TestSweep(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -324,7 +323,7 @@ func TestSweep(t *testing.T) {
 	}
 }
 
-// TestLostImage: bytes that are gone are not made up.
+// TestLostImage: an image that is missing or short is not made anew.
 func TestLostImage(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for name, c := range map[string]struct {
@@ -341,7 +340,7 @@ func TestLostImage(t *testing.T) {
 			pool := pooltest.OpenedFiles(t, dir)
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
 			check.OK(t, c.lose(path(dir, pooltest.Vol("a"), ".img")))
-			// It is not made anew behind its owner's back: not by a retry either.
+			// A retry does not make it anew either.
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
 			problems, err := pool.Health(t.Context(), pooltest.Vol("a"))
 			check.OK(t, err)
@@ -364,8 +363,7 @@ func TestLostImage(t *testing.T) {
 	}
 }
 
-// TestImageOfAnother: an image that has the name of another object, by whatever mistake, is shown to nobody
-// under that name, and goes with no other object than its own.
+// TestImageOfAnother: an image with the name of another object, by whatever mistake, is not shown as that object, and is deleted only with its own.
 func TestImageOfAnother(t *testing.T) {
 	const size = 128 * pooltest.MiB
 	for name, confuse := range map[string]func(a, b string) error{
@@ -401,7 +399,7 @@ func TestImageOfAnother(t *testing.T) {
 				t.Errorf("Health: %v", problems)
 			}
 			if name == "swapped" {
-				check.OK(t, confuse(a, b)) // as the operator does who reads the error
+				check.OK(t, confuse(a, b)) // as an operator does by the error
 				device, err := pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{})
 				check.OK(t, err)
 				check.OK(t, device.Close())
@@ -409,7 +407,7 @@ func TestImageOfAnother(t *testing.T) {
 			}
 			kept := filepath.Join(dir, "kept")
 			if inodeOf(t, b) == inode && name != "symlink" {
-				check.OK(t, os.Link(b, kept)) // Delete takes a name away, and this is the last one
+				check.OK(t, os.Link(b, kept)) // Delete removes a name, and this would be the last one
 			} else {
 				kept = a
 			}
@@ -423,8 +421,7 @@ func TestImageOfAnother(t *testing.T) {
 	}
 }
 
-// TestOlderSize: a record from before a growth cuts nothing off an image, neither of the volume nor of its copies, and
-// an expansion puts it right.
+// TestOlderSize: a record from before a growth cuts nothing off an image, or off its copies, and an expansion repairs it.
 func TestOlderSize(t *testing.T) {
 	for _, provisioning := range []blockdev.Provisioning{blockdev.Thick, blockdev.Thin} {
 		t.Run(fmt.Sprint(provisioning), func(t *testing.T) {
@@ -460,7 +457,7 @@ func TestOlderSize(t *testing.T) {
 			pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), copied)), errdefs.ErrPrecondition, "a copy of a part")
 			ended, end := context.WithCancel(t.Context())
 			end()
-			_, _ = pool.Expand(ended, pooltest.Vol("a"), 12*pooltest.MiB) // thin volumes need no time for it
+			_, _ = pool.Expand(ended, pooltest.Vol("a"), 12*pooltest.MiB) // for a thin volume it needs no time
 			whole(image, "after an expansion that was given up")
 			check.OK(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 16*pooltest.MiB)))
 			whole(image, "after an expansion")
@@ -475,8 +472,8 @@ func TestOlderSize(t *testing.T) {
 	}
 }
 
-// TestProtected: an image that somebody protected (chattr(1)) is neither handed out for writing nor removed, and the error says how to end that; then
-// the deletion is done.
+// TestProtected: an image that somebody protected (chattr(1)) is not handed out for writing, and not removed. The error says how to end that, and then the
+// deletion succeeds.
 func TestProtected(t *testing.T) {
 	dir := filepath.Join(mountNew(t, "ext4"), "pool")
 	pool := pooltest.OpenedFiles(t, dir)
@@ -499,7 +496,7 @@ func TestProtected(t *testing.T) {
 	}
 }
 
-// TestProtectedBeside: nor does a pool say less of a record, or of a directory, that somebody protected.
+// TestProtectedBeside: the errors for a protected record, or directory, say the same.
 func TestProtectedBeside(t *testing.T) {
 	dir := filepath.Join(mountNew(t, "ext4"), "pool")
 	pool := pooltest.OpenedFiles(t, dir)
@@ -530,8 +527,8 @@ func TestProtectedBeside(t *testing.T) {
 	}
 }
 
-// TestReplacedInUse: a copy that somebody puts in the place of an image while that is in use lacks what is written from then on. It is
-// neither copied nor grown, and that is said, as it is where there is no file any more; and once the device is copied as the error says, all of it is there.
+// TestReplacedInUse: somebody puts a copy in the place of an image that is in use: it lacks all later writes. It is neither copied nor grown, and the
+// error says why, as it does if the file was removed. When the device is copied as the error says, all bytes are there.
 func TestReplacedInUse(t *testing.T) {
 	for _, fs := range filesystems {
 		t.Run(fs, func(t *testing.T) {
@@ -581,7 +578,7 @@ func inodeOf(t testing.TB, path string) uint64 {
 	return info.Sys().(*syscall.Stat_t).Ino
 }
 
-// TestLock: one directory, one process, also if somebody takes the lock for a stale one and removes it.
+// TestLock: only one process uses a directory, also if somebody takes the lock for a stale one and removes it.
 func TestLock(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -593,7 +590,7 @@ func TestLock(t *testing.T) {
 	check.OK(t, pooltest.OpenFiles(t, dir).Close())
 }
 
-// TestDirectoryGone: a pool does not go on in a directory that is another one by now.
+// TestDirectoryGone: a pool does not go on in another directory that is at its place.
 func TestDirectoryGone(t *testing.T) {
 	dir := filepath.Join(drivertest.Dir(t), "pool")
 	pool := pooltest.OpenedFiles(t, dir)
@@ -619,7 +616,7 @@ func TestDirectoryGone(t *testing.T) {
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 4 * pooltest.MiB})
 }
 
-// TestRecordRemoved: a record that somebody removes while the pool is open is made anew by the next change, and so the object can be released and deleted.
+// TestRecordRemoved: somebody removes a record while the pool is open. The next change makes it anew, and so the object can be released and deleted.
 func TestRecordRemoved(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := filepath.Join(drivertest.Dir(t), "pool")
@@ -643,10 +640,9 @@ func TestRecordRemoved(t *testing.T) {
 	check.OK(t, pool.Delete(t.Context(), kept))
 }
 
-// TestArithmetic: reservePercent of the filesystem is never promised; of the rest,
-// overprovision times as much.
+// TestArithmetic: reservePercent of the filesystem is never promised; of the rest, overprovision times as much is.
 func TestArithmetic(t *testing.T) {
-	mnt := mountNew(t, "tmpfs") // nobody else uses it, and it has no overhead
+	mnt := mountNew(t, "tmpfs") // nothing else uses it, and it has no overhead
 	const size = 512 * pooltest.MiB
 	for i, c := range []struct {
 		options string
@@ -687,8 +683,7 @@ func TestArithmetic(t *testing.T) {
 	}
 }
 
-// TestSharedBlocks: blocks that images share are there once, however the copies came to
-// be and whichever of them are left.
+// TestSharedBlocks: blocks that images share count once, however the copies were made, and whichever of them are left.
 func TestSharedBlocks(t *testing.T) {
 	for _, fs := range []string{"xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -712,7 +707,7 @@ func TestSharedBlocks(t *testing.T) {
 			check.OK(t, device.Close())
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: size, Origin: pooltest.Snap("1")})
 			same("restored")
-			// The chain from a to b has lost its link.
+			// The copy between a and b is gone.
 			check.OK(t, pool.Delete(t.Context(), pooltest.Snap("1")))
 			same("snapshot deleted")
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: size, Origin: pooltest.Vol("b"), Provisioning: blockdev.Thin})
@@ -734,7 +729,7 @@ func blocksOf(t testing.TB, path string) int64 {
 	return info.Sys().(*syscall.Stat_t).Blocks * 512
 }
 
-// TestDiscard: what a volume discards is still promised to it.
+// TestDiscard: space that a volume discards is still promised to it.
 func TestDiscard(t *testing.T) {
 	dir := filepath.Join(mountNew(t, "ext4"), "pool")
 	pool := pooltest.OpenedFiles(t, dir)
@@ -743,7 +738,7 @@ func TestDiscard(t *testing.T) {
 	blocks := func() int64 { return blocksOf(t, path(dir, pooltest.Vol("a"), ".img")) }
 	before := pooltest.CapacityOf(t, pool)
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
-	// What the kernel does when a filesystem on the device trims.
+	// As the kernel does when a filesystem on the device trims.
 	image, err := os.OpenFile(path(dir, pooltest.Vol("a"), ".img"), os.O_WRONLY, 0)
 	check.OK(t, err)
 	check.OK(t, errors.Join(unix.Fallocate(int(image.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, size), image.Close(), device.Close()))
@@ -753,7 +748,7 @@ func TestDiscard(t *testing.T) {
 	if after := pooltest.CapacityOf(t, pool); after.Available > before.Available {
 		t.Errorf("after a discard %d bytes are available, %d before", after.Available, before.Available)
 	}
-	// All that is left is given away, and taken; the volume gets its own back all the same.
+	// All other space is promised and taken; the volume gets its own back all the same.
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: (before.Available - 8*pooltest.MiB) / pooltest.MiB * pooltest.MiB})
 	device = pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
 	if n := blocks(); n < size {
@@ -762,8 +757,7 @@ func TestDiscard(t *testing.T) {
 	pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte{1}, size))
 }
 
-// TestCutFails: who could not hold back the writes for as long as they had to be says so at the cut, and
-// gets no copy.
+// TestCutFails: a caller that could not hold back the writes long enough says so in Spec.Cut, and gets no copy.
 func TestCutFails(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -779,12 +773,12 @@ func TestCutFails(t *testing.T) {
 	}
 }
 
-// TestResume: a copy of a snapshot that was cut short goes on where it stopped, with the
-// same spec; with another one it begins anew; and when nobody comes back it goes.
+// TestResume: a copy of a snapshot that was cut short goes on where it stopped, if the spec is the same. With another spec it begins anew. If nobody comes
+// back, it is removed.
 func TestResume(t *testing.T) {
 	dir := filepath.Join(mountNew(t, "ext4"), "pool")
 	pool := pooltest.OpenedFiles(t, dir)
-	const size = 48 * pooltest.MiB // more than is copied between two looks at the context
+	const size = 48 * pooltest.MiB // more than one step of a copy
 	content := bytes.Repeat([]byte("0123456789abcdef"), size/16)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size})
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
@@ -800,7 +794,7 @@ func TestResume(t *testing.T) {
 		_, err := pool.Create(&pooltest.EndsAfter{Context: t.Context(), N: 2}, spec)
 		pooltest.Fails(t, err, context.Canceled, "Create")
 		pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), spec.Ref)), errdefs.ErrNotFound, "Get")
-		// What is there already is not copied again: a mark in it stays.
+		// Bytes that are there already are not copied again: a mark in them stays.
 		pooltest.WriteTo(t, path(dir, spec.Ref, ".img"), 0, mark)
 	}
 	marked := func(ref blockdev.Ref) bool {
@@ -833,7 +827,7 @@ func TestResume(t *testing.T) {
 		if c.change != nil {
 			c.change(&retry)
 		} else {
-			// A snapshot of that name again, but another one.
+			// Another snapshot of the same name.
 			check.OK(t, pool.Delete(t.Context(), pooltest.Snap("a")))
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
 		}
@@ -854,7 +848,7 @@ func TestResume(t *testing.T) {
 	}
 
 	interrupt(spec)
-	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: pooltest.MiB}) // too early for b to be given up
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: pooltest.MiB}) // too early for b to be removed
 	if have := pooltest.CapacityOf(t, pool).Promised; have != promised+size+pooltest.MiB {
 		t.Errorf("%d bytes are promised, want %d", have, promised+size+pooltest.MiB)
 	}
@@ -886,14 +880,14 @@ func TestLargeRecord(t *testing.T) {
 	}
 }
 
-// TestFullRecord: a record that takes no more can be grown and deleted all the same, whoever filled it.
+// TestFullRecord: a full record can still be grown and deleted, whoever filled it.
 func TestFullRecord(t *testing.T) {
 	drivertest.NeedRoot(t)
 	pool := pooltest.OpenFiles(t, drivertest.Dir(t))
 	defer func() { check.OK(t, pool.Close()) }()
 	ref := pooltest.Vol("f")
 	pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: pooltest.MiB})
-	least, most := 0, 8192 // what it takes, and what it does not
+	least, most := 0, 8192 // lengths that it takes, and that it does not take
 	for least+1 < most {
 		n := (least + most) / 2
 		_, err := pool.SetLabels(t.Context(), ref, func(labels map[string]string) error { labels["l"] = strings.Repeat("x", n); return nil })
@@ -910,7 +904,7 @@ func TestFullRecord(t *testing.T) {
 	check.OK(t, pool.Delete(t.Context(), ref))
 }
 
-// TestConcurrentAttach: many volumes find free loop devices at once, and each its own.
+// TestConcurrentAttach: many volumes are attached at once, each as a loop device of its own.
 func TestConcurrentAttach(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool := pooltest.OpenedFiles(t, dir)
@@ -944,8 +938,8 @@ func TestConcurrentAttach(t *testing.T) {
 	}
 }
 
-// TestConcurrentDetach: a device that many take away at once goes, and nobody is told that it could not be
-// looked at: the kernel refuses to open one that is on its way.
+// TestConcurrentDetach: many callers detach one device at once. It goes, and none of them has an error because the kernel does not open a device that is
+// going.
 func TestConcurrentDetach(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
@@ -957,8 +951,7 @@ func TestConcurrentDetach(t *testing.T) {
 	}
 }
 
-// TestAttachBesideLooks: whoever looks at a volume while it is attached or detached does not make the pool
-// forget its device.
+// TestAttachBesideLooks: others look at a volume while it is attached or detached. The pool does not forget its device.
 func TestAttachBesideLooks(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
@@ -992,7 +985,7 @@ func TestAttachBesideLooks(t *testing.T) {
 	}
 }
 
-// beside has many look for problems, again and again until stop: there are none.
+// beside runs many looks at health until stop; none may find a problem.
 func beside(t *testing.T, many int, look func(context.Context) ([]blockdev.Problem, error)) (stop func()) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var looking sync.WaitGroup
@@ -1025,7 +1018,7 @@ func TestHealthBesideDelete(t *testing.T) {
 	}
 }
 
-// TestPoolHealthBesideCreate: the health of a pool can be asked beside the making of a volume (with -race).
+// TestPoolHealthBesideCreate: PoolHealth may be called while a volume is made (with -race).
 func TestPoolHealthBesideCreate(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	defer beside(t, 1, func(ctx context.Context) (problems []blockdev.Problem, err error) {
@@ -1038,7 +1031,7 @@ func TestPoolHealthBesideCreate(t *testing.T) {
 	}
 }
 
-// TestRecordsNotSafe: the health of a pool counts the records that are in one of their two places only, until they are written anew or deleted.
+// TestRecordsNotSafe: PoolHealth counts the records that are in one slot only, until they are written anew or deleted.
 func TestRecordsNotSafe(t *testing.T) {
 	dir := mountNew(t, "ext4")
 	pool := pooltest.OpenFiles(t, dir)
@@ -1052,7 +1045,7 @@ func TestRecordsNotSafe(t *testing.T) {
 		check.OK(t, err)
 		_, err = f.WriteAt(make([]byte, 4096), 0)
 		check.OK(t, errors.Join(err, f.Close()))
-		run(t, "chattr", "+i", record) // so it is not mended when the pool is opened
+		run(t, "chattr", "+i", record) // so that it is not written anew when the pool is opened
 	}
 	pool = pooltest.OpenedFiles(t, dir)
 	expect := func(when, want string) {
@@ -1076,14 +1069,14 @@ func TestRecordsNotSafe(t *testing.T) {
 	expect("with the other one deleted", "")
 }
 
-// toldToGo tells a loop device to go, and reports whether it is there as long as its user has it open: before Linux 6.10 it goes at once, if that is the only one.
+// toldToGo tells a loop device to go, and reports whether it is there while its user has it open. Before Linux 6.10 it goes at once if he is the only one.
 func toldToGo(user *os.File) bool {
-	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has no such ioctl
 	_, err := os.Stat("/sys/block/" + filepath.Base(user.Name()) + "/loop")
 	return err == nil
 }
 
-// TestDetachTold: a device that its last user told to go, and keeps open, is not gone.
+// TestDetachTold: a device that its last user told to go, and keeps open, does not count as gone.
 func TestDetachTold(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
@@ -1100,7 +1093,7 @@ func TestDetachTold(t *testing.T) {
 	check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 }
 
-// TestStartBesideTold: a device that its last user told to go, and keeps open, is not gone for a driver that starts.
+// TestStartBesideTold: a device that its last user told to go, and keeps open, does not count as gone for a driver that starts.
 func TestStartBesideTold(t *testing.T) {
 	dir := drivertest.Dir(t)
 	drivertest.NeedRoot(t)
@@ -1122,14 +1115,14 @@ func TestStartBesideTold(t *testing.T) {
 	check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 }
 
-// taken returns the loop device that had volume ref until it went, and has the image now.
-// Another test may be quicker to take its number: then the next one is tried.
+// taken returns a loop device that was over the volume ref until it went, and is over another image now. If another test is quicker to take its number,
+// the next one is tried.
 func taken(t *testing.T, pool blockdev.Pool, ref blockdev.Ref, image string) string {
 	t.Helper()
 	for {
 		device, err := pool.Attach(t.Context(), ref, blockdev.Attachment{})
 		check.OK(t, err)
-		check.OK(t, device.Close()) // and it goes
+		check.OK(t, device.Close()) // then it goes
 		sysfs := "/sys/block/" + filepath.Base(device.Path) + "/loop"
 		for _, err := os.Stat(sysfs); err == nil && t.Context().Err() == nil; _, err = os.Stat(sysfs) {
 			time.Sleep(time.Millisecond)
@@ -1138,14 +1131,13 @@ func taken(t *testing.T, pool blockdev.Pool, ref blockdev.Ref, image string) str
 		if err == nil {
 			return device.Path
 		}
-		if !strings.Contains(string(out), "busy") && !strings.Contains(string(out), "No such") { // it may be gone altogether
+		if !strings.Contains(string(out), "busy") && !strings.Contains(string(out), "No such") { // or it is gone altogether
 			t.Fatalf("losetup %s: %v: %s", device.Path, err, out)
 		}
 	}
 }
 
-// TestDetachBesideTold: a device of somebody else, which has the number of one that a volume had, may have been
-// told to go. It keeps nobody from detaching the volume.
+// TestDetachBesideTold: somebody else's device has the number that a volume's device had, and was told to go. The volume can be detached all the same.
 func TestDetachBesideTold(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool := pooltest.OpenedFiles(t, dir)
@@ -1165,7 +1157,7 @@ func TestDetachBesideTold(t *testing.T) {
 	}
 }
 
-// TestHealthBesideGrowth: a volume that grows is not reported to be longer than its record says.
+// TestHealthBesideGrowth: the image of a volume that grows is not reported as longer than its record says.
 func TestHealthBesideGrowth(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
@@ -1176,7 +1168,7 @@ func TestHealthBesideGrowth(t *testing.T) {
 	}
 }
 
-// TestAttachBesideHolder: a free loop device that somebody has open for himself keeps nobody from the others.
+// TestAttachBesideHolder: somebody has a free loop device open for himself (O_EXCL). Attach takes others.
 func TestAttachBesideHolder(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
@@ -1190,7 +1182,7 @@ func TestAttachBesideHolder(t *testing.T) {
 			t.Fatal(errno)
 		}
 		holder, err = os.OpenFile(fmt.Sprintf("/dev/loop%d", free), os.O_RDONLY|unix.O_EXCL, 0)
-		if err != nil && (!errors.Is(err, unix.EBUSY) || time.Now().After(end)) { // else another test was quicker
+		if err != nil && (!errors.Is(err, unix.EBUSY) || time.Now().After(end)) { // otherwise another test was quicker
 			t.Fatal(err)
 		}
 	}
@@ -1205,8 +1197,8 @@ func TestAttachBesideHolder(t *testing.T) {
 	}
 }
 
-// takeNumber attaches new volumes of a pool until one is the device with the given
-// number, and leaves only that one. Others on the machine may be faster, so it may fail.
+// takeNumber attaches new volumes of a pool until one is the device of that number, and leaves only that one. It may fail, as others on the machine may be
+// faster.
 func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Device, bool) {
 	t.Helper()
 	var others []blockdev.Device
@@ -1227,7 +1219,7 @@ func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Devic
 	return blockdev.Device{}, false
 }
 
-// TestReusedNumber: a device that was ours may be another's by now; it is left alone.
+// TestReusedNumber: a number that was our device's may be another's by now: that one is left alone.
 func TestReusedNumber(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool, other := pooltest.OpenedFiles(t, filepath.Join(dir, "a")), pooltest.OpenedFiles(t, filepath.Join(dir, "b"))
@@ -1255,8 +1247,7 @@ func TestReusedNumber(t *testing.T) {
 	t.Fatal("the number of a detached device was never reused")
 }
 
-// TestSticky: a loop device keeps the mode and the settings of its queue across detach
-// and attach; the next volume on it has nothing of that.
+// TestSticky: a loop device keeps its mode and the settings of its queue across detach and attach. The next volume on it has none of them.
 func TestSticky(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool := pooltest.OpenedFiles(t, dir)
@@ -1280,7 +1271,7 @@ func TestSticky(t *testing.T) {
 		check.OK(t, device.Close())
 		check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 		again, same := takeNumber(t, pool, device.Number)
-		if !same { // a neighbour may have it next, or it is gone altogether
+		if !same { // another test may have it next, or it is gone altogether
 			_ = exec.CommandContext(t.Context(), "blockdev", "--setrw", device.Path).Run()
 			continue
 		}
@@ -1294,7 +1285,7 @@ func TestSticky(t *testing.T) {
 	t.Fatal("the number of a detached device was never reused")
 }
 
-// TestSetQueue: all settings or none, and undo goes back.
+// TestSetQueue: SetQueue makes all settings or none, and undo restores them.
 func TestSetQueue(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
@@ -1323,8 +1314,7 @@ func TestSetQueue(t *testing.T) {
 	is("undone", "64", "none")
 }
 
-// TestForeignPool: a pool of the same name elsewhere on the machine, with an object of
-// the same key, is somebody else's.
+// TestForeignPool: a pool of the same name elsewhere on the machine, with an object of the same key, is left alone.
 func TestForeignPool(t *testing.T) {
 	dir := drivertest.Dir(t)
 	theirs := pooltest.OpenedFiles(t, filepath.Join(dir, "theirs"))
@@ -1336,7 +1326,7 @@ func TestForeignPool(t *testing.T) {
 	}
 	check.OK(t, pooltest.OpenFiles(t, filepath.Join(dir, "ours")).Close())
 	pool := pooltest.OpenedFiles(t, filepath.Join(dir, "ours"))
-	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB}) // of b there is nothing here
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB}) // this pool has no b
 	if orphans, err := pool.Orphans(t.Context()); err != nil || len(orphans) != 0 {
 		t.Errorf("Orphans: %v, %v", orphans, err)
 	}
@@ -1353,8 +1343,7 @@ func TestForeignPool(t *testing.T) {
 	}
 }
 
-// TestLostWhileAttached: without image and record, a restarted pool still finds and
-// detaches the device.
+// TestLostWhileAttached: a pool that is opened without image and record still finds the device, and detaches it.
 func TestLostWhileAttached(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool := pooltest.OpenFiles(t, dir)
@@ -1364,7 +1353,7 @@ func TestLostWhileAttached(t *testing.T) {
 	replaced := pooltest.Attach(t, pool, pooltest.Vol("b"), blockdev.Attachment{Keep: true})
 	check.OK(t, errors.Join(lost.Close(), replaced.Close(), pool.Close()))
 	check.OK(t, errors.Join(os.Remove(path(dir, pooltest.Vol("a"), ".img")), os.Remove(path(dir, pooltest.Vol("a"), ".rec"))))
-	// As an operator does who brings an image back.
+	// As an operator does to bring an image back.
 	run(t, "cp", path(dir, pooltest.Vol("b"), ".img"), filepath.Join(dir, "copy"))
 	check.OK(t, os.Rename(filepath.Join(dir, "copy"), path(dir, pooltest.Vol("b"), ".img")))
 
@@ -1380,8 +1369,7 @@ func TestLostWhileAttached(t *testing.T) {
 	}
 }
 
-// TestMounted: a device without Keep stays for as long as it is mounted, and a pool that
-// is near its end says so.
+// TestMounted: a device without Keep stays while it is mounted. A pool that is nearly full says so.
 func TestMounted(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool := pooltest.OpenedFiles(t, filepath.Join(dir, "pool"))
@@ -1410,7 +1398,7 @@ func TestMounted(t *testing.T) {
 	check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 }
 
-// TestNearlyFull: writes to thin volumes fill the filesystem, and the pool says so in time.
+// TestNearlyFull: writes to thin volumes fill the filesystem, and health says so in time.
 func TestNearlyFull(t *testing.T) {
 	dir := filepath.Join(mountNew(t, "tmpfs"), "pool")
 	pool, err := pools.Open(t.Context(), "test", "file://"+dir+"?overprovision=2&reservePercent=10&create=1")
@@ -1425,14 +1413,14 @@ func TestNearlyFull(t *testing.T) {
 	if have := reasons(pool.PoolHealth(t.Context())); !slices.Equal(have, []string{"1 PoolNearlyFull"}) {
 		t.Errorf("a full pool: %v", have)
 	}
-	// What others take is not there to be promised.
+	// Space that others take cannot be promised.
 	if c := pooltest.CapacityOf(t, pool); c.Available != 0 || c.MaxVolume != 0 {
 		t.Errorf("a full pool: %+v", c)
 	}
 }
 
-// TestHeldForAMoment: who scans all block devices may have one open just when its last user
-// lets it go; the next use of the volume waits for that, and so does its deletion.
+// TestHeldForAMoment: somebody who scans all block devices has one open just when its last user closes it. The next use of the volume waits for that, and
+// so does its deletion.
 func TestHeldForAMoment(t *testing.T) {
 	drivertest.NeedRoot(t)
 	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")

@@ -20,7 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// left returns how much of a filesystem is left for those who are not root, as the kubelet looks at it, in percent.
+// left returns how much of a filesystem is free for users other than root, in percent, as the kubelet counts.
 func left(t *testing.T, dir string) (space, inodes float64) {
 	t.Helper()
 	var st unix.Statfs_t
@@ -28,12 +28,12 @@ func left(t *testing.T, dir string) (space, inodes float64) {
 	return 100 * float64(st.Bavail) / float64(st.Blocks), 100 * float64(st.Ffree) / float64(st.Files)
 }
 
-// volNumber is the volume of a number.
+// volNumber returns the volume of a number.
 func volNumber(n int) blockdev.Ref {
 	return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", n)}
 }
 
-// fillPool makes volumes of a size until there is no room for another.
+// fillPool makes volumes of a size until there is no room for another one.
 func fillPool(t *testing.T, pool blockdev.Pool, size int64) (n int) {
 	t.Helper()
 	for ; ; n++ {
@@ -46,8 +46,7 @@ func fillPool(t *testing.T, pool blockdev.Pool, size int64) (n int) {
 	}
 }
 
-// TestReserve: whose filesystem it is decides what is never promised of it, and the pool's volumes do not
-// take it.
+// TestReserve: the default of the reserve depends on who else uses the filesystem, and the pool's volumes do not take it.
 func TestReserve(t *testing.T) {
 	below := func(name string) func(*testing.T, string) string {
 		return func(t *testing.T, mnt string) string {
@@ -56,7 +55,7 @@ func TestReserve(t *testing.T) {
 			return dir
 		}
 	}
-	// bound is a directory that another one is bound to, as all are that a container has of the machine.
+	// bound is a directory at which another one is bind-mounted, as a container sees those of the machine.
 	bound := func(t *testing.T, source string) string {
 		dir := drivertest.Dir(t)
 		run(t, "mount", "--bind", source, dir)
@@ -104,9 +103,9 @@ func TestReserve(t *testing.T) {
 			fillPool(t, pool, 32*pooltest.MiB)
 			least := c.want
 			if c.fs == "btrfs" {
-				least -= 5 // what it takes for metadata after the last promise is that much of 1 GiB
+				least -= 5 // of 1 GiB, that much goes to metadata after the last promise
 			}
-			run(t, "sync", "--file-system", mnt) // till then btrfs says that what it has given is free
+			run(t, "sync", "--file-system", mnt) // before that btrfs shows space as free that files have
 			if space, _ := left(t, mnt); space < least || space > c.want+6 {
 				t.Errorf("%.1f %% of the filesystem are left, want %g", space, c.want)
 			}
@@ -114,7 +113,7 @@ func TestReserve(t *testing.T) {
 	}
 }
 
-// TestReserveOfInodes: the kubelet evicts pods for want of them, too.
+// TestReserveOfInodes: the reserve holds for inodes too, as the kubelet evicts pods when they run out.
 func TestReserveOfInodes(t *testing.T) {
 	mnt := mountNew(t, "tmpfs")
 	run(t, "mount", "-o", "remount,nr_inodes=200", mnt)
@@ -132,7 +131,7 @@ func TestReserveOfInodes(t *testing.T) {
 	if have := pool.PoolHealth(t.Context()); len(have) != 1 || have[0].Reason != "PoolNearlyFull" || have[0].Severity != blockdev.Degraded || !strings.Contains(have[0].Message, "inodes") {
 		t.Errorf("a pool without inodes: %+v", have)
 	}
-	check.OK(t, pooltest.Second(pool.Expand(t.Context(), volNumber(0), pooltest.MiB))) // takes none
+	check.OK(t, pooltest.Second(pool.Expand(t.Context(), volNumber(0), pooltest.MiB))) // it takes no inode
 	check.OK(t, pool.Delete(t.Context(), volNumber(1)))
 	if c := pooltest.CapacityOf(t, pool); c.Available == 0 {
 		t.Error("no room after a volume was deleted")
@@ -161,7 +160,7 @@ func TestReserveOfOld(t *testing.T) {
 		pooltest.WriteTo(t, device.Path, 63*pooltest.MiB, make([]byte, pooltest.MiB))
 		check.OK(t, errors.Join(device.Close(), pool.Detach(t.Context(), volNumber(i))))
 	}
-	// It promises again when what it has promised leaves the reserve.
+	// It promises again when the reserve is free again.
 	for i := range n {
 		check.OK(t, pool.Delete(t.Context(), volNumber(i)))
 		if space, _ := left(t, mnt); (pooltest.CapacityOf(t, pool).Available > 0) != (space > filepool.SharedReserve) {

@@ -18,8 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 )
 
-// badDisk is an ext4 on a disk some of whose sectors cannot be read: the disk is a file on a btrfs, which
-// refuses to read what does not have its checksum.
+// badDisk is an ext4 on a disk some of whose sectors cannot be read: the disk is a file on a btrfs, which does not return data with a wrong checksum.
 type badDisk struct {
 	t     testing.TB
 	image string // of the btrfs
@@ -48,7 +47,7 @@ func newBadDisk(t testing.TB) *badDisk {
 	return d
 }
 
-// unmount takes both filesystems out.
+// unmount unmounts both filesystems.
 func (d *badDisk) unmount() {
 	for _, dir := range []string{d.dir, d.below} {
 		drivertest.Unmount(d.t, dir)
@@ -86,8 +85,8 @@ func mountFile(t testing.TB, image, dir string) {
 	run(t, "mount", loop, dir)
 }
 
-// TestUnreadableSectors: a sector that the disk cannot read takes one of the two places of a record, or of the
-// pool's identity, and the other one serves; what is unreadable is written anew.
+// TestUnreadableSectors: the disk cannot read a sector with one copy of a record, or of the pool's identity. The other copy is used, and the unreadable
+// one is written anew.
 func TestUnreadableSectors(t *testing.T) {
 	for n := range 2 {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {

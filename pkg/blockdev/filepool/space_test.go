@@ -29,7 +29,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// direct writes to a device past all caches, so that an answer is the disk's.
+// direct writes to a device past all caches, so that the disk itself answers.
 func direct(t testing.TB, device string, offset, length int64, fill byte) error {
 	t.Helper()
 	f, err := os.OpenFile(device, os.O_RDWR|unix.O_DIRECT, 0)
@@ -49,9 +49,8 @@ func direct(t testing.TB, device string, offset, length int64, fill byte) error 
 	return f.Sync()
 }
 
-// hog tries to take more of a pool than a raw device has, and returns the first write that
-// failed. Each pass leaves one block of each extent of what the pass before wrote, and tries to have
-// the rest freed.
+// hog tries to take more of a pool than a raw device's size, and returns the error of the first write that failed. Each pass leaves one block of each
+// extent that the pass before wrote, and discards the rest.
 func hog(t testing.TB, device string, size int64, passes int) error {
 	t.Helper()
 	f, err := os.OpenFile(device, os.O_RDWR|unix.O_DIRECT, 0)
@@ -64,7 +63,7 @@ func hog(t testing.TB, device string, size int64, passes int) error {
 		memory[0] = byte(pass + 1)
 		for at := int64(0); at < size; at += pooltest.MiB {
 			from, length := at+pass*4096, pooltest.MiB-pass*4096
-			// What is not supported is written as zeros by the kernel, or refused.
+			// The kernel writes zeros for a request that is not supported, or refuses it.
 			for _, request := range []uint{0x1277, 0x127f} { // BLKDISCARD, BLKZEROOUT
 				if err := ioctl(f, request, &[2]uint64{uint64(from), uint64(length)}); err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
 					return fmt.Errorf("pass %d, request %x at %d: %w", pass, request, at, err)
@@ -82,8 +81,7 @@ func hog(t testing.TB, device string, size int64, passes int) error {
 	return nil
 }
 
-// takenOf is how much of a filesystem is taken when all is written. btrfs sets space aside for
-// its metadata beforehand, which does not count.
+// takenOf returns how much of a filesystem is taken when all is written. Space that btrfs has set aside for its metadata does not count.
 func takenOf(t testing.TB, fs, dir string) int64 {
 	t.Helper()
 	f, err := os.Open(dir)
@@ -103,8 +101,7 @@ func takenOf(t testing.TB, fs, dir string) int64 {
 	return int64(st.Blocks-st.Bfree) * st.Frsize
 }
 
-// reserved opens a pool with a reserve. btrfs needs one for its metadata, and a large one on a
-// disk that is as small as those of these tests.
+// reserved opens a pool with a reserve. btrfs needs one for its metadata, and a large one on disks as small as those of these tests.
 func reserved(t testing.TB, fs, dir string) blockdev.Pool {
 	t.Helper()
 	percent := map[string]int{"btrfs": 40}[fs]
@@ -114,8 +111,7 @@ func reserved(t testing.TB, fs, dir string) blockdev.Pool {
 	return pool
 }
 
-// TestHog: whatever is done to a thick device, its image takes no more than was promised, and
-// others get what they were promised.
+// TestHog: whatever is done to a thick device, its image takes no more space than was promised, and other volumes get theirs.
 func TestHog(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -154,7 +150,7 @@ func TestHog(t *testing.T) {
 	}
 }
 
-// TestGivenBlocks: what images have taken just now is not counted as theirs and as free, too.
+// TestGivenBlocks: space that images have just taken does not count twice, as theirs and as free.
 func TestGivenBlocks(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -175,8 +171,7 @@ func TestGivenBlocks(t *testing.T) {
 	}
 }
 
-// TestHogSnapshots: with snapshots that come and go, which keep blocks of a volume's older
-// states, what is promised is there too.
+// TestHogSnapshots: all promised space is there also with snapshots that come and go, and keep earlier blocks of a volume.
 func TestHogSnapshots(t *testing.T) {
 	for _, fs := range []string{"xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -213,7 +208,7 @@ func TestHogSnapshots(t *testing.T) {
 				t.Errorf("the volume next to it cannot have what it was promised: %v", err)
 			}
 			check.OK(t, device.Close())
-			// All comes back with the volume.
+			// Deleting the volume frees all of it.
 			for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b"), pooltest.Vol("c")} {
 				check.OK(t, pool.Delete(t.Context(), ref))
 			}
@@ -224,7 +219,7 @@ func TestHogSnapshots(t *testing.T) {
 	}
 }
 
-// older makes files of a pool on btrfs those that drivers before this one made.
+// older turns files of a pool on btrfs into those of drivers before this one.
 func older(t testing.TB, dir string) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(dir, "*s", "*"))
@@ -245,8 +240,8 @@ func attributes(t testing.TB, path string) string {
 	return strings.Fields(string(out))[0]
 }
 
-// TestOlderImages: images that btrfs copies as they are written can be used, copied and
-// deleted, and health tells of them; their copies are not such any more, nor is any record.
+// TestOlderImages: images that btrfs writes to new places can be used, copied and deleted, and health reports them. Their copies are written in place, and
+// so are all records.
 func TestOlderImages(t *testing.T) {
 	mnt := mountNew(t, "btrfs")
 	run(t, "mount", "-o", "remount,compress-force=zstd", mnt)
@@ -312,7 +307,7 @@ func ioctl(f *os.File, request uint, what *[2]uint64) error {
 	return nil
 }
 
-// fragment makes the data of an image as fragmented as can be: of every two blocks one is written.
+// fragment fragments the data of an image as much as possible: it writes one of every two blocks.
 func fragment(t testing.TB, image string, size int64) {
 	t.Helper()
 	f, err := os.OpenFile(image, os.O_RDWR, 0)
@@ -324,7 +319,7 @@ func fragment(t testing.TB, image string, size int64) {
 	check.OK(t, errors.Join(f.Sync(), f.Close()))
 }
 
-// surveyed waits until the surveys of a pool know of an object.
+// surveyed waits until surveys of a pool have looked at an object.
 func surveyed(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {
 	t.Helper()
 	for {
@@ -335,8 +330,7 @@ func surveyed(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) (surveys, exte
 	}
 }
 
-// TestSurvey: the extents of images that share blocks are looked at when something changed,
-// once, and not those of others.
+// TestSurvey: extents of images that share blocks are read when something changed, once, and those of other images are not.
 func TestSurvey(t *testing.T) {
 	mnt := mountNew(t, "xfs")
 	pool := pooltest.OpenedFiles(t, filepath.Join(mnt, "pool"))
@@ -369,7 +363,7 @@ func TestSurvey(t *testing.T) {
 	}
 }
 
-// TestSurveyBeforeRefusal: what is not known to be free is looked for before a volume is refused.
+// TestSurveyBeforeRefusal: before a volume is refused, a survey looks for space that is not known to be free.
 func TestSurveyBeforeRefusal(t *testing.T) {
 	for _, fs := range []string{"xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -382,7 +376,7 @@ func TestSurveyBeforeRefusal(t *testing.T) {
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
 			surveyed(t, pool, pooltest.Snap("a"))
 			promised := pooltest.CapacityOf(t, pool).Available
-			check.OK(t, direct(t, device.Path, 0, size, 2)) // of which the last survey knows nothing
+			check.OK(t, direct(t, device.Path, 0, size, 2)) // after the last survey
 			check.OK(t, device.Close())
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: (promised - 32*pooltest.MiB) / pooltest.MiB * pooltest.MiB})
 			_, err := pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("c"), Name: "c", Size: 64 * pooltest.MiB})
@@ -391,8 +385,8 @@ func TestSurveyBeforeRefusal(t *testing.T) {
 	}
 }
 
-// TestSurveyLimit: of images in more pieces than a survey looks at, too little is counted and
-// never too much, health tells of them, and those of others are counted in full.
+// TestSurveyLimit: of images in more pieces than a survey looks at, less is counted, and never more. Health reports them, and other images are counted in
+// full.
 func TestSurveyLimit(t *testing.T) {
 	mnt := mountNew(t, "xfs")
 	dir := filepath.Join(mnt, "pool")
@@ -408,7 +402,7 @@ func TestSurveyLimit(t *testing.T) {
 	fragment(t, path(dir, pooltest.Vol("a"), ".img"), size)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
 	surveyed(t, pool, pooltest.Snap("a"))
-	check.OK(t, pool.Delete(t.Context(), pooltest.Snap("b"))) // all is looked at anew
+	check.OK(t, pool.Delete(t.Context(), pooltest.Snap("b"))) // this makes a survey due
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("b"), Size: size, Origin: pooltest.Vol("b")})
 	surveyed(t, pool, pooltest.Snap("b"))
 	after := pooltest.CapacityOf(t, pool)
@@ -420,8 +414,7 @@ func TestSurveyLimit(t *testing.T) {
 	}
 }
 
-// TestSurveyHangs: no call waits for a survey that does not end, but one that would be refused,
-// and that one no longer than its caller.
+// TestSurveyHangs: a survey does not end. Only a call that would be refused waits for it, and no longer than its context.
 func TestSurveyHangs(t *testing.T) {
 	mnt := mountNew(t, "xfs")
 	dir := filepath.Join(mnt, "pool")
@@ -431,7 +424,7 @@ func TestSurveyHangs(t *testing.T) {
 	surveyed(t, pool, pooltest.Snap("a"))
 	release := filepool.HangSurveys(pool)
 	defer release()
-	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("b"), Size: 4 * pooltest.MiB, Origin: pooltest.Vol("a")}) // so there will be one
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("b"), Size: 4 * pooltest.MiB, Origin: pooltest.Vol("a")}) // this makes a survey due
 	for range 3 {
 		if c := pooltest.CapacityOf(t, pool); c.Available == 0 {
 			t.Errorf("capacity: %+v", c)
@@ -457,8 +450,7 @@ func TestSurveyHangs(t *testing.T) {
 	pooltest.Fails(t, err, errdefs.ErrNoSpace, "a volume that does not fit, once it is known")
 }
 
-// TestFragmented: what the kernel takes long for ends with the caller, and is gone on with or
-// undone later.
+// TestFragmented: work that takes the kernel long ends with its caller, and is gone on with or undone later.
 func TestFragmented(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -510,7 +502,7 @@ func TestFragmented(t *testing.T) {
 	}
 }
 
-// cutsShort is a context that, when it is asked for the n-th time, cuts a file to a size.
+// cutsShort is a context that cuts a file to a size when Err is called for the n-th time.
 type cutsShort struct {
 	context.Context
 	n    int
@@ -525,8 +517,7 @@ func (c *cutsShort) Err() error {
 	return c.Context.Err()
 }
 
-// TestSourceCutShort: a copy whose source loses its end meanwhile is no copy, whether what it lost
-// was data or had a hole before it, and is not waited for.
+// TestSourceCutShort: the source of a copy loses its end meanwhile, data or a hole. The copy fails with errdefs.ErrDataLoss, and is removed.
 func TestSourceCutShort(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		for name, size := range map[string]int64{"within data": 40 * pooltest.MiB, "in a hole": 100 * pooltest.MiB, "all": 0} {
@@ -552,8 +543,8 @@ func TestSourceCutShort(t *testing.T) {
 	}
 }
 
-// TestDiscardsOfOthers: devices over files on btrfs take no discards; those that have their numbers
-// next do, also if the driver died before it could see to that.
+// TestDiscardsOfOthers: devices over files on btrfs take no discards. Later devices with their numbers do, also if the driver died before it had removed
+// them.
 func TestDiscardsOfOthers(t *testing.T) {
 	takes := func(device blockdev.Device) bool {
 		most, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue/discard_max_bytes"))
@@ -567,14 +558,14 @@ func TestDiscardsOfOthers(t *testing.T) {
 			t.Error("a device over a file on btrfs takes discards")
 		}
 		check.OK(t, errors.Join(device.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
-		if _, err := os.Stat(filepath.Join("/sys/block", filepath.Base(device.Path), "loop/backing_file")); err != nil { // nobody has it yet
+		if _, err := os.Stat(filepath.Join("/sys/block", filepath.Base(device.Path), "loop/backing_file")); err != nil { // nobody has the number yet
 			if most, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue/discard_max_bytes")); err == nil && string(most) == "0\n" {
 				t.Errorf("%s is left without discards", device.Path)
 			}
 		}
 	}
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
-	check.OK(t, device.Close()) // and nothing else, as after a crash
+	check.OK(t, device.Close()) // only this, as after a crash
 	for i := range 8 {
 		ref := pooltest.Vol(fmt.Sprint(i))
 		pooltest.Create(t, other, blockdev.Spec{Ref: ref, Size: 4 * pooltest.MiB})
@@ -584,14 +575,14 @@ func TestDiscardsOfOthers(t *testing.T) {
 	}
 }
 
-// TestFreshLoop: a loop device that had no backing file yet, as the first ones of a machine, seems to
-// take no discards. It is not given back for that: the next free one would be the same again, for ever.
+// TestFreshLoop: a loop device that never had a backing file, like the first ones of a machine, seems to take no discards. It is not removed for that: the
+// kernel would give the same number again, for ever.
 func TestFreshLoop(t *testing.T) {
 	drivertest.NeedRoot(t)
 	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
 	check.OK(t, err)
 	defer control.Close()
-	n := 100_000 + os.Getpid()%100_000 // the lowest free one is what others get
+	n := 100_000 + os.Getpid()%100_000 // not the lowest free one, which others get
 	check.OK(t, unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_ADD, n))
 	if loop.ForgetStopped(n) {
 		t.Error("a new loop device is removed")
@@ -599,18 +590,18 @@ func TestFreshLoop(t *testing.T) {
 	}
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		err = unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_REMOVE, n)
-		if !errors.Is(err, unix.EBUSY) || time.Now().After(deadline) { // whoever looks at all new devices, as udev, has it for a moment
+		if !errors.Is(err, unix.EBUSY) || time.Now().After(deadline) { // udev and others have a new device open for a moment
 			break
 		}
 	}
 	check.OK(t, err)
 }
 
-// TestDiscardWhileMeasured: what an image gives back while images are measured is not counted twice, as of the image and as free.
+// TestDiscardWhileMeasured: blocks that an image gives back while images are measured do not count twice, as the image's and as free.
 func TestDiscardWhileMeasured(t *testing.T) {
 	dir := filepath.Join(mountNew(t, "ext4"), "pool")
 	pool := pooltest.OpenedFiles(t, dir)
-	for i := range 200 { // it takes a while to measure them
+	for i := range 200 { // so many take a while to measure
 		check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: volNumber(i), Name: "a", Size: pooltest.MiB, Provisioning: blockdev.Thin})))
 	}
 	large := pooltest.Vol("f")
@@ -639,7 +630,7 @@ func TestDiscardWhileMeasured(t *testing.T) {
 	}
 }
 
-// TestQuota: a pool whose quota is used up is no pool on a disk that takes no changes: it can be emptied.
+// TestQuota: a pool whose quota is used up does not count as read-only: it can be emptied.
 func TestQuota(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := filepath.Join(drivertest.Dir(t), "mounted")
@@ -653,7 +644,7 @@ func TestQuota(t *testing.T) {
 	kept := pooltest.Vol("a")
 	pooltest.Create(t, pool, blockdev.Spec{Ref: kept, Name: "a", Size: 32 * pooltest.MiB})
 	run(t, "btrfs", "qgroup", "limit", "34M", at)
-	for i := 0; err == nil; i++ { // data, and then what its inodes take
+	for i := 0; err == nil; i++ { // data, and then what inodes take
 		err = os.WriteFile(fmt.Sprint(at, "/others", i%1000), make([]byte, min(pooltest.MiB, 64*pooltest.MiB>>min(i, 14))), 0o600)
 	}
 	if !errors.Is(err, unix.EDQUOT) {

@@ -18,7 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// failing is a filesystem on a disk that can be made to fail: its bytes are in a file of a tmpfs, all of it.
+// failing is a filesystem on a disk that can be made to fail: a file on a tmpfs, with all its bytes in memory.
 type failing struct{ dir, disk string }
 
 func newFailing(t *testing.T, kind string) failing {
@@ -42,7 +42,7 @@ func newFailing(t *testing.T, kind string) failing {
 	return d
 }
 
-// spoil has the disk refuse (ENOSPC) what is written to slots of a record, which has this key: its bytes there are gone, and there is no memory for others.
+// spoil makes the disk refuse writes (ENOSPC) to some slots of the record of a key: it removes their bytes, and leaves no memory for others.
 func (d failing) spoil(t *testing.T, key string, slots ...int) {
 	t.Helper()
 	disk, err := os.OpenFile(d.disk, os.O_RDWR, 0)
@@ -50,7 +50,7 @@ func (d failing) spoil(t *testing.T, key string, slots ...int) {
 	defer disk.Close()
 	all, err := os.ReadFile(d.disk)
 	check.OK(t, err)
-	var places []int64 // of the slots, one after the other
+	var places []int64 // offsets of the slots, in order
 	header, field := []byte("ashlar-record 2 gen="), fmt.Sprintf(`"key":%q`, key)
 	for at := bytes.Index(all, header); at >= 0; {
 		if bytes.Contains(all[at:at+slotSize], []byte(field)) {
@@ -75,7 +75,7 @@ func (d failing) spoil(t *testing.T, key string, slots ...int) {
 
 const slotSize = 8192
 
-// eachUnwritable tries something on each kind of disk, where it is to take no changes of one slot of a record, the other, or both.
+// eachUnwritable calls try on each kind of disk, with the first slot of a record, the second, or both taking no writes.
 func eachUnwritable(t *testing.T, try func(t *testing.T, disk failing, slots []int)) {
 	t.Helper()
 	for _, kind := range []string{"ext4", "btrfs"} {
@@ -85,8 +85,8 @@ func eachUnwritable(t *testing.T, try func(t *testing.T, disk failing, slots []i
 	}
 }
 
-// TestChangeUnwritable: what has a record of which the disk takes no changes in one of its slots, or in both, can be changed: a volume is claimed and released. What was answered is there after a start, and
-// what a crash left of the way there is not.
+// TestChangeUnwritable: the disk takes no writes to one slot of a record, or to both. The record can be changed all the same: a volume is claimed and
+// released. After a start all that was answered is there, and no file that a crash left.
 func TestChangeUnwritable(t *testing.T) {
 	eachUnwritable(t, func(t *testing.T, disk failing, slots []int) {
 		dir := disk.dir + "/pool"
@@ -117,8 +117,8 @@ func TestChangeUnwritable(t *testing.T) {
 	})
 }
 
-// TestDeleteUnwritable: what has a record that the disk takes no changes of, in one of its slots or in both, can be deleted. Where it takes
-// those of one slot, a start goes on with a deletion that was cut short.
+// TestDeleteUnwritable: an object whose record takes no writes in one slot, or in both, can be deleted. If one slot takes them, a start goes on with a
+// deletion that was cut short.
 func TestDeleteUnwritable(t *testing.T) {
 	eachUnwritable(t, func(t *testing.T, disk failing, slots []int) {
 		dir := disk.dir + "/pool"
@@ -138,7 +138,7 @@ func TestDeleteUnwritable(t *testing.T) {
 			}
 		}
 
-		if len(slots) == 2 { // the bytes of both are gone
+		if len(slots) == 2 { // both slots have lost their bytes
 			return
 		}
 		run(t, "chattr", "+i", path(dir, cut, ".img"))
@@ -149,7 +149,7 @@ func TestDeleteUnwritable(t *testing.T) {
 		check.OK(t, pool.Close())
 		record, err := os.Open(path(dir, cut, ".rec"))
 		check.OK(t, err)
-		check.OK(t, errors.Join(unix.Fadvise(int(record.Fd()), 0, 0, unix.FADV_DONTNEED), record.Close())) // what the disk did not take
+		check.OK(t, errors.Join(unix.Fadvise(int(record.Fd()), 0, 0, unix.FADV_DONTNEED), record.Close())) // drop what the disk did not take
 		pool = pooltest.OpenFiles(t, dir)
 		if r, err := pool.Get(t.Context(), cut); !errors.Is(err, errdefs.ErrNotFound) {
 			t.Errorf("%+v, %v; want %v", r, err, errdefs.ErrNotFound)

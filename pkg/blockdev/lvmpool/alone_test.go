@@ -14,8 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 )
 
-// TestLVMStartsAndTellsNobody: whatever lvm.conf says, a pool's lvm2 starts no dmeventd, tells
-// no lvmdbusd, and writes no copies of the metadata.
+// TestLVMStartsAndTellsNobody: whatever lvm.conf says, a pool's lvm2 starts no dmeventd, calls no lvmdbusd, and writes no copies of the metadata.
 func TestLVMStartsAndTellsNobody(t *testing.T) {
 	g := drivertest.NewGroup(t, 256<<20)
 	thin := g.ThinPool(t, "pool", "-L", "64M")
@@ -29,7 +28,7 @@ func TestLVMStartsAndTellsNobody(t *testing.T) {
 	check.OK(t, os.WriteFile(file, []byte(asked), 0o600))
 	told := make(chan struct{}, 1)
 	const bus = "/run/dbus/system_bus_socket"
-	if _, err := os.Lstat(bus); os.IsNotExist(err) { // else it is the machine's
+	if _, err := os.Lstat(bus); os.IsNotExist(err) { // otherwise it is the machine's own
 		check.OK(t, os.MkdirAll(filepath.Dir(bus), 0o755))
 		listener, err := net.Listen("unix", bus)
 		check.OK(t, err)

@@ -14,7 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvmpool"
 )
 
-// TestCopyDeviceFails: a copy whose target takes no more says up to where it is complete, and no more than that: a retry goes on there.
+// TestCopyDeviceFails: the target of a copy takes no more writes. copyDevice returns up to where the copy is complete, and not further, so a retry can go
+// on there.
 func TestCopyDeviceFails(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)

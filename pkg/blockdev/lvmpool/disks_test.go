@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 )
 
-// TestLVMDisks: a pool, and its location, know the physical volumes of the group, also those that it was given since it was opened.
+// TestLVMDisks: a pool, and its location, know the physical volumes of the group, with those that were added after the pool was opened.
 func TestLVMDisks(t *testing.T) {
 	group := drivertest.NewGroup(t, 64*pooltest.MiB, 64*pooltest.MiB)
 	url := group.URL() + "?reservePercent=0"

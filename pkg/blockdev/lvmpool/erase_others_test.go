@@ -26,7 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestLVMErasesNoOther: a device that is another volume than lvm2 says is left alone.
+// TestLVMErasesNoOther: if a device is another thin volume than lvm2 says, nothing is overwritten.
 func TestLVMErasesNoOther(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 96*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0&overprovision=4"
@@ -47,8 +47,8 @@ func TestLVMErasesNoOther(t *testing.T) {
 	f.holds(b, 0, marked(headWord, blockdev.HeadSize))
 }
 
-// TestLVMEraseNotices: whoever makes a snapshot of a thin volume, or takes the snapshot of the metadata away, between the look at it and the first
-// write; and while there are writes, lvm2 makes none.
+// TestLVMEraseNotices: nothing is overwritten if somebody makes a snapshot of a thin volume, or releases the snapshot of the metadata, between the look at
+// the metadata and the first write. During the writes lvm2 makes no snapshots.
 func TestLVMEraseNotices(t *testing.T) {
 	f := thinFixture(t)
 	const size = 8 * pooltest.MiB
@@ -99,10 +99,10 @@ func TestLVMEraseNotices(t *testing.T) {
 	drivertest.Run(t, "lvremove", "-q", "-y", f.group.Name+"/by-hand")
 }
 
-// herd is many thin volumes, whose bytes are known.
+// herd is many thin volumes whose bytes are known.
 type herd struct {
 	*lvmFixture
-	block  int64 // of the thin pool, in bytes
+	block  int64 // block of the thin pool, in bytes
 	mu     sync.Mutex
 	random *rand.Rand
 	have   map[blockdev.Ref][]byte
@@ -137,7 +137,7 @@ func (h *herd) put(ref blockdev.Ref, b []byte) {
 	}
 }
 
-// change writes to a volume, or discards, at random places, most of them in what would be erased. Much of it is the same in many volumes.
+// change writes to a volume, or discards, at random places, most of them in the part that Erase overwrites. Many volumes get the same bytes.
 func (h *herd) change(ref blockdev.Ref, b []byte) error {
 	device, err := h.pool.Attach(context.Background(), ref, blockdev.Attachment{})
 	if err != nil {
@@ -153,7 +153,7 @@ func (h *herd) change(ref blockdev.Ref, b []byte) error {
 		case 1:
 			n := copy(b[at:], marked(fmt.Sprint("own ", h.number()), block))
 			err = writeDirect(device.Path, at, b[at:at+int64(n)])
-		default: // as a header
+		default: // like a header
 			n := copy(b[at:], marked(headWord, 4096*int64(1+h.intN(16))))
 			err = writeDirect(device.Path, at, b[at:at+int64(n)])
 		}
@@ -165,7 +165,8 @@ func (h *herd) change(ref blockdev.Ref, b []byte) error {
 	return errors.Join(err, device.Close())
 }
 
-// discard discards a range, of which the kernel may leave some as it was (a block that is no power of two it takes in parts, and thin pools keep what is a part of one). b is what is there, before and afterwards.
+// discard discards a range. The kernel may leave some of it as it was: it splits ranges if a block is no power of two, and thin pools keep what is only a
+// part of a block. b is what the range has, before and afterwards.
 func discard(device string, at int64, b []byte) error {
 	out, err := exec.Command("blkdiscard", "-o", fmt.Sprint(at), "-l", fmt.Sprint(len(b)), device).CombinedOutput()
 	if err != nil {
@@ -203,7 +204,7 @@ func (h *herd) snapshot(origin blockdev.Ref, b []byte) error {
 	return err
 }
 
-// byHand makes a snapshot as an administrator does.
+// byHand makes a snapshot as an administrator does, without the pool.
 func (h *herd) byHand(name string, origin blockdev.Ref, b []byte) error {
 	name += strconv.Itoa(h.number())
 	out, err := exec.Command("lvcreate", "-q", "-s", "-n", name, h.group.Name+"/"+origin.String()).CombinedOutput()
@@ -216,7 +217,7 @@ func (h *herd) byHand(name string, origin blockdev.Ref, b []byte) error {
 	return nil
 }
 
-// round does something with each volume, all at once; some of them are snapshotted by hand while they are erased.
+// round does something with each volume, all at once. Some get a snapshot by hand while they are erased.
 func (h *herd) round() error {
 	all := slices.SortedFunc(maps.Keys(h.have), func(a, b blockdev.Ref) int { return strings.Compare(a.String(), b.String()) })
 	before := maps.Clone(h.have)
@@ -229,7 +230,7 @@ func (h *herd) round() error {
 			if what == 0 {
 				racing.Go(func() {
 					time.Sleep(time.Duration(h.intN(100)) * time.Millisecond)
-					_ = h.byHand("racing", ref, b) // or it is gone already
+					_ = h.byHand("racing", ref, b) // the volume may be gone already
 				})
 			}
 			err := h.pool.Erase(context.Background(), ref)
@@ -253,7 +254,7 @@ func (h *herd) round() error {
 	})...)
 }
 
-// whole compares all bytes of all volumes. Of a snapshot that was made by hand while its origin was erased, the beginning may be gone.
+// whole compares all bytes of all volumes. The beginning of a snapshot that was made by hand while its origin was erased may be gone.
 func (h *herd) whole() {
 	h.Helper()
 	for ref, want := range h.have {
@@ -272,7 +273,7 @@ func (h *herd) whole() {
 	}
 }
 
-// erasedAlone reports whether of a beginning each page is as it was, or zero.
+// erasedAlone reports whether bytes are as they were, except that pages in the part that Erase overwrites may be zeros.
 func erasedAlone(have, want []byte) bool {
 	if !bytes.Equal(have[blockdev.HeadSize:], want[blockdev.HeadSize:]) {
 		return false
@@ -286,8 +287,8 @@ func erasedAlone(have, want []byte) bool {
 	return true
 }
 
-// TestLVMErasesAmongOthers: whatever is erased among volumes, snapshots, snapshots of those and some that were made by hand, while others are written to,
-// discarded, and copied, and however full the thin pool is: all that is to be there is there.
+// TestLVMErasesAmongOthers: volumes and snapshots are erased, in whatever order, beside snapshots of them, also some that were made by hand, while others
+// are written to, discarded and copied, and however full the thin pool is. No other volume loses a byte.
 func TestLVMErasesAmongOthers(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	random := rand.New(rand.NewPCG(seed, 0))

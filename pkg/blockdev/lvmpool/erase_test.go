@@ -16,13 +16,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// What is to be erased, and what is behind it.
+// The words that are in the part that is erased, and behind it.
 const (
 	headWord = "head of it"
 	restWord = "rest of it"
 )
 
-// head writes an object full of words, of which the first are in what is erased.
+// head fills an object with words, the first of them in the part that is erased.
 func (f *lvmFixture) head(ref blockdev.Ref, size int64) {
 	f.Helper()
 	f.write(ref, 0, append(marked(headWord, blockdev.HeadSize), marked(restWord, size-blockdev.HeadSize)...))
@@ -44,7 +44,7 @@ func (f *lvmFixture) onDisk(word string) bool {
 	return false
 }
 
-// erased makes sure that nothing is left of what was to be erased, and something of the rest, or this would show nothing.
+// erased checks that the disks have nothing of what was to be erased. They must have something of the rest, or the check would prove nothing.
 func (f *lvmFixture) erased(what string) {
 	f.Helper()
 	if f.onDisk(headWord) {
@@ -55,14 +55,14 @@ func (f *lvmFixture) erased(what string) {
 	}
 }
 
-// cutShort begins a copy, which ends when its bytes are there.
+// cutShort begins a copy and ends it when its bytes are there.
 func (f *lvmFixture) cutShort(ref, origin blockdev.Ref, size int64) {
 	f.Helper()
 	_, err := f.pool.Create(f.Context(), blockdev.Spec{Ref: ref, Name: "cut short", Size: size, Origin: origin, Prepare: func(context.Context, string) error { return context.Canceled }})
 	says(f, err, context.Canceled)
 }
 
-// TestLVMErasedUnfinished: of a copy that was cut short, and then deleted, or found by a start, the beginning is overwritten.
+// TestLVMErasedUnfinished: a copy is cut short, and then deleted, or found by a start: its beginning is overwritten.
 func TestLVMErasedUnfinished(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 96*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -92,7 +92,7 @@ func TestLVMErasedUnfinished(t *testing.T) {
 	}
 }
 
-// TestLVMErasedThin: thin volumes that share blocks are erased with the last of them that has a block, and no one else's are.
+// TestLVMErasedThin: blocks that thin volumes share are overwritten with the last volume that has them. Blocks of others stay.
 func TestLVMErasedThin(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 96*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0&overprovision=4"
@@ -126,7 +126,7 @@ func TestLVMErasedThin(t *testing.T) {
 	f.erased("at once")
 	f.holds(pooltest.Vol("d"), 0, marked("another", size))
 
-	// A copy that is not finished may be the last that has a block.
+	// An unfinished copy may be the last that has a block.
 	f.make(a, size)
 	f.head(a, size)
 	f.cutShort(c, a, size)
@@ -134,12 +134,12 @@ func TestLVMErasedThin(t *testing.T) {
 	if !f.onDisk(headWord) {
 		t.Error("nothing was left to a copy that is not finished")
 	}
-	pooltest.CapacityOf(t, f.pool) // removes it
+	pooltest.CapacityOf(t, f.pool) // it removes the copy
 	f.erased("not finished")
 	f.holds(pooltest.Vol("d"), 0, marked("another", size))
 }
 
-// TestLVMErasedFull: also where a full thin pool takes no write that needs a block.
+// TestLVMErasedFull: a thin pool is full, and takes no write that needs a block. Erase works all the same.
 func TestLVMErasedFull(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 96*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M", "-q") + "?overprovision=4&reservePercent=0"
@@ -148,7 +148,7 @@ func TestLVMErasedFull(t *testing.T) {
 	ctx, size := t.Context(), int64(8*pooltest.MiB)
 	f.make(pooltest.Vol("a"), size)
 	f.head(pooltest.Vol("a"), size)
-	f.copy(pooltest.Snap("b"), pooltest.Vol("a"), size) // and so each write needs a block
+	f.copy(pooltest.Snap("b"), pooltest.Vol("a"), size) // so each write needs a new block
 	f.make(pooltest.Vol("d"), 128*pooltest.MiB)
 	f.attached(pooltest.Vol("d"), false, func(device string) {
 		if err := writeDirect(device, 0, marked("too much", 80*pooltest.MiB)); err == nil {
@@ -160,7 +160,7 @@ func TestLVMErasedFull(t *testing.T) {
 	f.erased("full")
 }
 
-// TestLVMErasedLater: while it cannot be known what is shared, nothing is deleted that is to be erased.
+// TestLVMErasedLater: while nobody can know which blocks are shared, a volume that has to be erased is not deleted.
 func TestLVMErasedLater(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 96*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
@@ -179,8 +179,7 @@ func TestLVMErasedLater(t *testing.T) {
 	f.erased("later")
 }
 
-// TestLVMErasedCut: what was in the beginning of a volume until it was written to while it was copied is gone with the cut that the copy was
-// made from.
+// TestLVMErasedCut: a volume is written to while it is copied. The earlier bytes of its beginning, which the cut kept, are gone with the cut.
 func TestLVMErasedCut(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 96*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"

@@ -25,14 +25,14 @@ func Copied(of blockdev.Pool, ref blockdev.Ref) int64 {
 	return 0
 }
 
-// Few bounds how many ranges LVM pools keep in memory, until undo is called.
+// Few bounds how many ranges LVM pools keep in memory at once, until undo is called.
 func Few(n int) (undo func()) {
 	before := mostRanges
 	mostRanges = n
 	return func() { mostRanges = before }
 }
 
-// Meanwhile runs do between the look of an erasure at a thin pool's metadata and its first write, of which there is none.
+// Meanwhile runs do between the look of an erasure at the thin pool's metadata and its first write, and makes no write.
 func Meanwhile(ctx context.Context, of blockdev.Pool, do func()) error {
 	p := of.(*pool)
 	return p.withMetadata(ctx, func(metadata string) error {

@@ -31,8 +31,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// What can go wrong with pools of logical volumes, by the hand of others, of a disk, or of
-// nobody.
+// Tests of what can go wrong with pools of logical volumes: by other people, by a disk, or by a crash.
 
 const extentSize = 4 * pooltest.MiB // of the groups here
 
@@ -61,7 +60,7 @@ func onLVM(t *testing.T, test func(f *lvmFixture)) {
 	}
 }
 
-// start opens the pool; it is closed, with all that it has gone, at the end of the test.
+// start opens the pool. At the end of the test it is closed, and everything that it has is gone.
 func (f *lvmFixture) start() {
 	f.Helper()
 	f.pool = pooltest.OpenURL(f, f.url)
@@ -97,7 +96,7 @@ func (f *lvmFixture) all() (records []blockdev.Record) {
 	return records
 }
 
-// empty deletes all there is, and looks that it is gone.
+// empty deletes all objects, and checks that they are gone.
 func (f *lvmFixture) empty() {
 	f.Helper()
 	ctx := context.Background()
@@ -123,12 +122,12 @@ func (f *lvmFixture) copy(ref, origin blockdev.Ref, size int64) {
 	pooltest.Create(f, f.pool, blockdev.Spec{Ref: ref, Size: size, Origin: origin})
 }
 
-// marked are bytes in which each block is full of one word.
+// marked returns bytes in which each block is full of one word.
 func marked(word string, size int64) []byte {
 	return bytes.Repeat(fmt.Appendf(nil, "%-16s", word), int(size/16))
 }
 
-// stack is what the devices of an object are used through, by a driver.
+// stack returns the stack that a driver would use an object's devices through.
 func (f *lvmFixture) stack(ref blockdev.Ref) device.Stack { return device.New().Of(f.pool, ref) }
 
 // handOut attaches an object as a device that stays.
@@ -140,7 +139,7 @@ func (f *lvmFixture) handOut(ref blockdev.Ref) blockdev.Device {
 	return d
 }
 
-// attachments are the ways to attach an object.
+// attachments has the ways to attach an object.
 func (f *lvmFixture) attachments(ref blockdev.Ref) map[string]func() (blockdev.Device, error) {
 	return map[string]func() (blockdev.Device, error){
 		"bare": func() (blockdev.Device, error) { return f.pool.Attach(f.Context(), ref, blockdev.Attachment{}) },
@@ -152,7 +151,7 @@ func (f *lvmFixture) attachments(ref blockdev.Ref) map[string]func() (blockdev.D
 	}
 }
 
-// attached runs something on the device of an object.
+// attached calls do with the device of an object.
 func (f *lvmFixture) attached(ref blockdev.Ref, readOnly bool, do func(device string)) {
 	f.Helper()
 	device, err := f.pool.Attach(context.Background(), ref, blockdev.Attachment{ReadOnly: readOnly})
@@ -223,7 +222,7 @@ func words(problems []blockdev.Problem) (all []string) {
 	return all
 }
 
-// ill fails unless just that is said to be wrong with an object; nothing means that all is well.
+// ill fails the test unless an object's health has just this reason; with none, no problem at all.
 func (f *lvmFixture) ill(ref blockdev.Ref, want ...string) {
 	f.Helper()
 	problems, err := f.pool.Health(f.Context(), ref)
@@ -246,7 +245,7 @@ func (f *lvmFixture) poolIll(want ...string) {
 	}
 }
 
-// lv is what lvm2 says of the volumes of the group.
+// lv returns what lvm2 reports of the volumes of the group.
 func (f *lvmFixture) lv(columns string) []string {
 	f.Helper()
 	out := drivertest.Run(f, "lvs", "--noheadings", "--units", "b", "-o", columns, f.group.Name)
@@ -259,7 +258,7 @@ func (f *lvmFixture) lv(columns string) []string {
 
 func (f *lvmFixture) path(ref blockdev.Ref) string { return f.group.Name + "/" + ref.String() }
 
-// says makes sure that an error wraps another, and has some words.
+// says checks that an error wraps another, and has some words.
 func says(t testing.TB, err, want error, words ...string) {
 	t.Helper()
 	if !errors.Is(err, want) {
@@ -273,8 +272,7 @@ func says(t testing.TB, err, want error, words ...string) {
 	}
 }
 
-// TestLVMThinPoolFull: nothing is promised above the watermark; a full thin pool is
-// reported; with more room all is well.
+// TestLVMThinPoolFull: above the watermark nothing is promised, and a full thin pool is reported. With more room all is well.
 func TestLVMThinPoolFull(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 512*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M", "-q") + "?overprovision=4&reservePercent=0"
@@ -328,7 +326,7 @@ func TestLVMThinPoolFull(t *testing.T) {
 	check.OK(t, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 132*pooltest.MiB)))
 }
 
-// TestLVMForeign: what others have in the group is neither used nor touched.
+// TestLVMForeign: volumes of others in the group are neither used nor changed.
 func TestLVMForeign(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		ctx := f.Context()
@@ -404,8 +402,8 @@ func TestLVMForeign(t *testing.T) {
 	})
 }
 
-// TestLVMMissingDevice: with a disk gone, what is on the others is served, what was on it
-// is reported, and nothing is changed; with the disk back all is as before.
+// TestLVMMissingDevice: a disk is missing. Volumes on the others can be used, those on it are reported, and nothing is changed. With the disk back all is
+// as before.
 func TestLVMMissingDevice(t *testing.T) {
 	for _, kind := range []string{"linear", "thin"} {
 		t.Run(kind, func(t *testing.T) {
@@ -473,7 +471,7 @@ type faultyDisk struct {
 	sectors     int64
 }
 
-// faultyDisks made by this process, to give each its own name.
+// faultyDisks counts the disks that this process made, so that each has its own name.
 var faultyDisks int
 
 func newFaultyDisk(t testing.TB, size int64) *faultyDisk {
@@ -487,7 +485,7 @@ func newFaultyDisk(t testing.TB, size int64) *faultyDisk {
 	return d
 }
 
-// behave gives it a table; the first MiB is what lvm2 keeps its metadata in.
+// behave gives the disk a table. lvm2 keeps its metadata in the first MiB.
 func (d *faultyDisk) behave(table string) {
 	d.Helper()
 	drivertest.Run(d, "dmsetup", "suspend", "--noflush", "--nolockfs", d.name)
@@ -507,8 +505,7 @@ func (d *faultyDisk) faults() map[string]string {
 	}
 }
 
-// TestLVMFailingDevice: what a disk fails, the call fails, and leaves nothing; with the
-// disk well again the retry succeeds.
+// TestLVMFailingDevice: if a disk fails, the call fails and leaves nothing. When the disk works again, the retry succeeds.
 func TestLVMFailingDevice(t *testing.T) {
 	disk := newFaultyDisk(t, 256*pooltest.MiB)
 	f := &lvmFixture{T: t, group: drivertest.NewGroupOn(t, "/dev/mapper/"+disk.name)}
@@ -540,7 +537,7 @@ func TestLVMFailingDevice(t *testing.T) {
 			err := operation()
 			t.Logf("%s, %s: %v", fault, name, err)
 			disk.well()
-			mayWork := (name == "labels" || name == "delete") && fault == "no data" // who cannot write cannot flush either
+			mayWork := (name == "labels" || name == "delete") && fault == "no data" // a disk that takes no writes takes no flushes either
 			switch {
 			case err == nil && !mayWork:
 				t.Errorf("%s, %s: it succeeded", fault, name)
@@ -549,7 +546,7 @@ func TestLVMFailingDevice(t *testing.T) {
 			case err == nil:
 			case fault == "no data":
 				says(t, err, unix.EIO)
-			case fault == "no write": // lvm2 made its change, and the flush after that fails
+			case fault == "no write": // lvm2 makes its change, and the flush after it fails
 				says(t, err, errdefs.ErrUnavailable, "flush", "input/output error")
 			default:
 				says(t, err, errdefs.ErrUnavailable)
@@ -595,7 +592,7 @@ func TestLVMFailingDevice(t *testing.T) {
 	}
 }
 
-// onFaultyDisks is a thin pool whose data is on one faulty disk, and whose metadata is on another.
+// onFaultyDisks makes a thin pool with its data on one faulty disk and its metadata on another.
 func onFaultyDisks(t *testing.T) (f *lvmFixture, data, books *faultyDisk) {
 	t.Helper()
 	data, books = newFaultyDisk(t, 128*pooltest.MiB), newFaultyDisk(t, 64*pooltest.MiB)
@@ -607,8 +604,7 @@ func onFaultyDisks(t *testing.T) (f *lvmFixture, data, books *faultyDisk) {
 	return f, data, books
 }
 
-// TestLVMFailingThinPool: a thin pool whose data a disk fails keeps its books, and is as
-// before once the disk is well.
+// TestLVMFailingThinPool: a disk fails the data of a thin pool. Its metadata stays right, and all is as before when the disk works again.
 func TestLVMFailingThinPool(t *testing.T) {
 	f, data, _ := onFaultyDisks(t)
 	f.start()
@@ -642,10 +638,8 @@ func TestLVMFailingThinPool(t *testing.T) {
 	f.holds(pooltest.Snap("a"), 0, marked("a", 8*pooltest.MiB))
 }
 
-// TestLVMNeedsCheck: a thin pool whose metadata a disk fails, so that the kernel wants it to be
-// checked (needs_check), is reported, also after a start, and refuses what would change it;
-// volumes can be read. Repaired as docs/reliability.md says, it is as before, also for a driver
-// that went on all the time.
+// TestLVMNeedsCheck: a disk fails the metadata of a thin pool, and the kernel wants that checked (needs_check). Health reports it, also after a start;
+// changes are refused; volumes can be read. After the repair of docs/reliability.md all is as before, also for a driver that ran all the time.
 func TestLVMNeedsCheck(t *testing.T) {
 	f, _, books := onFaultyDisks(t)
 	f.start()
@@ -662,7 +656,7 @@ func TestLVMNeedsCheck(t *testing.T) {
 	file, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	check.OK(t, err)
 	_ = writeDirect(device.Path, 8*pooltest.MiB, marked("b", pooltest.MiB))
-	_ = file.Sync() // it has the metadata written, unless the kernel tried by itself by then
+	_ = file.Sync() // it makes the kernel write the metadata, unless it has tried by itself
 	check.OK(t, file.Close())
 	books.well()
 	for _, restarted := range []bool{false, true} {
@@ -717,8 +711,8 @@ func TestLVMNeedsCheck(t *testing.T) {
 	f.poolIll()
 }
 
-// TestLVMTakenDown: a thin pool that somebody took down, to repair it, is not brought up behind his back:
-// neither by calls that need it, nor, if he marked it so, by a start. Up again, it is as before.
+// TestLVMTakenDown: somebody takes a thin pool down to repair it. Calls that need it do not bring it up, nor does a start, if he marked it so. When it is
+// up again, all is as before.
 func TestLVMTakenDown(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
@@ -767,8 +761,7 @@ func TestLVMTakenDown(t *testing.T) {
 	f.poolIll()
 }
 
-// TestLVMOlderTable: a device that an older driver made passes ioctls down to a disk of the group. A start
-// brings it to a table that does not, while it is in use.
+// TestLVMOlderTable: a device of an older driver passes ioctls down to a disk of the group. A start gives it a table that does not, while it is in use.
 func TestLVMOlderTable(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 16*pooltest.MiB)
@@ -803,8 +796,8 @@ func TestLVMOlderTable(t *testing.T) {
 	})
 }
 
-// TestLVMCopyGoesOn: a copy of a volume in use that ran out of time goes on where it stopped, and tells at once
-// that its bytes are fixed: what waits for that, a frozen filesystem, does not wait for the copy.
+// TestLVMCopyGoesOn: a copy of a volume in use runs out of time, and goes on where it stopped. Spec.Cut is called at once each time: a frozen filesystem
+// does not wait for the copy.
 func TestLVMCopyGoesOn(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -832,8 +825,8 @@ func TestLVMCopyGoesOn(t *testing.T) {
 	f.holds(pooltest.Snap("b"), 0, marked("a", 32*pooltest.MiB))
 }
 
-// TestLVMDelivered: messages that lvm2 left written down, although the thin pool had got them,
-// do not keep a removal from it; so no new volume shows the bytes of a removed one.
+// TestLVMDelivered: lvm2 has messages written down that the thin pool has got already. A removal reaches the thin pool all the same, so no new volume
+// shows the bytes of a removed one.
 func TestLVMDelivered(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
@@ -856,7 +849,7 @@ func TestLVMDelivered(t *testing.T) {
 	}
 }
 
-// rewrite changes what lvm2 has written down of the group, while no pool is open.
+// rewrite changes lvm2's metadata of the group while no pool is open.
 func (f *lvmFixture) rewrite(edit func(all string) string) {
 	f.Helper()
 	backup := filepath.Join(f.TempDir(), "backup")
@@ -867,12 +860,12 @@ func (f *lvmFixture) rewrite(edit func(all string) string) {
 	drivertest.Run(f, "vgcfgrestore", "-q", "-y", "--force", "-f", backup, f.group.Name)
 }
 
-// withMessage adds a message to the thin pool to what lvm2 has written down.
+// withMessage returns lvm2's metadata with a message to the thin pool added.
 func withMessage(all, message string) string {
 	return strings.Replace(all, "zero_new_blocks = 1", "zero_new_blocks = 1\nmessage1 {\n"+message+"\n}", 1)
 }
 
-// untold is withMessage, with the thin pool's count of changes one higher: it has to be told.
+// untold is withMessage with a higher transaction number: the thin pool has not got the message.
 func untold(t testing.TB, all, message string) string {
 	t.Helper()
 	before, tp, _ := strings.Cut(all, "\ttp {")
@@ -882,8 +875,7 @@ func untold(t testing.TB, all, message string) string {
 	return withMessage(before+"\ttp {"+strings.Replace(tp, id[0], fmt.Sprint("transaction_id = ", transaction+1), 1), message)
 }
 
-// TestLVMRemovalTold: lvm2 was cut short before it told the thin pool to remove a volume, of which it knows no more. A
-// start does it.
+// TestLVMRemovalTold: lvm2 was cut short before it told the thin pool to remove a volume that it does not know any more. A start has that done.
 func TestLVMRemovalTold(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
@@ -957,8 +949,7 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 	})
 }
 
-// TestLVMBehindOurBack: what somebody does to a volume is told, never made up for, and
-// harms no other.
+// TestLVMBehindOurBack: somebody changes a volume without the driver. It is reported, not repaired by guess, and harms no other volume.
 func TestLVMBehindOurBack(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		ctx := f.Context()
@@ -970,8 +961,8 @@ func TestLVMBehindOurBack(t *testing.T) {
 		for _, c := range []struct {
 			name   string
 			harm   func()
-			reason string // of Health; none: all is well
-			mend   func() // before it is deleted
+			reason string // of Health; empty: no problem
+			mend   func() // called before it is deleted
 		}{
 			{"deactivated", func() { lvm("lvchange", "-q", "-an", path) }, "", nil},
 			{"activated", func() { lvm("lvchange", "-q", "-ay", "-K", path) }, "", nil},
@@ -1001,7 +992,7 @@ func TestLVMBehindOurBack(t *testing.T) {
 					}
 					f.ill(pooltest.Vol("a"), slices.DeleteFunc([]string{c.reason}, func(s string) bool { return s == "" })...)
 					_, again := f.pool.Create(ctx, spec)
-					check.OK(t, again) // idempotent by its record; nothing is made
+					check.OK(t, again) // it is there by its record; nothing is made
 					if c.reason == "" {
 						device, err := f.stack(pooltest.Vol("a")).Attach(ctx, device.Options{Keep: c.name == "activated"})
 						check.OK(t, err)
@@ -1085,8 +1076,8 @@ func TestLVMDamagedTags(t *testing.T) {
 	})
 }
 
-// TestLVMConverted: a volume that somebody converted to another layout, or renamed, while no driver ran is not taken
-// for one that is gone: it is reported, and not deleted nor made again.
+// TestLVMConverted: somebody converts a volume to another layout, or renames it, while no driver runs. It does not count as gone: it is reported, and
+// neither deleted nor made anew.
 func TestLVMConverted(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		ctx := f.Context()
@@ -1095,7 +1086,7 @@ func TestLVMConverted(t *testing.T) {
 		renamed := f.group.Name + "/mine"
 		drivertest.Run(f, "lvrename", "-q", f.path(pooltest.Vol("a")), renamed)
 		want := []string{"VolumeRenamed"}
-		if !f.thin { // as after lvconvert, for which the kernel would need dm-raid
+		if !f.thin { // as after lvconvert, for which the kernel needs dm-raid
 			args := []string{"lvcreate", "-q", "-an", "-Wn", "-Zn", "-L", "8M", "--type", "striped", "-i", "2", "-n", pooltest.Vol("b").String(), f.group.Name}
 			for _, tag := range []string{"ashlar", "ashlar.name=" + pooltest.Vol("b").String(), "ashlar.size=8388608", "ashlar.created=2026-01-02T15:04:05Z"} {
 				args = append(args, "--addtag", tag)
@@ -1122,7 +1113,7 @@ func TestLVMConverted(t *testing.T) {
 	})
 }
 
-// lvmChildren are the processes of lvm2 that a process has started.
+// lvmChildren returns the processes of lvm2 that a process has started.
 func lvmChildren(parent int) (pids []int) {
 	paths, _ := filepath.Glob("/proc/[0-9]*/stat")
 	for _, path := range paths {
@@ -1137,7 +1128,7 @@ func lvmChildren(parent int) (pids []int) {
 	return pids
 }
 
-// timeUp is the context of a caller whose time is up when a test says so, not before.
+// timeUp is a context that ends when the test says so.
 type timeUp struct {
 	context.Context
 	up chan struct{}
@@ -1154,11 +1145,10 @@ func (c timeUp) Err() error {
 	}
 }
 
-// hangBound is how long a call may take on a slow machine to leave what hangs.
+// hangBound is how long a call may take, on a slow machine, to give up what hangs.
 const hangBound = 30 * time.Second
 
-// TestLVMHangs: a call leaves at its deadline, whatever lvm2 does; so does who waits for
-// his turn; what hung is gone soon after, and the next call works.
+// TestLVMHangs: lvm2 hangs. A call ends at its deadline, and so does one that waits for the turn. What hung is gone soon after, and the next call works.
 func TestLVMHangs(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("0"), 8*pooltest.MiB)
@@ -1178,14 +1168,14 @@ func TestLVMHangs(t *testing.T) {
 	})
 }
 
-// hangs makes one call while lvm2 hangs, and again when it does not any more.
+// hangs makes a call while lvm2 hangs, and twice when it does not any more.
 func (f *lvmFixture) hangs(how, name string) {
 	for deadline := time.Now().Add(time.Minute); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
 		time.Sleep(time.Millisecond) // what was attached before goes in the kernel's own time
 	}
 	hung, release := f.hang(how)
 	start := time.Now()
-	caller := timeUp{Context: context.Background(), up: make(chan struct{})} // when who waits for his turn has given up
+	caller := timeUp{Context: context.Background(), up: make(chan struct{})} // up when the caller that waits for the turn has given up
 	waited := f.waitForTurn(start, caller)
 	err := f.call(caller, name)
 	if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > hangBound {
@@ -1194,7 +1184,7 @@ func (f *lvmFixture) hangs(how, name string) {
 	if err := <-waited; !errors.Is(err, context.DeadlineExceeded) {
 		f.Errorf("%s, lvm %s: who waited for his turn: %v", name, how, err)
 	}
-	still := func() bool { // what hung is to go by itself
+	still := func() bool { // what hung has to go by itself
 		return slices.ContainsFunc(hung, func(pid int) bool { return slices.Contains(lvmChildren(os.Getpid()), pid) })
 	}
 	for deadline := time.Now().Add(time.Minute); still() && time.Now().Before(deadline); {
@@ -1218,7 +1208,7 @@ func (f *lvmFixture) hangs(how, name string) {
 	check.OK(f, f.pool.Delete(f.Context(), pooltest.Vol("a")))
 }
 
-// hang makes lvm2 hang: its group is locked until release, or its processes, which it returns, are stopped.
+// hang makes lvm2 hang until release: its group is locked, or its processes, which it returns, are stopped.
 func (f *lvmFixture) hang(how string) (hung []int, release func()) {
 	if how == "locked" {
 		lock, err := os.OpenFile("/run/lock/lvm/V_"+f.group.Name, os.O_RDWR|os.O_CREATE, 0o600)
@@ -1234,7 +1224,8 @@ func (f *lvmFixture) hang(how string) (hung []int, release func()) {
 	return hung, func() {}
 }
 
-// waitForTurn has somebody else change a record, and then attach, while a call hangs, and give up before that does. It returns what his error will be: the one that did not run out of time, if there is one.
+// waitForTurn has another caller change a record, and then attach, while a call hangs, and give up before that does. The channel gets its error: one that
+// is not for want of time, if there is one.
 func (f *lvmFixture) waitForTurn(start time.Time, caller timeUp) <-chan error {
 	waited := make(chan error, 1)
 	time.AfterFunc(500*time.Millisecond, func() {
@@ -1264,13 +1255,13 @@ func (f *lvmFixture) label(ctx context.Context, key, text string) error {
 	}))
 }
 
-// attach brings up the device of the first volume, and gives it back.
+// attach attaches the first volume, and closes the device.
 func (f *lvmFixture) attach(ctx context.Context) error {
 	device, err := f.pool.Attach(ctx, pooltest.Vol("0"), blockdev.Attachment{})
 	return errors.Join(err, device.Close())
 }
 
-// call makes the call that a name stands for.
+// call makes the call of a name.
 func (f *lvmFixture) call(ctx context.Context, name string) error {
 	switch name {
 	case "create":
@@ -1289,8 +1280,7 @@ func (f *lvmFixture) call(ctx context.Context, name string) error {
 	return fmt.Errorf("no call %q", name)
 }
 
-// TestLVMHangsSuspended: a device that was suspended when lvm2 was killed is resumed as soon
-// as lvm2 is gone, not when the next call comes.
+// TestLVMHangsSuspended: lvm2 is killed with a device suspended. That is resumed as soon as lvm2 is gone, and not only by the next call.
 func TestLVMHangsSuspended(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 64*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -1318,8 +1308,8 @@ func TestLVMHangsSuspended(t *testing.T) {
 	})
 }
 
-// TestLVMCutShort: a call that ran out of time at any point can be tried again, also where
-// there is room for one of it only, and what is zeroed is not zeroed again.
+// TestLVMCutShort: a call that runs out of time at any point can be tried again, also if there is room for only one such object. What is zeroed is not
+// zeroed again.
 func TestLVMCutShort(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 200*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -1358,8 +1348,7 @@ func TestLVMCutShort(t *testing.T) {
 	}
 }
 
-// TestLVMCutActivation: a device that lvm2 brought up after the call for it had failed is
-// not taken for one that is to be kept, and is gone after a start.
+// TestLVMCutActivation: lvm2 brings a device up after the call for it has failed. It does not count as kept, and a start removes it.
 func TestLVMCutActivation(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
@@ -1383,7 +1372,7 @@ func TestLVMCutActivation(t *testing.T) {
 	})
 }
 
-// TestLVMGoing: a volume grows, and is copied, and deleted, while its devices are going with their last user.
+// TestLVMGoing: a volume is grown, copied and deleted while its devices go with their last user.
 func TestLVMGoing(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		for size := int64(8 * pooltest.MiB); size < 40*pooltest.MiB; size += 4 * pooltest.MiB {
@@ -1404,8 +1393,7 @@ func TestLVMGoing(t *testing.T) {
 	})
 }
 
-// TestLVMHalfDone: what lvm2 began and gave up is removed, a volume in use goes on, and the
-// retry succeeds.
+// TestLVMHalfDone: lvm2 gives up a command half-way. What it made is removed, a volume in use goes on, and the retry succeeds.
 func TestLVMHalfDone(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -1434,9 +1422,8 @@ func TestLVMHalfDone(t *testing.T) {
 	f.holds(pooltest.Snap("a"), 0, marked("a", 8*pooltest.MiB))
 }
 
-// TestLVMDevicesBelow: what an lvm2 that died while it made a cut left below volumes goes with the
-// next start: also below a logical volume that was never written down, held by a table that
-// never came into effect, or without a table. What others have under such a name stays.
+// TestLVMDevicesBelow: an lvm2 that died while it made a cut left devices below volumes. The next start removes them: also those below a logical volume
+// that was never written down, those that a loaded table holds, and those without a table. Devices of others with such names stay.
 func TestLVMDevicesBelow(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 64*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -1466,8 +1453,7 @@ func TestLVMDevicesBelow(t *testing.T) {
 	f.holds(pooltest.Vol("a"), 0, marked("b", pooltest.MiB))
 }
 
-// TestLVMWithoutTable: a device that was made, and got no table as its maker was cut short, is
-// finished by the next one who needs it.
+// TestLVMWithoutTable: a crash left a device without a table. The next call that needs it completes it.
 func TestLVMWithoutTable(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
@@ -1499,7 +1485,8 @@ func TestLVMWithoutTable(t *testing.T) {
 	})
 }
 
-// TestLVMReaderLeft: the driver was killed when it had just made a device for reading, which goes with nobody yet. The next one lets go of it, and of the one below it.
+// TestLVMReaderLeft: the driver was killed when it had just made a device for reading, which would not go with its last user yet. The next driver has it
+// go, and the one below it.
 func TestLVMReaderLeft(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
@@ -1524,15 +1511,14 @@ func TestLVMReaderLeft(t *testing.T) {
 	})
 }
 
-// TestLVMPartsOfThinPool: an lvm2 that was cut short while it had a thin pool down left parts of
-// it up. The next start brings it up.
+// TestLVMPartsOfThinPool: an lvm2 that was cut short while it had a thin pool down left parts of it up. The next start brings it up.
 func TestLVMPartsOfThinPool(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
 	f.start()
 	prefix := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp"
 	for _, left := range [][]string{{"_tmeta"}, {"_tdata"}, {"_tmeta", "_tdata"}, {"_tmeta", "_tdata", "-tpool"}} {
-		f.make(pooltest.Vol("a"), 8*pooltest.MiB) // so it has a device of its own below that for lvm2
+		f.make(pooltest.Vol("a"), 8*pooltest.MiB) // with a volume, the thin pool has a device below the one for lvm2
 		check.OK(t, f.pool.Close())
 		f.pool = nil
 		var again [][]string
@@ -1550,9 +1536,8 @@ func TestLVMPartsOfThinPool(t *testing.T) {
 	}
 }
 
-// TestLVMSnapshotTold: the thin pool made a snapshot, and lvm2 was cut short before it had noted that;
-// so it would refuse every change from then on. A start sees to that, with the thin pool up or
-// down; but not if somebody has the snapshot already.
+// TestLVMSnapshotTold: lvm2 was cut short after the thin pool had made a snapshot and before lvm2 had noted that, and would refuse every change from then
+// on. A start repairs it, with the thin pool up or down; but not if somebody has the snapshot already.
 func TestLVMSnapshotTold(t *testing.T) {
 	for name, test := range map[string]struct{ down, had bool }{"up": {}, "down": {down: true}, "had": {had: true}} {
 		t.Run(name, func(t *testing.T) {
@@ -1591,8 +1576,8 @@ func TestLVMSnapshotTold(t *testing.T) {
 	}
 }
 
-// TestLVMFirstVolume: while lvm2 gives a thin pool its first volume, or takes its last, the
-// device of the pool is another one, and nobody takes that for a pool that is not there.
+// TestLVMFirstVolume: while lvm2 gives a thin pool its first volume, or takes away its last, its device has another name. That is not taken for a thin
+// pool that is down.
 func TestLVMFirstVolume(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 128*pooltest.MiB)}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M") + "?reservePercent=0"
@@ -1625,8 +1610,7 @@ func TestLVMFirstVolume(t *testing.T) {
 	}
 }
 
-// TestLVMReportMeanwhile: a report that was taken while a copy was given its larger size does
-// not make it look as if it had lost some.
+// TestLVMReportMeanwhile: a report is made while a copy is grown to its size. The copy does not count as truncated.
 func TestLVMReportMeanwhile(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
@@ -1648,8 +1632,8 @@ func TestLVMReportMeanwhile(t *testing.T) {
 	})
 }
 
-// TestLVMCopiesOfHalfGrown: copies of a volume whose growth was cut short before its record
-// are as large as was asked for, and the next start has nothing to mend but the volume.
+// TestLVMCopiesOfHalfGrown: a growth was cut short before the record had it. Copies of such a volume have the size that was asked for, and the next start
+// repairs only the volume.
 func TestLVMCopiesOfHalfGrown(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
@@ -1679,8 +1663,8 @@ func TestLVMCopiesOfHalfGrown(t *testing.T) {
 	})
 }
 
-// TestLVMTwoPools: linear and thin volumes of one group are two pools that know nothing of
-// each other; neither is opened twice; and the group moves to another machine with all.
+// TestLVMTwoPools: linear and thin volumes of one group are two pools that know nothing of each other. Neither is opened twice. The group moves to another
+// machine with all volumes.
 func TestLVMTwoPools(t *testing.T) {
 	g := drivertest.NewGroup(t, 256*pooltest.MiB, 256*pooltest.MiB)
 	urls := []string{g.URL() + "?reservePercent=0", g.ThinPool(t, "tp", "-L", "128M", "--poolmetadatasize", "4M") + "?reservePercent=0"}
@@ -1741,8 +1725,7 @@ func TestLVMTwoPools(t *testing.T) {
 	drivertest.Run(t, "vgchange", "-q", "-an", g.Name)
 }
 
-// TestLVMManyLabels: a record may have many labels; more than lvm2's shell takes words in a
-// line are refused.
+// TestLVMManyLabels: a record may have many labels. More than fit into a line of lvm2's shell are refused.
 func TestLVMManyLabels(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		labels := map[string]string{}

@@ -12,9 +12,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 )
 
-// TestLVMFlushes: what lvm2 changed is flushed, on each disk of the group, before a call
-// returns, as lvm2 itself leaves it in the caches of the disks; what a driver changed that died
-// before it did so is flushed by the next one. (tests/power cuts the power.)
+// TestLVMFlushes: what lvm2 changed is flushed on each disk of the group before a call returns, as lvm2 leaves it in the disks' caches. What an earlier
+// driver had not flushed when it died is flushed by the next one. (tests/power cuts the power.)
 func TestLVMFlushes(t *testing.T) {
 	for _, kind := range []string{"linear", "thin"} {
 		t.Run(kind, func(t *testing.T) {
@@ -62,7 +61,7 @@ func TestLVMFlushes(t *testing.T) {
 	}
 }
 
-// flushes counts those that devices have carried out (Documentation/block/stat.rst).
+// flushes returns how many flushes each device has carried out (Documentation/block/stat.rst).
 func flushes(t *testing.T, devices []string) map[string]int {
 	t.Helper()
 	counts := map[string]int{}

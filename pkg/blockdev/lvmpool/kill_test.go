@@ -28,22 +28,22 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A process that uses a pool is killed, with its lvm2 or without, or only that; what it
-// did and was doing is in a journal, by which the pool is looked at afterwards.
+// A process that uses a pool is killed, alone, with its lvm2, or only its lvm2. A journal has what it did and was doing; the pool is compared with that
+// afterwards.
 
-// step is a line of the journal: before something is done, and again when it is.
+// step is a line of the journal, which is written before something is done, and again when it is done.
 type step struct {
 	Done    bool
 	What    string
 	Ref     blockdev.Ref
 	Origin  blockdev.Ref // of a copy
-	Content string       // what the object is full of afterwards; empty: not known
+	Content string       // what fills the object afterwards; empty: not known
 	Size    int64
 	Label   string
 	Failed  string // what the pool said when lvm2 was killed
 }
 
-// scribbled is the end of each object, which others may be writing to; bytes.
+// scribbled is the length of the end of each object that others may be writing to, in bytes.
 const scribbled = 64 << 10
 
 const (
@@ -51,9 +51,8 @@ const (
 	killWriter = "ASHLAR_LVM_KILL_WRITER"
 )
 
-// TestLVMKillWriter stands for a pod: it goes on writing to the device that the last line of
-// its input names, at an offset, and answers each line. A process of its own, as who writes
-// to a device that is suspended does not end before that is resumed.
+// TestLVMKillWriter stands for a pod: for each line of its input it begins to write to the device of the line, at an offset, until the next line, and
+// answers the line. It is a process of its own, as a writer to a suspended device does not end before that is resumed.
 func TestLVMKillWriter(t *testing.T) {
 	if os.Getenv(killWriter) == "" {
 		t.Skip("it is started by TestLVMKillChild")
@@ -259,8 +258,8 @@ func TestLVMKillChild(t *testing.T) {
 	}
 }
 
-// replay returns what the journal says of each object: as it was when that was last done,
-// and as it would be after what was not done any more.
+// replay returns the last step of each object that was done, by the journal (was); the last step of all, done or not; what the pool said when lvm2 was
+// killed; and which objects may be kept.
 func replay(t testing.TB, path string) (was map[blockdev.Ref]step, last step, failures []string, kept map[blockdev.Ref]bool) {
 	t.Helper()
 	was, kept = map[blockdev.Ref]step{}, map[blockdev.Ref]bool{}
@@ -292,8 +291,7 @@ func replay(t testing.TB, path string) (was map[blockdev.Ref]step, last step, fa
 	return was, last, failures, kept
 }
 
-// TestLVMKill: what was done stays, what was being done is done or not, and nothing else is
-// left, whoever is killed when.
+// TestLVMKill: whoever is killed, and whenever: what was done stays, what was being done is done or not, and nothing else is left.
 func TestLVMKill(t *testing.T) {
 	total := 25 * time.Second
 	if s, err := time.ParseDuration(os.Getenv("ASHLAR_LVM_KILL")); err == nil {
@@ -361,7 +359,7 @@ func TestLVMKill(t *testing.T) {
 	})
 }
 
-// afterKill opens the pool and looks at all that there is, and empties it.
+// afterKill opens the pool, checks all objects, and removes them.
 func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	f.Helper()
 	for _, pid := range lvms {
@@ -374,7 +372,7 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 				f.Fatalf("lvm %d outlives its driver", pid)
 			}
 			if mode == "driver" {
-				break // the next one begins while it still ends
+				break // the next driver starts while the last one's lvm2 still ends
 			}
 		}
 	}
@@ -398,8 +396,7 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	check.OK(f, err)
 	for ref, devices := range orphans {
 		check.OK(f, stacks.Of(f.pool, ref).Detach(ctx))
-		// Of what was being attached nobody could say yet whether it is to be kept; between two
-		// steps that may be any.
+		// Nobody can say whether an object that was being attached is kept, and between two steps that may be any object.
 		if !kept[ref] && mode != "lvm" && !last.Done && ref != last.Ref && ref != last.Origin {
 			f.Errorf("%s: %v of %s were not to be kept", what, devices, ref)
 		}
@@ -444,7 +441,7 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 		f.full(what, record, last.Content, false)
 	}
 	if !last.Done && (last.What == "copy" || last.What == "snapshot" || last.What == "create") && have[last.Ref].Size == 0 {
-		f.make(last.Ref, 2*extentSize) // the retry; of what it was made from nobody knows
+		f.make(last.Ref, 2*extentSize) // the retry; its origin is not known
 	}
 	f.empty()
 	if c := pooltest.CapacityOf(f, f.pool); c.Promised != 0 {
@@ -454,8 +451,7 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	f.pool = nil
 }
 
-// full looks at the bytes of an object: what was written, and then zeros, but for where
-// others scribbled.
+// full checks the bytes of an object: what was written, and then zeros, except where others scribbled.
 func (f *lvmFixture) full(what string, r blockdev.Record, content string, writing bool) {
 	f.Helper()
 	const first = 2*extentSize - scribbled

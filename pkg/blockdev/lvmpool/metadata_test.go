@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 )
 
-// ranges is what a pool says of the target; the zero Ref as the base: what is allocated.
+// ranges returns the ranges that a pool reports for target; with the zero Ref as base, those that are allocated.
 func ranges(t testing.TB, pool blockdev.Pool, base, target blockdev.Ref, from int64) (have []blockdev.Extent) {
 	t.Helper()
 	d, ok := blockdev.As[blockdev.Differ](pool)
@@ -67,8 +67,8 @@ func thinFixture(t *testing.T) *lvmFixture {
 	return f
 }
 
-// TestLVMChanged: whatever is written, thrown away and grown between snapshots of a thin volume, what differs is in the list of what
-// changed, and what has data in that of what is allocated. Lists that do not fit into memory at once are the same lists.
+// TestLVMChanged: between snapshots, a thin volume is written to, discarded and grown. Whatever differs is among the changed ranges, and whatever has data
+// among the allocated ones. Ranges that do not fit into memory at once are reported the same.
 func TestLVMChanged(t *testing.T) {
 	f := thinFixture(t)
 	seed := uint64(time.Now().UnixNano())
@@ -89,12 +89,12 @@ func TestLVMChanged(t *testing.T) {
 				at := random.Int64N(now/page) * page
 				n := min(now-at, (1+random.Int64N(100))*page)
 				switch random.IntN(4) {
-				case 0: // whole blocks of the thin pool go
+				case 0: // discard whole blocks of the thin pool
 					if n = n / (64 << 10) * (64 << 10); n > 0 {
 						check.OK(t, unix.Fadvise(int(file.Fd()), 0, 0, unix.FADV_DONTNEED))
 						drivertest.Run(t, "blkdiscard", "-o", strconv.FormatInt(at/(64<<10)*(64<<10), 10), "-l", strconv.FormatInt(n, 10), device)
 					}
-				case 1: // the same again
+				case 1: // write the same bytes again
 					b := make([]byte, n)
 					_, err := file.ReadAt(b, at)
 					check.OK(t, err)
@@ -173,8 +173,7 @@ func inOrder(all []blockdev.Extent, size int64) error {
 	return nil
 }
 
-// TestLVMMetadataLeft: the snapshot of the metadata that a crash left is released by the next start; somebody else's is not, and
-// meanwhile the volumes are read.
+// TestLVMMetadataLeft: a start releases the snapshot of the metadata that a crash left. One of somebody else stays, and then the volumes are read.
 func TestLVMMetadataLeft(t *testing.T) {
 	f := thinFixture(t)
 	v := pooltest.Vol("a")
@@ -205,11 +204,11 @@ func TestLVMMetadataLeft(t *testing.T) {
 		t.Errorf("ours, after a start: held %v, tagged %v", held, ours)
 	}
 	drivertest.Run(t, "lvchange", "-q", "--addtag", "ashlar-metadata-snapshot", f.group.Name+"/tp")
-	f.restart() // the crash came before it was made
+	f.restart() // as if the crash had come before the snapshot was made
 	if held, ours := f.heldMetadata(); held || ours {
 		t.Errorf("only the tag, after a start: held %v, tagged %v", held, ours)
 	}
-	// A tool that does not know what the pool says, and one that is not there.
+	// A tool that writes what the pool does not understand, and one that is not installed.
 	for _, broken := range []string{"#!/bin/sh\necho '<superblock data_block_size=\"128\">'\necho '<new begin=\"0\"/>'\n", "#!/bin/sh\nexit 3\n"} {
 		dir := t.TempDir()
 		check.OK(t, os.WriteFile(dir+"/thin_delta", []byte(broken), 0o755))
@@ -225,7 +224,7 @@ func TestLVMMetadataLeft(t *testing.T) {
 	}
 }
 
-// TestLVMMetadataEnds: a caller who goes, or does not want more, leaves no snapshot of the metadata; several wait for each other.
+// TestLVMMetadataEnds: a caller that goes, or wants no more ranges, leaves no snapshot of the metadata. Several callers wait for each other.
 func TestLVMMetadataEnds(t *testing.T) {
 	f := thinFixture(t)
 	v := pooltest.Vol("a")
@@ -266,8 +265,8 @@ func TestLVMMetadataEnds(t *testing.T) {
 	}
 }
 
-// BenchmarkLVMChanged: 100 GiB that a thin volume has, of which 1 % changed, in blocks of 64 KiB. What is written to the disk is thrown away:
-// the metadata is all that counts.
+// BenchmarkLVMChanged: the changes of a thin volume that has 100 GiB, of which 1 % changed, in blocks of 64 KiB. The disk drops its data, as only the
+// metadata counts.
 func BenchmarkLVMChanged(b *testing.B) {
 	const gib, size = int64(1) << 30, int64(100) << 30
 	metadata := drivertest.Disk(b, 2*gib)

@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// TestLVMOpensItsOwn: a device that went away is not taken for the next one, which has its number.
+// TestLVMOpensItsOwn: a device goes away, and its number goes to another one. Open does not return that.
 func TestLVMOpensItsOwn(t *testing.T) {
 	drivertest.NeedLVM(t)
 	name := "ashlar-opens-" + strconv.Itoa(os.Getpid())
@@ -21,7 +21,7 @@ func TestLVMOpensItsOwn(t *testing.T) {
 	f, err := dm.Open(one, os.O_RDONLY)
 	check.OK(t, errors.Join(err, f.Close()))
 	dmsetup(t, "remove", "--retry", name+"-one")
-	for _, other := range []string{"-two", "-one"} { // of another name; and of the same, made anew
+	for _, other := range []string{"-two", "-one"} { // one of another name, and one of the same name, made anew
 		uuid := "other" + other
 		dmsetup(t, "create", name+other, "--uuid", uuid, "--table", "0 8 error")
 		two, err := dm.Find(name + other)

@@ -22,7 +22,7 @@ func TestLinearPool(t *testing.T) {
 	}
 }
 
-// TestThinPool: those of thin volumes keep it too.
+// TestThinPool: LVM pools of thin volumes keep the contract of blockdev.Pool.
 func TestThinPool(t *testing.T) {
 	g := drivertest.NewGroup(t, 768*pooltest.MiB)
 	conform(t, g.ThinPool(t, "tp", "-L", "512M", "--poolmetadatasize", "16M"))
@@ -35,8 +35,7 @@ func conform(t *testing.T, url string) {
 	pooltest.Run(t, func(t testing.TB, _ string) blockdev.Pool { return pooltest.OpenURL(t, url) })
 }
 
-// TestLVMComesLater: a group, and a thin pool, whose disk comes later than the driver; what is on
-// other disks is served meanwhile.
+// TestLVMComesLater: the disk of a group, or of a thin pool, comes later than the driver. Volumes on other disks can be used meanwhile.
 func TestLVMComesLater(t *testing.T) {
 	group := drivertest.NewGroup(t, 64*pooltest.MiB, 64*pooltest.MiB)
 	drivertest.Run(t, "lvcreate", "-q", "--type", "thin-pool", "-L", "48M", "--poolmetadatasize", "4M", "--poolmetadataspare", "n", "-n", "tp", group.Name, group.Devices[1])
@@ -77,7 +76,7 @@ func TestLVMComesLater(t *testing.T) {
 		drivertest.Run(t, "losetup", disk, image)
 	}
 	for name, f := range late {
-		// What was seen is good for some seconds.
+		// A report may be some seconds old (lvmFresh).
 		for deadline := time.Now().Add(time.Minute); len(f.pool.PoolHealth(t.Context())) > 0 && time.Now().Before(deadline); {
 			time.Sleep(100 * time.Millisecond)
 		}

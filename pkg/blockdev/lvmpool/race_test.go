@@ -17,9 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// scriptedLVM is a pool over a program that answers as lvm2 does, so that calls can be made at once under
-// the race detector: where there is none, in virtual machines, a kernel with a device mapper is.
-// It has the volume unitRef; refuse sets what it answers to all that would change something.
+// scriptedLVM is a pool over a program that answers as lvm2 does. With it calls can be made at once under the race detector, which the virtual machines
+// that have a device mapper lack. It has the volume unitRef; refuse sets the answer to all commands that would change something.
 func scriptedLVM(t *testing.T) (p *pool, refuse func(text string), failFlush func(error)) {
 	dir := t.TempDir()
 	write := func(name, text string) {
@@ -65,7 +64,7 @@ done
 	return p, func(text string) { write("refusal", text) }, func(err error) { flush = err }
 }
 
-// TestLVMAtOnce: with the race detector, no call reads what another one writes.
+// TestLVMAtOnce: many calls at once; the race detector finds nothing.
 func TestLVMAtOnce(t *testing.T) {
 	p, _, _ := scriptedLVM(t)
 	var all sync.WaitGroup
@@ -73,7 +72,7 @@ func TestLVMAtOnce(t *testing.T) {
 		func(ctx context.Context, _ int) { _, _ = p.Health(ctx, unitRef) },
 		func(ctx context.Context, _ int) { p.PoolHealth(ctx) },
 		func(ctx context.Context, _ int) { _, _ = p.Capacity(ctx) },
-		func(ctx context.Context, n int) { // it fails where there is no device mapper, after lvm2 made it
+		func(ctx context.Context, n int) { // without a device mapper it fails, after lvm2 has made the volume
 			ref := blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", n)}
 			_, _ = p.Create(ctx, blockdev.Spec{Ref: ref, Name: "b", Size: 8 << 20})
 			_, _ = p.Health(ctx, ref)
@@ -83,7 +82,7 @@ func TestLVMAtOnce(t *testing.T) {
 	} {
 		all.Go(func() {
 			for n := range 40 {
-				Age(p) // so each call has a report made
+				Age(p) // so that each call asks for a report
 				call(t.Context(), n)
 			}
 		})
@@ -91,8 +90,8 @@ func TestLVMAtOnce(t *testing.T) {
 	all.Wait()
 }
 
-// TestLVMDropsBesideSweep: a growth drops what unfinished copies are made from while a sweep removes these copies. Each is
-// worked on by one of them; the growth says that it is busy if that is not it.
+// TestLVMDropsBesideSweep: a growth drops the cuts of unfinished copies while a sweep removes these copies. Only one of them works on each copy; if that
+// is the sweep, the growth is errdefs.ErrBusy.
 func TestLVMDropsBesideSweep(t *testing.T) {
 	p, _, _ := scriptedLVM(t)
 	ctx := t.Context()
@@ -119,11 +118,11 @@ func TestLVMDropsBesideSweep(t *testing.T) {
 	}
 }
 
-// TestLVMOneKind: whatever lvm2 says, an error means one thing, and what is meant for this call.
+// TestLVMOneKind: whatever lvm2 answers, an error of a call wraps one sentinel, the right one for that call.
 func TestLVMOneKind(t *testing.T) {
 	p, refuse, failFlush := scriptedLVM(t)
 	other := blockdev.Ref{Kind: blockdev.Volume, Key: strings.Repeat("b", 32)}
-	made := 0 // another one each time, as without a device mapper none can be removed
+	made := 0 // a new volume each time, as without a device mapper none can be removed
 	create := func(origin blockdev.Ref) func() error {
 		return func() error {
 			made++
@@ -138,7 +137,7 @@ func TestLVMOneKind(t *testing.T) {
 	for _, c := range []struct {
 		says string
 		call func() error
-		want error // nil: none of the list
+		want error // nil: none of the sentinels
 	}{
 		{"Logical Volume b already exists in volume group group", create(blockdev.Ref{}), errdefs.ErrPrecondition},
 		{"insufficient free space", create(blockdev.Ref{}), errdefs.ErrNoSpace},
@@ -160,12 +159,12 @@ func TestLVMOneKind(t *testing.T) {
 		p.Objects[unitRef].missing = false
 		p.Mu.Unlock()
 	}
-	// A flush that fails with a full disk says that it is not known what is done.
+	// A flush that fails as the disk is full: nobody knows what is on the disk.
 	failFlush(errors.Join(errdefs.FromErrno(os.ErrNotExist), errdefs.ErrNoSpace))
 	if err := label(); !errors.Is(err, errdefs.ErrUnavailable) || len(errdefs.Kinds(err)) != 1 {
 		t.Errorf("a flush that fails: %v is of the kinds %v", err, errdefs.Kinds(err))
 	}
-	// What is damaged is not deleted.
+	// A volume with a damaged record is not deleted.
 	p.Damaged[other] = fmt.Errorf("%w: noise", catalog.ErrRecord)
 	if err := p.Delete(t.Context(), other); !errors.Is(err, errdefs.ErrPrecondition) || len(errdefs.Kinds(err)) != 1 {
 		t.Errorf("a damaged record: %v is of the kinds %v", err, errdefs.Kinds(err))

@@ -9,10 +9,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 )
 
-// What docs/runbooks says of LVM pools, done; TestLVMNeedsCheck, TestLVMThinPoolFull and TestLVMMissingDevice do the rest.
+// The steps of docs/runbooks for LVM pools. TestLVMNeedsCheck, TestLVMThinPoolFull and TestLVMMissingDevice do the others.
 
-// TestLVMRunbookDiskIsDead: a disk that is given up takes the volumes that were on it, and nothing else; the pool takes volumes again, without a
-// restart.
+// TestLVMRunbookDiskIsDead: a disk is given up. The volumes on it are lost, and no others, and the pool makes volumes again, without a restart.
 func TestLVMRunbookDiskIsDead(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 64*pooltest.MiB, 64*pooltest.MiB)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -58,7 +57,7 @@ func TestLVMRunbookRepair(t *testing.T) {
 	})
 }
 
-// TestLVMRunbookRenamed: a volume that was renamed is there again when it has its name again.
+// TestLVMRunbookRenamed: a volume that was renamed can be used again when it has its name back.
 func TestLVMRunbookRenamed(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 16*pooltest.MiB)

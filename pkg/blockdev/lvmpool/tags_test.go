@@ -22,7 +22,7 @@ func sameRecord(a, b blockdev.Record) bool {
 	return a.Ref == b.Ref && a.Name == b.Name && a.Size == b.Size && a.Origin == b.Origin && a.Created.Equal(b.Created) && a.Ready == b.Ready && maps.Equal(a.Labels, b.Labels)
 }
 
-// TestTags: a record is read as it was written, from tags that lvm2 takes.
+// TestTags: a record is read from its tags as it was written, and lvm2 takes the tags.
 func TestTags(t *testing.T) {
 	for _, r := range []blockdev.Record{
 		{Ref: unitRef, Name: "pvc-1", Size: 4096, Created: time.Unix(1, 5).UTC()},
@@ -41,7 +41,7 @@ func TestTags(t *testing.T) {
 			}
 			want := r
 			want.Ready = st == catalog.Ready
-			slices.Reverse(tags) // in whatever order lvm2 tells them, and with others' between
+			slices.Reverse(tags) // in any order, and with others' tags between
 			have, haveState, err := parseTags(unitRef, append([]string{"others", "ashlarish=1"}, tags...))
 			if err != nil || haveState != st || !sameRecord(have, want) {
 				t.Errorf("%+v, %s, %v; want %+v, %s", have, haveState, err, want, st)
@@ -66,7 +66,7 @@ func TestTagLimits(t *testing.T) {
 	if _, err := tagsOf(r, catalog.Ready); !errors.Is(err, errdefs.ErrInvalid) {
 		t.Errorf("too many tags: %v", err)
 	}
-	// As many as may be fit into the command with the most words.
+	// A record with the most tags fits into the longest command.
 	if words := len(strings.Fields("lvcreate -n NAME -ay -K -ky -V SIZE --thinpool POOL GROUP")) + maxTags; words > lvm2.MaxWords {
 		t.Errorf("%d words, %d are the most", words, lvm2.MaxWords)
 	}
@@ -101,7 +101,7 @@ func TestParseTagsIsStrict(t *testing.T) {
 	}
 }
 
-// FuzzTags: whatever text is written is read, and whatever is read is written so again.
+// FuzzTags: any text that is written is read as it was, and any tags that are read would be written so again.
 func FuzzTags(f *testing.F) {
 	f.Add("pvc-1", "fs", "ext4", "ashlar.name=a!20b")
 	f.Add("", "=", "!", "ashlar.label.!3d=!")
