@@ -1,6 +1,5 @@
-// Package memory keeps a pool in memory: the records in a map, the bytes in memory
-// files (memfd_create(2)) that are attached as loop devices. It is for tests of what is
-// above pools, which can let any of its operations fail.
+// Package memory is a pool in memory: its records are in a map, and its bytes in memory files (memfd_create(2)) that are attached as loop devices. It is
+// for tests of what is above pools. They can let any of its operations fail.
 package memory
 
 import (
@@ -24,15 +23,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Disk is what a pool is kept on: it outlives the pool. Attached devices of it live on
-// in the kernel.
+// Disk is the storage of a pool, and outlives it. Attached devices stay in the kernel.
 type Disk struct {
 	size int64
 	id   string
 
 	mu      sync.Mutex
 	objects map[blockdev.Ref]*object
-	loops   map[blockdev.Ref][]loop // some may be gone
+	loops   map[blockdev.Ref][]loop // some may be gone already
 	ills    map[blockdev.Ref][]blockdev.Problem
 }
 
@@ -41,7 +39,7 @@ type object struct {
 	image  *os.File
 }
 
-// loop is a loop device that was put over an image.
+// loop is a loop device that was made over an image.
 type loop struct {
 	number int
 	inode  uint64
@@ -52,16 +50,15 @@ func NewDisk(size int64) *Disk {
 	return &Disk{size: size, id: rand.Text(), objects: map[blockdev.Ref]*object{}, loops: map[blockdev.Ref][]loop{}, ills: map[blockdev.Ref][]blockdev.Problem{}}
 }
 
-// Ail has Health tell of these problems of an object, or PoolHealth if it is the zero Ref, until it is called again.
+// Ail sets the problems that Health returns for an object, or PoolHealth for the zero Ref.
 func (d *Disk) Ail(ref blockdev.Ref, problems ...blockdev.Problem) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.ills[ref] = problems
 }
 
-// Hook is called at the start of each operation of a pool, with its name as in
-// blockdev.Pool and what it is about (of List, Capacity and Orphans at most the kind).
-// An error from it is the operation's, which then does nothing.
+// Hook is called at the start of each operation of a pool, with its name as in blockdev.Pool, and its object (for List, Capacity and Orphans at most the
+// kind). If it returns an error, the operation returns that and does nothing.
 type Hook func(operation string, ref blockdev.Ref) error
 
 // Pool is a blockdev.Pool, blockdev.Identified, a blockdev.Measurer and a blockdev.Differ.
@@ -95,7 +92,7 @@ func (p *Pool) Name() string { return p.name }
 // Granularity: see blockdev.Pool.
 func (p *Pool) Granularity() int64 { return blockdev.Granularity }
 
-// enter checks what every operation on one object checks first.
+// enter is the beginning of every operation on one object: it checks the Ref, and calls the hook.
 func (p *Pool) enter(operation string, ref blockdev.Ref) error {
 	if err := ref.Validate(); err != nil {
 		return err
@@ -111,7 +108,7 @@ func (d *Disk) ready(ref blockdev.Ref) (*object, error) {
 	return nil, fmt.Errorf("%w: no %s", errdefs.ErrNotFound, ref)
 }
 
-// promised is the sum of all sizes. The caller holds mu.
+// promised returns the sum of all sizes. The caller holds mu.
 func (d *Disk) promised() (n int64) {
 	for _, o := range d.objects {
 		n += o.record.Size
@@ -119,7 +116,7 @@ func (d *Disk) promised() (n int64) {
 	return n
 }
 
-// used is what all images take of the memory, in bytes. The caller holds mu.
+// used returns how much memory all images take, in bytes. The caller holds mu.
 func (d *Disk) used() (n int64, err error) {
 	for _, o := range d.objects {
 		var st unix.Stat_t
@@ -168,7 +165,7 @@ func (p *Pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 	return copyOf(o.record), nil
 }
 
-// begin finds the object of a spec, or makes an unfinished one.
+// begin returns the object of a spec, or makes an unfinished one.
 func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -212,7 +209,7 @@ func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 	return o, origin, nil
 }
 
-// copyRounds bounds how often a copy of a moving source is looked over again.
+// copyRounds bounds how often a copy of a source that is written to is compared again.
 const copyRounds = 8
 
 func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) error {
@@ -232,8 +229,7 @@ func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) 
 	}
 	progress.Begin(ctx, 0, origin.record.Size)
 	for range copyRounds {
-		// A round that finds the copy to be right proves that it is of one moment: the
-		// one before that round.
+		// A round that finds no difference proves that the copy is of one moment, before that round.
 		same := true
 		err := compare(ctx, origin.image, o.image, 0, origin.record.Size, func(at int64, want []byte) error {
 			same = false
@@ -248,7 +244,7 @@ func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) 
 	return fmt.Errorf("%w: it is being written to", errdefs.ErrInUse)
 }
 
-// block is in what steps bytes are compared.
+// block is the unit of comparisons, in bytes.
 const block = 64 << 10
 
 // compare calls differs with each block of a that is not the same in b, from an offset
@@ -395,7 +391,7 @@ func (d *Disk) grow(ref blockdev.Ref, size int64) (blockdev.Record, error) {
 	return copyOf(o.record), nil
 }
 
-// device is a loop device that is open and known to be over one object.
+// device is an open loop device that is known to be over an object.
 type device struct {
 	loop
 	flags uint32
@@ -411,8 +407,7 @@ func (d device) public(hold func() error) (blockdev.Device, error) {
 	return blockdev.Device{Path: d.path(), Number: unix.Mkdev(7, uint32(d.number)), Size: size, ReadOnly: d.readOnly(), Kept: d.keep()}.Held(hold), err
 }
 
-// devices returns the devices over an object, from the kernel: open ones, unless closed
-// ones will do.
+// devices returns the devices over an object, by the kernel. They are open, unless closed.
 func (d *Disk) devices(ref blockdev.Ref, closed bool) ([]device, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -428,7 +423,7 @@ func (d *Disk) devices(ref blockdev.Ref, closed bool) ([]device, error) {
 		}
 		status, err := unix.IoctlLoopGetStatus64(int(file.Fd()))
 		if err != nil || status.Inode != l.inode {
-			// Its number may be somebody else's by now.
+			// Its number may be another device's by now.
 			file.Close()
 			continue
 		}
@@ -493,7 +488,7 @@ func (d *Disk) attach(ref blockdev.Ref, how blockdev.Attachment) (device, error)
 	return made, err
 }
 
-// configure puts the next free loop device over an image.
+// configure makes the next free loop device one over an image.
 func configure(image *os.File, how blockdev.Attachment) (device, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(image.Fd()), &st); err != nil {
@@ -542,7 +537,7 @@ func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 	return p.public(ref, func(device) bool { return true })
 }
 
-// public returns those devices of an object that are wanted, without a hold on them.
+// public returns the devices of an object that want selects, without a hold on them.
 func (d *Disk) public(ref blockdev.Ref, want func(device) bool) ([]blockdev.Device, error) {
 	devices, err := d.devices(ref, false)
 	var found []blockdev.Device
@@ -555,7 +550,7 @@ func (d *Disk) public(ref blockdev.Ref, want func(device) bool) ([]blockdev.Devi
 	return found, err
 }
 
-// detachLooks is how often it is looked, each millisecond, whether a device that something still holds has gone away.
+// detachLooks is how often Detach looks, every millisecond, whether a device that something holds has gone.
 const detachLooks = 1000
 
 // Detach: see blockdev.Pool.
@@ -601,7 +596,7 @@ func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, 
 	return slices.Clone(p.ills[ref]), err
 }
 
-// PoolHealth: nothing is wrong but what a test says (Disk.Ail).
+// PoolHealth: see blockdev.Pool. It returns what a test has set (Disk.Ail).
 func (p *Pool) PoolHealth(context.Context) []blockdev.Problem {
 	p.mu.Lock()
 	defer p.mu.Unlock()

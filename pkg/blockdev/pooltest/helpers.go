@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Fails makes sure that an error wraps the wanted one.
+// Fails checks that an error wraps the wanted one, and no other sentinel.
 func Fails(t testing.TB, err, want error, what string) {
 	t.Helper()
 	if !errors.Is(err, want) {
@@ -35,7 +35,7 @@ func OpenFiles(t testing.TB, dir string) blockdev.Pool {
 	return pool
 }
 
-// OpenedFiles is OpenFiles, and Close at the end of the test.
+// OpenedFiles is OpenFiles, with a Close at the end of the test.
 func OpenedFiles(t testing.TB, dir string) blockdev.Pool {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -92,10 +92,10 @@ func CapacityOf(t testing.TB, pool blockdev.Pool) blockdev.Capacity {
 	return c
 }
 
-// Second returns the error of a call that returns something else too.
+// Second returns the error of a call that returns another value too.
 func Second[T any](_ T, err error) error { return err }
 
-// AtOnce does something n times at once, and returns the errors.
+// AtOnce calls do n times at once, and returns the errors.
 func AtOnce(n int, do func(i int) error) []error {
 	errs := make([]error, n)
 	var all sync.WaitGroup
@@ -111,13 +111,13 @@ func AtOnce(n int, do func(i int) error) []error {
 	return errs
 }
 
-// EndsAfter is a context that ends when it was asked n times.
+// EndsAfter is a context that ends when Err was called N times.
 type EndsAfter struct {
 	context.Context
 	N int
 }
 
-// Err counts how often it was asked.
+// Err returns nil N times, and context.Canceled after that.
 func (c *EndsAfter) Err() error {
 	if c.N--; c.N < 0 {
 		return context.Canceled

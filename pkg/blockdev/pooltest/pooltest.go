@@ -32,9 +32,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Open opens a pool that keeps everything in, or under the name of, a directory: with the
-// same directory again it finds what the pool before it left there. The suite closes it.
-// It needs at least 300 MiB; other users of its storage make the suite fail.
+// Open opens a pool that keeps everything in a directory, or under its name: opened again with the same directory, it finds what it left there. The suite
+// closes it. It needs at least 300 MiB. Other users of its storage make the suite fail.
 type Open func(t testing.TB, dir string) blockdev.Pool
 
 // Run runs the suite, once for thick and once for thin volumes (if the pool has them).
@@ -127,8 +126,7 @@ func (f *fixture) has() bool {
 	return true
 }
 
-// provisioning: a pool has thick volumes, or thin ones, or both, and its own way is one
-// that it has.
+// provisioning: a pool has thick volumes, or thin ones, or both. Without a Provisioning it makes one of a kind that it has.
 func provisioning(f *fixture) (has map[bool]bool) {
 	has = map[bool]bool{}
 	for _, f.thin = range []bool{false, true} {
@@ -142,7 +140,7 @@ func provisioning(f *fixture) (has map[bool]bool) {
 	return has
 }
 
-// finish removes all objects, and makes sure that nothing of them stays.
+// finish removes all objects, and checks that nothing of them is left.
 func (f *fixture) finish() {
 	ctx := context.Background()
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot, blockdev.Marks} {
@@ -177,7 +175,7 @@ func (f *fixture) must(err error) {
 	check.OK(f, err)
 }
 
-// fails makes sure that an error wraps the wanted one, and means one thing.
+// fails checks that an error wraps the wanted one, and no other sentinel.
 func (f *fixture) fails(err, want error, what string) {
 	f.Helper()
 	Fails(f, err, want, what)
@@ -218,7 +216,7 @@ var (
 	toHandOut = device.Options{Keep: true}
 )
 
-// stack is what an object's devices are used through.
+// stack returns the stack that a driver would use an object's devices through.
 func (f *fixture) stack(ref blockdev.Ref) device.Stack { return f.stacks.Of(f.pool, ref) }
 
 func (f *fixture) attach(ref blockdev.Ref, o device.Options) blockdev.Device {
@@ -285,7 +283,7 @@ func (f *fixture) capacity() blockdev.Capacity {
 	return c
 }
 
-// absent makes sure that nobody is given an object.
+// absent checks that no call returns an object.
 func (f *fixture) absent(ref blockdev.Ref) {
 	f.Helper()
 	_, err := f.pool.Get(f.Context(), ref)
@@ -297,7 +295,7 @@ func (f *fixture) absent(ref blockdev.Ref) {
 	}
 }
 
-// data returns bytes that look like no others.
+// data returns bytes that no other call returns.
 func data(seed uint64, length int) []byte {
 	b := make([]byte, length)
 	r := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8), 1})
@@ -331,8 +329,7 @@ func (f *fixture) read(ref blockdev.Ref) []byte {
 	return readDevice(f, device.Path, device.Size)
 }
 
-// readDevice reads past the page cache: what another device of the same object wrote is
-// seen.
+// readDevice reads past the page cache, so it sees what was written through another device of the object.
 func readDevice(f *fixture, path string, length int64) []byte {
 	f.Helper()
 	file, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECT, 0)
@@ -350,7 +347,7 @@ func readDevice(f *fixture, path string, length int64) []byte {
 	return bytes.Clone(b)
 }
 
-// holds makes sure that an object has length bytes: content first, then zeros.
+// holds checks that an object has length bytes: content first, then zeros.
 func (f *fixture) holds(ref blockdev.Ref, length int64, content []byte) {
 	f.Helper()
 	have := f.read(ref)
@@ -368,8 +365,7 @@ func (f *fixture) holds(ref blockdev.Ref, length int64, content []byte) {
 	}
 }
 
-// equal compares records; times by the moment that they mean. (They print with %#v: with
-// %+v, a record is only its Ref.)
+// equal compares records, and their times as moments. (They are printed with %#v, as with %+v a record is only its Ref.)
 func equal(a, b blockdev.Record) bool {
 	if !a.Created.Equal(b.Created) || !maps.Equal(a.Labels, b.Labels) {
 		return false
@@ -389,14 +385,14 @@ func create(f *fixture) {
 	}
 	f.holds(spec.Ref, size, nil)
 
-	spec.Labels["color"], record.Labels["color"] = "red", "green" // ours, not the pool's
+	spec.Labels["color"], record.Labels["color"] = "red", "green" // our copy, not the pool's
 	have, err := f.pool.Get(f.Context(), spec.Ref)
 	f.must(err)
 	if !equal(have, want) {
 		f.Fatalf("Get: %#v, want %#v", have, want)
 	}
 
-	// Again, also with another size and labels, which are the caller's to compare.
+	// Again, also with another size and other labels, which are for the caller to compare.
 	spec.Size *= 2
 	if have := f.make(spec); !equal(have, want) {
 		f.Fatalf("Create again: %#v, want %#v", have, want)
@@ -427,7 +423,7 @@ func createRefuses(f *fixture) {
 	}
 }
 
-// keysAreNoPaths: no call lets a key through that is none, and none touches a file.
+// keysAreNoPaths: no call takes an invalid key, and none touches a file for it.
 func keysAreNoPaths(f *fixture) {
 	var files []string
 	for _, name := range []string{"x", "x.img", "x.rec"} {
@@ -450,7 +446,7 @@ func keysAreNoPaths(f *fixture) {
 		},
 		"Create from": func(ref blockdev.Ref) error {
 			if ref == (blockdev.Ref{}) {
-				return errdefs.ErrInvalid // no origin
+				return errdefs.ErrInvalid // it is no origin
 			}
 			_, err := f.pool.Create(ctx, f.copySpec(vol("b"), ref, size))
 			return err
@@ -542,11 +538,11 @@ func deleted(f *fixture) {
 	_, err := f.stack(spec.Ref).Attach(f.Context(), toMount)
 	f.fails(err, errdefs.ErrNotFound, "Attach of what was deleted")
 
-	// Of the name's next volume nobody reads what the first one held.
+	// The next volume of that name shows no byte of the first one.
 	f.make(spec)
 	f.holds(spec.Ref, size, nil)
 
-	// To erase it is the same, and takes nothing from its copies.
+	// Erase does the same, and takes nothing from copies.
 	f.write(spec.Ref, 0, data(2, size))
 	f.copy(snap("a"), spec.Ref, size)
 	device = f.attach(spec.Ref, toHandOut)
@@ -576,7 +572,7 @@ func copies(f *fixture) {
 	f.holds(snap("s"), size, first)
 	f.holds(vol("clone"), size, first)
 
-	// Neither sees what is written to the other.
+	// Neither shows what is written to the other.
 	f.write(vol("a"), 0, second)
 	f.holds(snap("s"), size, first)
 	f.holds(vol("clone"), size, first)
@@ -606,7 +602,7 @@ func copies(f *fixture) {
 	}
 }
 
-// filled: a snapshot is made without its source, as one is that comes from elsewhere; what is written to it then, it holds, and so do copies of it.
+// filled: a snapshot is made without an origin, like one that comes from elsewhere. It keeps what is written to it then, and so do copies of it.
 func filled(f *fixture) {
 	was, first := f.promised(), data(1, size/2)
 	spec := blockdev.Spec{Ref: snap("s"), Name: "s", Size: size, Labels: map[string]string{"from": "elsewhere"}}
@@ -645,8 +641,8 @@ func copyRefuses(f *fixture) {
 	}
 }
 
-// copyWhileWritten: somebody counts in the last block and then in the first one, so at
-// any point in time the first holds what the last does, or one less.
+// copyWhileWritten: a writer counts in the last block and then in the first one. So at any moment the first one has the number of the last one, or one
+// less.
 func copyWhileWritten(f *fixture) {
 	spec := f.spec("a")
 	f.make(spec)
@@ -657,7 +653,7 @@ func copyWhileWritten(f *fixture) {
 	device := f.attach(spec.Ref, toMount)
 	defer device.Close()
 
-	// A slow writer lets a copy go by, a fast one does not: both kinds of answer.
+	// A copy succeeds beside a slow writer, and is refused beside a fast one: both may happen.
 	for i, pause := range []time.Duration{0, 5 * time.Millisecond, 30 * time.Millisecond} {
 		begun, stop, ended := make(chan bool), make(chan bool), make(chan error, 1)
 		go func() { ended <- countUp(device.Path, size, pause, begun, stop) }()
@@ -685,8 +681,7 @@ func copyWhileWritten(f *fixture) {
 	f.holds(snap("still"), size, readDevice(f, device.Path, size))
 }
 
-// countUp writes ever higher numbers over the last and then the first block, past the
-// page cache, from where it finds them on.
+// countUp writes increasing numbers to the last and then the first block, past the page cache, beginning with the one that is there.
 func countUp(path string, size int64, pause time.Duration, begun, stop chan bool) error {
 	file, err := os.OpenFile(path, os.O_RDWR|unix.O_DIRECT, 0)
 	if err != nil {
@@ -729,8 +724,7 @@ func count(block []byte) (n uint64) {
 	return n
 }
 
-// copyQuiesced: a caller that holds back the writes is believed, and what the device's
-// page cache still holds is in the copy.
+// copyQuiesced: the pool believes a caller that says that it holds back the writes. The copy has what the device's page cache has.
 func copyQuiesced(f *fixture) {
 	f.make(f.spec("a"))
 	device := f.attach(vol("a"), toMount)
@@ -811,7 +805,7 @@ func prepare(f *fixture) {
 	}
 }
 
-// countdown is a context that ends when it is asked for the nth time.
+// countdown is a context that ends when Err is called for the nth time.
 type countdown struct {
 	context.Context
 	mu    sync.Mutex
@@ -841,8 +835,7 @@ func (c *countdown) Err() error {
 	return context.Canceled
 }
 
-// cancelled: wherever a call is cut short, the next one completes it, or Delete removes
-// what is there of it.
+// cancelled: wherever a call is cut short, the next one completes it, or Delete removes what it left.
 func cancelled(f *fixture) {
 	const size = 3 * size // more than a pool copies at once
 	content := data(1, size)
@@ -856,7 +849,7 @@ func cancelled(f *fixture) {
 			_, err := f.pool.Create(newCountdown(f.Context(), n), f.copySpec(to, origin, size))
 			if err == nil {
 				f.must(f.pool.Delete(f.Context(), to))
-				continue // it was faster, or does not look
+				continue // the call was faster, or does not look at its context
 			}
 			f.fails(err, context.Canceled, "Create that was cut short")
 			f.absent(to)
@@ -874,7 +867,7 @@ func cancelled(f *fixture) {
 			}
 		}
 	}
-	// The start of the pool removes what nobody came back for.
+	// Opening the pool removes what nobody came back for.
 	if _, err := f.pool.Create(newCountdown(f.Context(), 1), f.copySpec(vol("new"), snap("s"), size)); err != nil {
 		f.restart()
 		f.absent(vol("new"))
@@ -921,8 +914,7 @@ func attachModes(f *fixture) {
 		f.Fatalf("Attached: %v, want %v", have, want)
 	}
 
-	// With another Keep it is the same device or none: two would not see each other's
-	// writes.
+	// With another Keep Attach returns the same device, or none: two would not see each other's writes.
 	if other, err := f.stack(vol("a")).Attach(f.Context(), toHandOut); err != nil {
 		f.fails(err, errdefs.ErrInUse, "a second writable device")
 	} else {
@@ -946,7 +938,7 @@ func attachModes(f *fixture) {
 	f.fails(err, errdefs.ErrNotFound, "Attach of what is not there")
 }
 
-// refusesWrites makes sure that a device cannot be changed.
+// refusesWrites checks that a device cannot be changed.
 func refusesWrites(f *fixture, path string) {
 	f.Helper()
 	before := readDevice(f, path, blockdev.Granularity)
@@ -972,7 +964,7 @@ func attachAttributes(f *fixture) {
 		f.must(err)
 		return strings.TrimSpace(string(b))
 	}
-	for _, value := range []string{"64", "256"} { // also over the one that is attached
+	for _, value := range []string{"64", "256"} { // the second time over the device that is attached
 		d := f.attach(vol("a"), device.Options{Keep: true, Attributes: map[string]string{"read_ahead_kb": value}})
 		if have := setting(d); have != value {
 			f.Errorf("read_ahead_kb is %s, want %s", have, value)
@@ -1012,7 +1004,7 @@ func kept(f *fixture) {
 	f.must(device.Close())
 	stays := func(when string) {
 		f.Helper()
-		time.Sleep(50 * time.Millisecond) // long enough for a device to go that goes
+		time.Sleep(50 * time.Millisecond) // enough for a device to go, if it goes
 		if devices := f.attached(vol("a")); len(devices) != 1 || devices[0].Number != device.Number {
 			f.Fatalf("%s: attached as %v, want %s", when, devices, device.Path)
 		}
@@ -1037,7 +1029,7 @@ func kept(f *fixture) {
 	}
 }
 
-// detachHeld: Detach of what somebody holds says so, and the device goes with them.
+// detachHeld: Detach is errdefs.ErrInUse while somebody holds a device, which goes with the last holder.
 func detachHeld(f *fixture) {
 	f.make(f.spec("a"))
 	device := f.attach(vol("a"), toHandOut)
@@ -1164,7 +1156,7 @@ func list(f *fixture) {
 			f.Errorf("limit %d: %v, want %v", limit, have, want)
 		}
 	}
-	// After a key that is not there, or not any more, the list goes on in its place.
+	// A list goes on in the right place after a key that is not there, or not any more.
 	f.must(f.pool.Delete(f.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: want[2]}))
 	if page, err := f.pool.List(f.Context(), blockdev.Volume, want[2], 1); err != nil || len(page) != 1 || page[0].Key != want[3] {
 		f.Errorf("after a deleted key: %v, %v, want %s", page, err, want[3])
@@ -1177,7 +1169,7 @@ func list(f *fixture) {
 	}
 }
 
-// beside: what is kept beside a volume is an object of its own, whatever becomes of the volume.
+// beside: the marks beside a volume are an object of their own, whatever becomes of the volume.
 func beside(f *fixture) {
 	spec := f.spec("a")
 	f.make(spec)
@@ -1249,7 +1241,7 @@ func setLabels(f *fixture) {
 	f.restart()
 	check(nil)
 
-	// One without labels gets a map to write to, and a snapshot has labels as well.
+	// A record without labels has a map to write to. A snapshot has labels as well.
 	f.copy(snap("s"), vol("a"), size)
 	r, err := f.pool.SetLabels(f.Context(), snap("s"), func(labels map[string]string) error { labels["x"] = "y"; return nil })
 	if err != nil || r.Labels["x"] != "y" {
@@ -1257,7 +1249,7 @@ func setLabels(f *fixture) {
 	}
 }
 
-// reopen: what a pool keeps, it keeps on its storage.
+// reopen: a pool that is opened again has everything on its storage.
 func reopen(f *fixture) {
 	content := data(1, size)
 	spec := f.spec("a")
@@ -1271,7 +1263,7 @@ func reopen(f *fixture) {
 	f.make(f.spec("gone"))
 	f.must(f.pool.Delete(f.Context(), vol("gone")))
 	writable := f.attach(vol("a"), toMount)
-	mounted, err := os.OpenFile(writable.Path, os.O_RDONLY|unix.O_EXCL, 0) // as who mounts it has it; what somebody else has open is on its way out
+	mounted, err := os.OpenFile(writable.Path, os.O_RDONLY|unix.O_EXCL, 0) // like a mount; a device that is only open otherwise is about to go
 	f.must(err)
 	keptDevice := f.attach(vol("b"), toHandOut)
 	f.must(keptDevice.Close())
@@ -1330,7 +1322,7 @@ func capacity(f *fixture) {
 		if round > 2 && time.Since(began) > 10*time.Second {
 			break // a slow pool
 		}
-		fit := int64(1) // the narrowest
+		fit := int64(1) // the tightest: one volume takes all
 		if round%10 == 0 {
 			fit = 5
 		}
@@ -1359,7 +1351,7 @@ func capacity(f *fixture) {
 		}
 		f.must(errors.Join(AtOnce(creators, func(i int) error { return f.pool.Delete(f.Context(), vol(fmt.Sprint("v", i))) })...))
 		after := f.capacity()
-		// A program that another test starts has copies of all files until it executes.
+		// A program that another test starts has copies of all descriptors until it executes.
 		for deadline := time.Now().Add(time.Minute); after.Available < before.Available-before.Available/50 && time.Now().Before(deadline); after = f.capacity() {
 			time.Sleep(10 * time.Millisecond)
 		}
@@ -1370,7 +1362,7 @@ func capacity(f *fixture) {
 	}
 }
 
-// reports: a copy says how far it is, and once its bytes are there that it has all of them.
+// reports: a copy reports its progress, and at the end that it has all bytes.
 func reports(f *fixture) {
 	f.make(f.spec("a"))
 	f.write(vol("a"), size/2, data(1, 1<<20))
@@ -1387,7 +1379,7 @@ func reports(f *fixture) {
 	_, err := f.pool.Create(ctx, spec)
 	f.must(err)
 	end()
-	// Only where all volumes are thin and blocks are shared below the pool there is nothing to tell.
+	// Only a pool whose volumes are all thin, and whose copies share blocks below it, has no progress to report.
 	thick := f.spec("thick")
 	thick.Provisioning = blockdev.Thick
 	_, err = f.pool.Create(f.Context(), thick)
@@ -1487,7 +1479,7 @@ func concurrent(f *fixture) {
 	}
 }
 
-// life takes one volume through all of it; it may run in any goroutine.
+// life takes one volume through its whole life. It may run in any goroutine.
 func life(f *fixture, word string, id byte) error {
 	ctx := f.Context()
 	spec := f.copySpec(vol(word), snap("origin"), 4<<20+size)
@@ -1560,7 +1552,7 @@ func differ(f *fixture) {
 	f.write(vol("a"), 1*mib, data(1, 64<<10))
 	f.write(vol("a"), 4*mib-blockdev.Granularity, data(2, 2*blockdev.Granularity))
 	f.copy(snap("one"), vol("a"), size)
-	f.write(vol("a"), 1*mib, data(1, 64<<10)) // the same again
+	f.write(vol("a"), 1*mib, data(1, 64<<10)) // the same bytes again
 	f.write(vol("a"), 4*mib, data(3, blockdev.Granularity))
 	f.write(vol("a"), 6*mib, data(4, 100<<10))
 	f.write(vol("a"), size-blockdev.Granularity, data(5, blockdev.Granularity))
@@ -1570,11 +1562,11 @@ func differ(f *fixture) {
 	f.write(vol("a"), 2*size-blockdev.Granularity, data(6, blockdev.Granularity))
 	f.copy(snap("three"), vol("a"), 2*size)
 
-	bytesOf := map[blockdev.Ref][]byte{{}: make([]byte, 2*size)} // the zero Ref: all zeros
+	bytesOf := map[blockdev.Ref][]byte{{}: make([]byte, 2*size)} // the zero Ref is all zeros
 	for _, ref := range []blockdev.Ref{snap("one"), snap("two"), snap("three")} {
 		bytesOf[ref] = append(f.read(ref), make([]byte, size)...)[:2*size]
 	}
-	for _, ref := range []blockdev.Ref{snap("two"), snap("three")} { // others may have devices of them
+	for _, ref := range []blockdev.Ref{snap("two"), snap("three")} { // they may have devices for reading
 		f.reader(ref)
 	}
 
@@ -1611,13 +1603,12 @@ func differ(f *fixture) {
 				if at < from/blockdev.Granularity*blockdev.Granularity {
 					continue
 				}
-				// Of the page that from is in, only what comes after counts.
+				// In the page that from is in, only what comes after from counts.
 				if at = max(at, from); !slices.ContainsFunc(have, func(e blockdev.Extent) bool { return e.Offset <= at && at < e.Offset+e.Length }) {
 					f.Errorf("%s, from byte %d: byte %d differs and is not in %v", what, from, at, have)
 				}
 			}
-			// Pools may round up, though not to everything; preallocated space may count as
-			// data.
+			// A pool may report somewhat more, but not everything. Preallocated space may count as data.
 			preallocated := c.base == (blockdev.Ref{}) && !f.thin
 			if limit := int64(len(differs)+1) * (256 << 10); (total > limit && !preallocated) || (c.base == c.target && total > 0) {
 				f.Errorf("%s, from byte %d: %d bytes for %d pages that differ: %v", what, from, total, len(differs), have)
@@ -1639,7 +1630,7 @@ func differ(f *fixture) {
 	f.fails(d.Changed(f.Context(), snap("one"), snap("none"), 0, nothing), errdefs.ErrNotFound, "Changed to nothing")
 }
 
-// prover: only what nobody ever wrote to is untouched.
+// prover: an object is untouched only as long as nobody wrote to it.
 func prover(f *fixture) {
 	p, ok := f.pool.(blockdev.Prover)
 	if !ok {
@@ -1653,7 +1644,7 @@ func prover(f *fixture) {
 	}
 	f.make(f.spec("a"))
 	if !untouched(vol("a")) {
-		f.Error("a new volume is not known to be untouched") // of no harm, but then it proves nothing
+		f.Error("a new volume is not known to be untouched") // harmless, but then the rest of the test proves nothing
 	}
 	f.write(vol("a"), size-blockdev.Granularity, data(1, blockdev.Granularity))
 	f.copy(snap("s"), vol("a"), size)
@@ -1667,8 +1658,7 @@ func prover(f *fixture) {
 	f.fails(err, errdefs.ErrNotFound, "Untouched of nothing")
 }
 
-// suspend: what several objects held when all were suspended is in the copies that were
-// made meanwhile.
+// suspend: several objects are suspended and copied. The copies have what the objects had while all were suspended.
 func suspend(f *fixture) {
 	words := []string{"a", "b"}
 	var devices []blockdev.Device
@@ -1690,7 +1680,7 @@ func suspend(f *fixture) {
 		f.reaches(&written, written.Load()+3)
 		f.cutTogether(words, round, &written)
 	}
-	// One that nobody cuts.
+	// A suspension without a copy.
 	resume, err := f.stack(vol("a")).Suspend(f.Context())
 	f.must(err)
 	held := written.Load()
@@ -1749,8 +1739,7 @@ func (f *fixture) cutTogether(words []string, round int, written *atomic.Uint64)
 	}
 }
 
-// inTurn writes ever higher numbers to the first block of each device in turn, past the
-// page cache, and says which one all have.
+// inTurn writes increasing numbers to the first block of each device in turn, past the page cache, and reports the number that all devices have.
 func inTurn(devices []blockdev.Device, written *atomic.Uint64, stop chan bool) error {
 	block, err := unix.Mmap(-1, 0, blockdev.Granularity, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
