@@ -50,7 +50,7 @@ func ExamplePool() {
 	// true
 }
 
-// Labels belong to who is above the pool. A change is made as a whole, or, if it returns an error, not at all.
+// Labels belong to the layer above the pool. A change is made as a whole, or, if it returns an error, not at all.
 func ExamplePool_setLabels() {
 	ctx := context.Background()
 	pool := memory.NewDisk(1<<30).Open("fast", nil)
@@ -93,7 +93,7 @@ func ExampleSpec_prepare() {
 	// Output: <nil>
 }
 
-// What some pools can do beyond the contract is asked for by As, which also looks behind a pool that stands for another.
+// As returns what some pools can do beyond the contract, also behind a pool that stands for another.
 func ExampleAs() {
 	ctx := context.Background()
 	var pool blockdev.Pool = memory.NewDisk(1<<30).Open("fast", nil)

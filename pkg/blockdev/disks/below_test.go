@@ -18,8 +18,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/ground"
 )
 
-// sysfs makes a sysfs with devices: for each "MAJOR:MINOR PATH" a directory, with the files and links that follow as "FILE" or "LINK=TARGET",
-// where a target is relative to the root.
+// sysfs makes a sysfs with devices: for each "MAJOR:MINOR PATH" a directory, with the files and links that follow as "FILE" or "LINK=TARGET". A target is
+// relative to the root.
 func sysfs(t *testing.T, devices ...[]string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -54,7 +54,7 @@ func names(disks []Disk) (names []string) {
 	return names
 }
 
-// TestLayers: through all that there may be between a pool and its disks, as sysfs has it.
+// TestLayers: disks are found through all layers that may be between them and a pool, as sysfs has them.
 func TestLayers(t *testing.T) {
 	sys := sysfs(t,
 		[]string{"8:0 pci/ata1/block/sda", "device/subsystem=bus/scsi"}, []string{"8:1 pci/ata1/block/sda/sda1", "partition"}, []string{"8:2 pci/ata1/block/sda/sda2", "partition"},
@@ -97,7 +97,7 @@ func TestLayers(t *testing.T) {
 	}
 }
 
-// groundOf is what a path is on.
+// groundOf returns the devices that a path is on.
 func groundOf(t *testing.T, path string) []uint64 {
 	t.Helper()
 	f, err := os.Open(path)
@@ -115,7 +115,7 @@ func deviceNumber(t *testing.T, path string) uint64 {
 	return st.Rdev
 }
 
-// addPartition has the kernel make a partition of a device, without a table (linux/blkpg.h: BLKPG_ADD_PARTITION).
+// addPartition makes a partition of a device without a partition table (linux/blkpg.h: BLKPG_ADD_PARTITION).
 func addPartition(t *testing.T, device string, start, length int64) {
 	t.Helper()
 	f, err := os.Open(device)
@@ -133,11 +133,11 @@ func addPartition(t *testing.T, device string, start, length int64) {
 	check.OK(t, ioctl.Pointer(f, unix.BLKPG, unsafe.Pointer(&request)))
 }
 
-// TestRealDevices: on real loop devices, a partition of one, filesystems on them, and a btrfs on two: all of them are on what their files are on.
+// TestRealDevices: on loop devices, a partition of one, filesystems on them, and a btrfs on two: Below finds the disks that their files are on.
 func TestRealDevices(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
-	bottom := names(Below(groundOf(t, dir)...)) // may be none: in a container, or in memory
+	bottom := names(Below(groundOf(t, dir)...)) // there may be none, in a container or in memory
 	over := func(path string) {
 		t.Helper()
 		numbers := groundOf(t, path)
@@ -158,7 +158,7 @@ func TestRealDevices(t *testing.T) {
 	drivertest.MountNew(t, "xfs", filepath.Join(dir, "ext4", "within"), 310<<20) // two layers of loop devices
 	over(filepath.Join(dir, "ext4", "within"))
 
-	// A btrfs on a loop device, and a second one that it is given: a whole disk, and a partition of it.
+	// A btrfs on a loop device, which gets a second one: a whole disk, or a partition of it.
 	drivertest.MountNew(t, "btrfs", filepath.Join(dir, "btrfs"), 320<<20)
 	second := filepath.Join(dir, "second")
 	check.OK(t, os.WriteFile(second, nil, 0o600))
@@ -193,7 +193,7 @@ func TestRealDevices(t *testing.T) {
 		t.Errorf("a btrfs with one device again is on %v", have)
 	}
 
-	// What is in memory is on nothing.
+	// Files in memory are on no disk.
 	memory, err := unix.MemfdCreate("memory", unix.MFD_CLOEXEC)
 	check.OK(t, err)
 	f := os.NewFile(uintptr(memory), "memory")

@@ -18,7 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
-// founded is a pool that says that it is on block devices of these numbers.
+// founded is a pool on block devices of these numbers.
 type founded struct {
 	blockdev.Pool
 	numbers []uint64
@@ -26,8 +26,8 @@ type founded struct {
 
 func (f founded) Foundations(context.Context) ([]uint64, error) { return f.numbers, nil }
 
-// stand is a monitor of pools, over a program in the place of smartctl that says what is in a file for each disk, with the exit status that is
-// in it, and notes each call. Disk N is that of device number N.
+// stand is a monitor of pools, with a program in place of smartctl. For each disk that prints a file, ends with the exit status in it, and notes the call.
+// Disk N has device number N.
 type stand struct {
 	*Monitor
 	t   *testing.T
@@ -61,7 +61,7 @@ exit $(sed -n 's/.*"exit_status": \([0-9]*\).*/\1/p' %[1]s/$disk | head -1)
 	return s
 }
 
-// says has a disk say what is in a file of testdata.
+// says makes a disk say what is in a file of testdata.
 func (s *stand) says(disk, file string) {
 	s.t.Helper()
 	text, err := os.ReadFile("testdata/" + file + ".json")
@@ -89,7 +89,7 @@ func (s *stand) pool(name string, numbers ...uint64) *Pool {
 	return s.Watch(pool)
 }
 
-// said is the health of a pool in one line.
+// said returns the health of a pool in one line.
 func said(t *testing.T, p *Pool) string {
 	var all []string
 	for _, problem := range p.PoolHealth(t.Context()) {
@@ -107,7 +107,7 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// TestPoolHealth: what disks say of themselves is in the health of the pools above them, in no other's, and goes when they are well.
+// TestPoolHealth: what disks say is in the health of the pools above them, and of no others. It goes when the disks are well.
 func TestPoolHealth(t *testing.T) {
 	s := newStand(t)
 	for disk, file := range map[string]string{"disk1": "ata-well", "disk2": "nvme-well", "disk3": "usb", "disk100": "ata-failed"} {
@@ -124,12 +124,12 @@ func TestPoolHealth(t *testing.T) {
 	for _, c := range []struct{ disk, file, one, both string }{
 		{"disk1", "ata-failed", "Degraded DiskFailing: pool one: disk disk1 (ST4000NM0035-1V4107, ZC10AAAA) says that it fails: attribute 5", "Degraded DiskFailing: pool both: disk disk1"},
 		{"disk1", "ata-pending", "Degraded DiskErrors: pool one: disk disk1 (ST4000NM0035-1V4107, ZC10AAAA) has 16 sectors that cannot be read:", "16 sectors that cannot be read"},
-		{"disk1", "standby", "16 sectors that cannot be read", "16 sectors that cannot be read"}, // what it said last
+		{"disk1", "standby", "16 sectors that cannot be read", "16 sectors that cannot be read"}, // what it said last stays
 		{"disk1", "ata-well", "", ""},
 		{"disk2", "nvme-worn", "", "Degraded DiskWearing: pool both: disk disk2 (SAMSUNG MZVL2512HCJQ-00B00, S675NX00000000) has used 104 % of its life"},
 		{"disk2", "nvme-warning", "", "disk2 (SAMSUNG MZVL2512HCJQ-00B00, S675NX00000000) says that it fails: it runs out of spare blocks, it is not reliable any more"},
 		{"disk2", "nvme-warning", "", "31 more errors that it could not correct, 31 in all"},
-		{"disk2", "sas", "", ""}, // another disk at its place: its counts are the first ones
+		{"disk2", "sas", "", ""}, // another disk in its place: its first counts are not new errors
 		{"disk2", "sas-failed", "", "its overall assessment is FAILED"},
 		{"disk2", "nvme-heat", "", "Degraded DiskHeat: pool both: disk disk2 (QEMU NVMe Ctrl, ASHLAR01) says that it is too hot or too cold: see to its fans"},
 		{"disk2", "nvme-well", "", ""},
@@ -150,7 +150,7 @@ func TestPoolHealth(t *testing.T) {
 	}
 }
 
-// TestReplaced: a disk that has the name of one that was taken out has none of its words, also if it says nothing itself.
+// TestReplaced: a disk with the name of one that was taken out has none of its reports, also if it says nothing itself.
 func TestReplaced(t *testing.T) {
 	s := newStand(t)
 	s.says("disk1", "ata-failed")
@@ -162,7 +162,7 @@ func TestReplaced(t *testing.T) {
 	eventually(t, "what the other one said is gone", func() bool { return said(t, p) == "" && len(s.Samples("n")()) == 0 })
 }
 
-// TestHealthOfBoth: the pool's own problems come first; a pool that is gone keeps what its disks said.
+// TestHealthOfBoth: the pool's own problems come first. A pool that is gone keeps those of its disks.
 func TestHealthOfBoth(t *testing.T) {
 	s := newStand(t)
 	s.says("disk1", "ata-failed")
@@ -182,7 +182,7 @@ func TestHealthOfBoth(t *testing.T) {
 	}
 }
 
-// TestHangingDisk: a disk that does not answer keeps nobody waiting, is not asked a second time, and is given up with the monitor.
+// TestHangingDisk: a disk that does not answer holds up nobody, is not asked a second time, and is given up by Close.
 func TestHangingDisk(t *testing.T) {
 	s := newStand(t)
 	s.says("disk1", "ata-failed")
@@ -211,7 +211,7 @@ func TestHangingDisk(t *testing.T) {
 	}
 }
 
-// TestWithoutSmartctl: where there is no smartctl, or it does not work, nothing is said.
+// TestWithoutSmartctl: without smartctl, or with one that fails, there is no problem.
 func TestWithoutSmartctl(t *testing.T) {
 	for what, spoil := range map[string]func(s *stand){
 		"not there":   func(s *stand) { s.smartctl = filepath.Join(s.dir, "none") },
@@ -237,7 +237,7 @@ func TestWithoutSmartctl(t *testing.T) {
 	}
 }
 
-// TestSamples: what is measured of the disks.
+// TestSamples: the metrics of the disks.
 func TestSamples(t *testing.T) {
 	s := newStand(t)
 	s.says("disk1", "ata-failed")

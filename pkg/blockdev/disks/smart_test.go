@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// TestParse: what disks of each kind say, and what is no word on how they are.
+// TestParse: answers about disks of each kind, and answers without any health.
 func TestParse(t *testing.T) {
 	type counts = map[string]int64
 	for file, want := range map[string]Report{
@@ -31,10 +31,10 @@ func TestParse(t *testing.T) {
 		"standby":    {Wear: -1},
 		"qemu-scsi":  {Model: "QEMU QEMU HARDDISK", Wear: -1},
 		"virtio":     {Wear: -1},
-		// Word for word, of QEMU's NVMe with a critical warning that was set by its monitor (qom-set smart_critical_warning 5).
+		// The very answer for QEMU's NVMe, with a critical warning that was set in its monitor (qom-set smart_critical_warning 5).
 		"qemu-nvme-warning": {Model: "QEMU NVMe Ctrl", Serial: "ASHLAR01", Told: true, Failing: []string{"it runs out of spare blocks", "it is not reliable any more"}, Wear: 0,
 			Errors: counts{Uncorrectable: 0}},
-		// The same, but for the bits.
+		// The same with other bits.
 		"nvme-heat": {Model: "QEMU NVMe Ctrl", Serial: "ASHLAR01", Told: true, Heat: true, Wear: 0, Errors: counts{Uncorrectable: 0}},
 	} {
 		text, err := os.ReadFile("testdata/" + file + ".json")
@@ -57,7 +57,7 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// TestParseOdd: a value that cannot be, of a disk that does not count any more, hides nothing of the rest.
+// TestParseOdd: an impossible value, of a disk that counts wrong, hides nothing of the rest.
 func TestParseOdd(t *testing.T) {
 	for text, want := range map[string][]string{
 		`{"nvme_smart_health_information_log": {"media_errors": 340282366920938463463374607431768211455, "percentage_used": 12, "critical_warning": 4},
@@ -72,7 +72,7 @@ func TestParseOdd(t *testing.T) {
 	}
 }
 
-// TestAskHere: the program itself, on a device of this machine that has nothing to say.
+// TestAskHere: smartctl itself, on a device of this machine that has no health.
 func TestAskHere(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)

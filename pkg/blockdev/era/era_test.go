@@ -25,7 +25,7 @@ const (
 	size = 64 * mib
 )
 
-// home is a leg's node: a disk, of which the beginning has the metadata, and the rest is the leg.
+// home is the node of a leg, with one disk: the metadata at its beginning, and the leg behind.
 type home struct {
 	t     *testing.T
 	name  string
@@ -38,7 +38,7 @@ func need(t *testing.T) {
 	check.OK(t, era.Available())
 }
 
-// newHome has a node with a disk that is a copy of an image, or empty, come up.
+// newHome starts a node with a disk that is a copy of an image, or empty.
 func newHome(t *testing.T, name, from string) *home {
 	h := &home{t, "test-" + name, filepath.Join(drivertest.Dir(t), "image")}
 	check.OK(t, errors.Join(os.WriteFile(h.image, nil, 0o600), os.Truncate(h.image, 2*size+era.Room(size, mib))))
@@ -73,7 +73,7 @@ func (h *home) number(suffix string) uint64 {
 	return d.Number
 }
 
-// copyFile copies a disk as it is at this moment, as a loss of power leaves it: what is above it has no part in it.
+// copyFile copies a disk as it is at this moment, as after a loss of power: without what is only in memory.
 func copyFile(t *testing.T, from, to string) {
 	in, err := os.Open(from)
 	check.OK(t, err)
@@ -122,7 +122,7 @@ func (h *home) begin() uint32 {
 	return number
 }
 
-// TestMarks: what was written since an era, while the device is in use.
+// TestMarks: Since returns what was written since an era, while the device is in use.
 func TestMarks(t *testing.T) {
 	need(t)
 	h := newHome(t, "era", "")
@@ -153,9 +153,9 @@ func TestMarks(t *testing.T) {
 	for b := range int64(2 * size / mib) {
 		all = append(all, b)
 	}
-	h.since(0, all...) // what was never written is of era 0
+	h.since(0, all...) // since era 0: all that was ever written
 
-	// A call that was cut short.
+	// As after a call that was cut short.
 	check.OK(t, dm.Message(h.name, "take_metadata_snap"))
 	h.since(third, 20, 30, 100)
 	if err := era.Grow(h.name, 1<<40); !errors.Is(err, errdefs.ErrNoSpace) {
@@ -164,7 +164,7 @@ func TestMarks(t *testing.T) {
 	h.write(5)
 	h.since(third, 5, 20, 30, 100)
 
-	// Who is suspended is asked nothing: the kernel would answer when that has ended.
+	// A suspended device is not asked, as the kernel would answer only when it is resumed.
 	check.OK(t, dm.Suspend(h.name))
 	if _, err := era.StateOf(h.name); !errors.Is(err, errdefs.ErrUnavailable) {
 		t.Errorf("asked while it is suspended: %v", err)
@@ -177,7 +177,7 @@ func TestMarks(t *testing.T) {
 	h.write(6)
 }
 
-// TestMarksOutlivePower: a mark is on the disk before the write is, at any moment.
+// TestMarksOutlivePower: at any moment, the mark of a write is on the disk before its data.
 func TestMarksOutlivePower(t *testing.T) {
 	need(t)
 	h := newHome(t, "era", "")
@@ -191,11 +191,11 @@ func TestMarksOutlivePower(t *testing.T) {
 	after.since(second, 7, 9)
 
 	h.write(8)
-	again := newHome(t, "again", h.image) // of the first one, beside it
+	again := newHome(t, "again", h.image) // a copy of the first one, beside it
 	again.since(second, 7, 8)
 }
 
-// TestNothingKnown: errors, where the marks cannot be told.
+// TestNothingKnown: if the marks cannot be told, there is an error.
 func TestNothingKnown(t *testing.T) {
 	need(t)
 	if _, err := era.Since(context.Background(), "test-none", 0); err == nil {

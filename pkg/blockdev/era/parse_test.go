@@ -6,7 +6,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// TestParse: what the tool says, and what it might.
+// TestParse: lines that the tool prints, and lines that it might print.
 func TestParse(t *testing.T) {
 	const mib = 1 << 20
 	for line, want := range map[string]dm.Range{

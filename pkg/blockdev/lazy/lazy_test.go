@@ -21,8 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestLazy: a pool that is not there is looked for by its calls, not too often; it is
-// used only after what has to be done first was done.
+// TestLazy: calls of a pool that is not there try to open it, not too often. It is used only after OnOpen's function.
 func TestLazy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx := t.Context()
@@ -50,7 +49,7 @@ func TestLazy(t *testing.T) {
 				t.Errorf("Get of a pool that is not there: %v; want %q", err, why)
 			}
 			if problems := a.PoolHealth(ctx); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || !strings.Contains(problems[0].Message, why) ||
-				strings.Contains(problems[0].Message, errdefs.ErrUnavailable.Error()) { // its reason says so
+				strings.Contains(problems[0].Message, errdefs.ErrUnavailable.Error()) { // the reason says so already
 				t.Errorf("health of a pool that is not there: %v; want %q", problems, why)
 			}
 			if problems, err := a.Health(ctx, pooltest.Vol("a")); err != nil || len(problems) != 1 {
@@ -96,8 +95,7 @@ func TestLazy(t *testing.T) {
 	})
 }
 
-// TestHangs: a pool whose storage hangs holds up who asks for it for a while, and then nobody; it
-// is there as soon as the storage answers.
+// TestHangs: a pool whose storage hangs holds up calls for openPatience, and then none. It is there as soon as the storage answers.
 func TestHangs(t *testing.T) {
 	for _, hanging := range []string{"open", "then"} {
 		t.Run(hanging, func(t *testing.T) {
@@ -144,7 +142,7 @@ func TestHangs(t *testing.T) {
 	}
 }
 
-// TestFails: what has to be done first over a pool that is there may fail, and then it is not there.
+// TestFails: OnOpen's function fails for a pool that is there. Then the pool is not open.
 func TestFails(t *testing.T) {
 	dir := t.TempDir()
 	pool, err := pools.OpenLazy(t.Context(), "bad", "file://"+dir+"?create=1", nil)
@@ -159,7 +157,7 @@ func TestFails(t *testing.T) {
 	if blockdev.Unwrap(pool) != nil || !strings.Contains(err.Error(), "input/output error") {
 		t.Errorf("it is there, or says something else: %v", err)
 	}
-	// What does not pass is said at once.
+	// Errors that do not pass by themselves are returned at once.
 	pooltest.Fails(t, pooltest.Second(pools.OpenLazy(t.Context(), "bad", "file://"+dir+"?create=2", nil)), errdefs.ErrInvalid, "a wrong URL")
 	check.OK(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
 	pooltest.Fails(t, pooltest.Second(pools.OpenLazy(t.Context(), "bad", "file://"+dir+"/file", nil)), errdefs.ErrInvalid, "a file")

@@ -24,10 +24,10 @@ const (
 	other = "ffeeddcc-bbaa-9988-7766-554433221100"
 )
 
-// key has what a terminal would end or change: a zero, and a line end.
+// key has bytes that a terminal would end at, or change: a zero, and a line end.
 var key = luks.Key("a \x00 key\n")
 
-// image is a file for a header, and for some data.
+// image returns a file with room for a header and some data.
 func image(t *testing.T) string {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -85,7 +85,7 @@ func TestSetUUID(t *testing.T) {
 			t.Errorf("the UUID is %q, %v; the key opens it: %v", have, err, opens(t, path, key))
 		}
 	}
-	// The first copy is torn: the second one counts, to us as to cryptsetup.
+	// The first copy is torn: the driver takes the second one, as cryptsetup does.
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	check.OK(t, err)
 	_, err = f.WriteAt(make([]byte, 4096), 0)
@@ -95,9 +95,9 @@ func TestSetUUID(t *testing.T) {
 	}
 }
 
-// TestDamagedHeader: a header of which one copy is damaged, wherever, is the other copy, to us as to cryptsetup; one of which both are is told.
+// TestDamagedHeader: if one copy of a header is damaged, wherever, the other one is taken, as by cryptsetup. If both are, it is an error.
 func TestDamagedHeader(t *testing.T) {
-	for _, at := range []int64{0, 168, 4096 + 300} { // of the magic, the UUID, and the text behind them
+	for _, at := range []int64{0, 168, 4096 + 300} { // in the magic, the UUID, and the text
 		for _, first := range []int64{0, 16 << 10} {
 			path := image(t)
 			check.OK(t, luks.Format(t.Context(), path, uuid, key))
@@ -106,7 +106,7 @@ func TestDamagedHeader(t *testing.T) {
 			if err = errors.Join(err, luks.Check(path)); have != uuid || err != nil {
 				t.Errorf("damaged at %d the UUID is %q, %v", first+at, have, err)
 			}
-			if !opens(t, path, key) { // who opens it makes the copy whole again
+			if !opens(t, path, key) { // cryptsetup makes the copy whole again
 				t.Fatalf("damaged at %d the key does not open it", first+at)
 			}
 			flip(t, path, at)
@@ -118,7 +118,7 @@ func TestDamagedHeader(t *testing.T) {
 	}
 }
 
-// flip changes a bit of a file.
+// flip flips a bit of a file.
 func flip(t *testing.T, path string, at int64) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
@@ -130,7 +130,7 @@ func flip(t *testing.T, path string, at int64) {
 	check.OK(t, errors.Join(err, failure, f.Close()))
 }
 
-// TestErase: nothing of a header, and of its key slots, is left; what is behind it stays.
+// TestErase: nothing of a header and its key slots is left. The data behind stays.
 func TestErase(t *testing.T) {
 	path := image(t)
 	check.OK(t, luks.Format(t.Context(), path, uuid, key))
@@ -156,7 +156,7 @@ func TestErase(t *testing.T) {
 	}
 }
 
-// TestKeyIsNotTold: neither errors nor anything that prints or encodes a key tells of it, and a missing one is said to be missing.
+// TestKeyIsNotTold: no error, and nothing that prints or encodes a key, shows it. A missing key is said to be missing.
 func TestKeyIsNotTold(t *testing.T) {
 	const secret = "do-not-tell"
 	key := luks.Key(secret)
@@ -187,7 +187,7 @@ func TestKeyIsNotTold(t *testing.T) {
 	}
 }
 
-// TestNoCoreDump: a process that had a key leaves no core dump, and neither does what it starts.
+// TestNoCoreDump: a process that had a key leaves no core dump, nor do the programs that it starts.
 func TestNoCoreDump(t *testing.T) {
 	check.OK(t, luks.Format(t.Context(), image(t), uuid, key))
 	limits, err := os.ReadFile("/proc/self/limits")

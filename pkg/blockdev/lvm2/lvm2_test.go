@@ -14,17 +14,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestSettings: with the settings that are added to it, a command has no more words than lvm2 takes.
+// TestSettings: with the settings that are added to it, the longest command has no more words than lvm2 takes.
 func TestSettings(t *testing.T) {
 	for _, command := range []string{"lvcreate", "lvchange", "lvremove"} {
-		settings, _, _ := strings.Cut(settingsOf(command), "'") // what is in quotes is one word
+		settings, _, _ := strings.Cut(settingsOf(command), "'") // a text in quotes is one word
 		if words := MaxWords + len(strings.Fields(settings)) + 1; words > 64 {
 			t.Errorf("with the settings of %s it is %d words", command, words)
 		}
 	}
 }
 
-// TestErrors: what lvm2 2.03 says.
+// TestErrors: messages of lvm2 2.03, and the errors for them.
 func TestErrors(t *testing.T) {
 	for text, want := range map[string]error{
 		`Volume group "vg" has insufficient free space (1 extents): 2 required.`:                                                  errdefs.ErrNoSpace,
@@ -64,8 +64,7 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// TestAnswers: after lvm2 has refused a command its session goes on. One that failed
-// half-way, or got no answer, ends it, and what is left is mended.
+// TestAnswers: when lvm2 refuses a command, its session goes on. A command that failed half-way, or got no answer, ends the session, and mend is called.
 func TestAnswers(t *testing.T) {
 	status := func(status string) string {
 		return `{ "log": [ {"log_type":"status", "log_message":"` + status + `"} ] }`
@@ -74,8 +73,8 @@ func TestAnswers(t *testing.T) {
 		return `{ "log": [ {"log_type":"error", "log_message":"` + text + `"} ] }`
 	}
 	for name, c := range map[string]struct {
-		answers []string // to each line; with fewer of them it ends
-		want    error    // nil: none of the known ones
+		answers []string // one to each line; after the last one it ends
+		want    error    // nil: none of the sentinels
 		says    string
 		goesOn  bool
 	}{
@@ -106,7 +105,7 @@ func TestAnswers(t *testing.T) {
 			if Refused(err) != errors.Is(c.want, errdefs.ErrNoSpace) {
 				t.Errorf("refused: %v", err)
 			}
-			<-l.turn // it comes after the mending
+			<-l.turn // the turn comes after mend
 			if mended == c.goesOn || (l.session != nil) != c.goesOn {
 				t.Errorf("session %v, mended %v", l.session, mended)
 			}
@@ -115,8 +114,7 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// TestSessionEnds: a session ends after some commands, between two holders of the turn, and is
-// not taken for one that was cut short.
+// TestSessionEnds: a session ends after sessionCommands, between two holders of the turn. It does not count as cut short.
 func TestSessionEnds(t *testing.T) {
 	l := New("lvm", func(Run) { t.Error("recovered") }, nil)
 	var err error
@@ -139,8 +137,7 @@ func TestSessionEnds(t *testing.T) {
 	}
 }
 
-// TestRefusesWords: nothing that the shell of lvm2 would take apart, and nothing that it
-// does not answer, is passed on; no program is started for it.
+// TestRefusesWords: arguments that lvm2's shell would split, and lines that it does not answer, are refused. No program is started for them.
 func TestRefusesWords(t *testing.T) {
 	l := New("lvm", func(Run) { t.Error("recovered") }, nil)
 	for _, args := range [][]string{{"lvs", "a b"}, {"lvs", "a;b"}, {"lvs", "a\nb"}, {"lvs", `"a"`}, {"lvs", "'a'"}, {"lvs", ""}, {"lvs", "a\\b"}, {"lvs", "$a"}, {"lvs", "ä"},

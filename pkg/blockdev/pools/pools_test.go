@@ -137,8 +137,7 @@ func TestValidPoolName(t *testing.T) {
 	}
 }
 
-// FuzzParse: what parses is a directory below /, within the limits, and means the
-// same when it is written out again.
+// FuzzParse: a URL that parses is a directory below /, has options within their limits, and parses to the same when it is written again.
 func FuzzParse(f *testing.F) {
 	for _, seed := range []string{"file:///var/lib/ashlar", "file:///a?overprovision=1.5&reservePercent=5", "file:///", "file:///a/../b", "file:///%2e%2e", "file:///a%2Fb",
 		"file:///a%00", "file:///a?overprovision=0x1p1", "file:///a?reservePercent=1e1", "file:///a?", "file:///a#", "file:a", "://", "file:////a", "file:///a%0a",

@@ -30,7 +30,7 @@ func specOf(digit string) blockdev.Spec {
 	return blockdev.Spec{Ref: refOf(digit), Name: digit, Size: 1 << 20}
 }
 
-// remover forgets objects, as a pool does that removes them, and counts them; with an error it releases them.
+// remover forgets objects, like a pool that removes them, and counts them. With an error it releases them.
 type remover struct {
 	c       *Catalog[*object]
 	err     error
@@ -59,7 +59,7 @@ func put(c *Catalog[*object], e Entry) *object {
 	return o
 }
 
-// TestBusy: of an object that is not ready, one call has the work; and nobody else sees it.
+// TestBusy: one call works on an object that is not ready, and no other call sees it.
 func TestBusy(t *testing.T) {
 	c := New[*object]("test")
 	r := &remover{c: c}
@@ -83,7 +83,7 @@ func TestBusy(t *testing.T) {
 	c.Set(o, o.Record(), Ready)
 	c.Mu.Unlock()
 	c.Release(o, false)
-	for range 2 { // it is not claimed by who finds it ready
+	for range 2 { // a caller that finds it ready does not claim it
 		if found, ready, err := c.Begin(t.Context(), specOf("a"), r.remove); found != o || !ready || err != nil {
 			t.Errorf("Begin of what is ready: %v, %v, %v", found, ready, err)
 		}
@@ -98,7 +98,7 @@ func TestBusy(t *testing.T) {
 	}
 }
 
-// TestRetry: a copy that was cut short is there for a retry of the same call; anything else begins anew.
+// TestRetry: a retry of the same call goes on with a copy that was cut short; any other call begins anew.
 func TestRetry(t *testing.T) {
 	for what, c := range map[string]struct {
 		copied int64
@@ -132,7 +132,7 @@ func TestRetry(t *testing.T) {
 	}
 }
 
-// TestSweep: what nobody came back for is removed, and what could not be is tried again.
+// TestSweep: what nobody came back for is removed, and what could not be removed is tried again.
 func TestSweep(t *testing.T) {
 	c := New[*object]("test")
 	r := &remover{c: c, err: errors.New("broken")}
@@ -148,7 +148,7 @@ func TestSweep(t *testing.T) {
 	}
 }
 
-// TestDelete: what is attached stays and may be claimed again; what is not there is deleted; what is damaged is not touched.
+// TestDelete: an attached object stays, and can be claimed again. A missing one counts as deleted. A damaged one is not touched.
 func TestDelete(t *testing.T) {
 	c := New[*object]("test")
 	c.Damaged[refOf("d")] = fmt.Errorf("%w: noise", ErrRecord)
@@ -177,7 +177,7 @@ func TestDelete(t *testing.T) {
 	}
 }
 
-// TestClaimCopies: the unfinished copies of an object are claimed together or not at all, and are swept as before afterwards.
+// TestClaimCopies: the unfinished copies of an object are claimed together or not at all. Afterwards they are swept as before.
 func TestClaimCopies(t *testing.T) {
 	c := New[*object]("test")
 	r := &remover{c: c}
@@ -189,7 +189,7 @@ func TestClaimCopies(t *testing.T) {
 		return put(c, e)
 	}
 	put(c, Found(recordOf("a"), Ready))
-	put(c, Found(recordOf("d"), Creating)) // of nothing
+	put(c, Found(recordOf("d"), Creating)) // a copy of nothing
 	abandoned, waiting := unfinished("b", time.Time{}), unfinished("c", time.Now())
 	copies, release, err := c.ClaimCopies(refOf("a"))
 	if err != nil || len(copies) != 2 {
@@ -207,7 +207,7 @@ func TestClaimCopies(t *testing.T) {
 	}
 }
 
-// TestErase: what is erased before it is removed is so one at a time, and no retry goes on with it.
+// TestErase: objects that are erased are removed one at a time, and no retry goes on with one.
 func TestErase(t *testing.T) {
 	c := New[*object]("test")
 	copied := recordOf("a")
@@ -256,7 +256,7 @@ func TestErase(t *testing.T) {
 	}
 }
 
-// TestEraseOrCopy: of an object that one call erases, and another copies, the later one waits.
+// TestEraseOrCopy: if one call erases an object, and another copies it, the later one is errdefs.ErrBusy.
 func TestEraseOrCopy(t *testing.T) {
 	c := New[*object]("test")
 	origin := put(c, Found(recordOf("a"), Ready))
@@ -280,7 +280,7 @@ func TestEraseOrCopy(t *testing.T) {
 	if err := c.OriginStays(copied); !errors.Is(err, errdefs.ErrBusy) {
 		t.Errorf("copy what is being removed: %v", err)
 	}
-	c.Release(copied, false) // a copy that was cut short holds up nobody
+	c.Release(copied, false) // an unfinished copy holds up nobody
 	if erase, end, err := c.BeginErase(t.Context(), origin, true); !erase || err != nil {
 		t.Errorf("erase: %v, %v", erase, err)
 	} else {
@@ -288,7 +288,7 @@ func TestEraseOrCopy(t *testing.T) {
 	}
 }
 
-// TestLabels: labels are kept as they are, whatever is in them, and nobody who has them can change them.
+// TestLabels: labels come back as they were, whatever is in them, and callers that have them cannot change them.
 func TestLabels(t *testing.T) {
 	c := New[*object]("test")
 	record := recordOf("a")
@@ -304,7 +304,8 @@ func TestLabels(t *testing.T) {
 	}
 }
 
-// TestChange: one at a time changes the record of an object. Who waits for that gives up when his time is up, and keeps nobody else waiting; other objects are not waited for.
+// TestChange: one call at a time changes the record of an object. A caller that waits gives up when its context ends, and holds up no other one. Other
+// objects are not waited for.
 func TestChange(t *testing.T) {
 	c := New[*object]("default")
 	a, b := &object{Found(blockdev.Record{}, Ready)}, &object{Found(blockdev.Record{}, Ready)}
@@ -343,7 +344,7 @@ func TestChange(t *testing.T) {
 	}
 }
 
-// TestChangesInOrder: who changes a record again and again does not keep others from it.
+// TestChangesInOrder: a caller that changes a record again and again does not keep others from it.
 func TestChangesInOrder(t *testing.T) {
 	c := New[*object]("default")
 	o := &object{Found(blockdev.Record{}, Ready)}

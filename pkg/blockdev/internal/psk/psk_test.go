@@ -54,7 +54,7 @@ func TestDerive(t *testing.T) {
 	}
 }
 
-// TestHandshakes asks this machine's kernel: a family that all have, and one that none has.
+// TestHandshakes asks this machine's kernel for a family that all kernels have, and for one that none has.
 func TestHandshakes(t *testing.T) {
 	if n, err := group("nlctrl", "notify"); err != nil || n != unix.GENL_ID_CTRL {
 		t.Errorf("the group of nlctrl is %d, %v", n, err)

@@ -16,7 +16,7 @@ func TestDo(t *testing.T) {
 		t.Errorf("what it did returned %v", err)
 	}
 
-	// Who asked goes when its context ends; what it began goes on.
+	// A caller returns when its context ends; what it began goes on.
 	ctx, cancel := context.WithCancel(t.Context())
 	goOn, began := make(chan struct{}), make(chan struct{})
 	gone := make(chan error)
@@ -30,7 +30,7 @@ func TestDo(t *testing.T) {
 		t.Errorf("it returned %v when its context ended", err)
 	}
 
-	// What has another name does not wait; what has the same does, and may give up.
+	// A call of another name does not wait. One of the same name does, and may give up.
 	if err := table.Do(t.Context(), "b", func() error { return nil }); err != nil {
 		t.Error(err)
 	}
