@@ -57,8 +57,9 @@ type Export struct {
 // none is no secret.
 var none secret.Text
 
-// Open returns the target at an address of this machine. It removes the hosts, keys and ports that a process left unfinished when it died.
-// errdefs.ErrUnsupported if the kernel has no such target, with what to load; errdefs.ErrUnavailable if nobody can listen at this address now.
+// Open returns the target at an address of this machine. It removes the hosts and keys that a process left unfinished when it died; a port that was left
+// so is used by a later export. errdefs.ErrUnsupported if the kernel has no such target, with what to load; errdefs.ErrUnavailable if nobody can listen at
+// this address now.
 func Open(address netip.AddrPort) (*Target, error) {
 	t := &Target{address: netip.AddrPortFrom(address.Addr().Unmap(), address.Port())}
 	if err := present(); err != nil {
