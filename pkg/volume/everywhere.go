@@ -12,39 +12,41 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Elsewhere knows which volumes of other nodes this one uses.
+// Elsewhere knows which volumes of other nodes this node uses.
 type Elsewhere interface {
-	// Has reports whether a volume is another node's and this one's to use: it is claimed for it, as far as that is known, or connected. It asks
-	// nobody but the kernel.
+	// Has reports whether a volume of another node is this node's to use: it is known to be claimed for this node, or is connected. It asks only the
+	// kernel.
 	Has(id ID) bool
-	// Find is Has for a volume of which nothing is known here: it asks those who know, and if it finds it, Has does. ErrUnavailable if they do not answer.
+	// Find is Has for a volume of which nothing is known here: it asks the API server. If it returns true, so does Has. ErrUnavailable if there is no
+	// answer.
 	Find(ctx context.Context, id ID) (bool, error)
 }
 
-// Everywhere are the volumes that a node can use: its own, and those of other nodes that are claimed for it. All calls of a volume that is used
-// go to where that is; to make volumes and delete them is for the node that has them.
+// Everywhere are the volumes that a node can use: its own, and those of other nodes that are claimed for it. Calls that use a volume go to the Local that
+// has it. Volumes are made and deleted only by the node that has them.
 type Everywhere struct {
 	*Local
 	others     *Local
 	elsewhere  Elsewhere
-	replicated *Local // nil: none can be used
+	replicated *Local // volumes with several legs; nil: this node cannot use any
 	legs       Elsewhere
 }
 
-// NewEverywhere returns the volumes of local, and those of others, which are over a pool of volumes that are elsewhere. The name of a volume's
-// pool says nothing of where it is: each node may have a pool of that name.
+// NewEverywhere returns the volumes of local and those of others, whose one pool stands for the volumes of other nodes. A pool's name does not tell which
+// node has a volume: each node may have a pool of that name.
 func NewEverywhere(local, others *Local, elsewhere Elsewhere) *Everywhere {
 	return &Everywhere{Local: local, others: others, elsewhere: elsewhere}
 }
 
-// Replicate has the node use volumes with several legs too (docs/replication.md), which are over a pool of those. known knows which ones are claimed for this node, or have a mirror here.
+// Replicate lets the node use volumes with several legs too (docs/replication.md). replicated is over the pool of those. known knows which of them are
+// claimed for this node, or have a mirror here.
 func (e *Everywhere) Replicate(replicated *Local, known Elsewhere) {
 	e.replicated, e.legs = replicated, known
 }
 
-// of is where a volume is. One that was another node's may have its devices here still, over a connection that has ended under them with its claim; one that
-// has moved while it was used, as they were before: until they are called as those of its new home, all calls find them by that. If the pool that they are called by
-// is not open, no call finds them: with others beside them, a volume would have two devices that know nothing of each other.
+// of returns the Local that has the devices of a volume. A volume that has moved may still have devices here by the name of its old home: over a
+// connection that has ended, or, if it moved while it was used, in use. All calls go to those until they are renamed. If the pool in their name is not
+// open, calls fail; otherwise the volume would get a second device beside the one in use.
 func (e *Everywhere) of(ctx context.Context, id ID) *Local {
 	if e.isReplicated(ctx, id) {
 		return e.replicated
@@ -52,7 +54,7 @@ func (e *Everywhere) of(ctx context.Context, id ID) *Local {
 	return e.plain(ctx, id)
 }
 
-// plain is of, for a volume of one leg, or a leg.
+// plain is of for a leg, or a volume that has no legs.
 func (e *Everywhere) plain(ctx context.Context, id ID) *Local {
 	if e.elsewhere.Has(id) {
 		if home, away, err := e.Seats(ctx, id); err == nil && !away && (home || e.Local.mayBeSeated(id)) {
@@ -66,8 +68,8 @@ func (e *Everywhere) plain(ctx context.Context, id ID) *Local {
 	return e.Local
 }
 
-// Get returns a volume; ErrUnavailable also if it may be another node's and that cannot be found out now. ErrPrecondition of one whose devices here are over a connection
-// that has ended: they have to be taken down first.
+// Get returns a volume. ErrUnavailable also if another node may have it, and that cannot be found out now. ErrPrecondition if its devices here are over a
+// connection that has ended: they have to be detached first.
 func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
 	if e.isReplicated(ctx, id) {
 		return e.replicated.Get(ctx, id)
@@ -79,7 +81,8 @@ func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
 	return v, err
 }
 
-// whole returns the volume that a leg is of. A leg by itself is nobody's: what was written to it the others would lack.
+// whole returns the volume that a leg is of, if it is claimed for this node; else ErrPrecondition. A leg is never used by itself: the other legs would
+// lack what is written to it.
 func (e *Everywhere) whole(ctx context.Context, leg Volume) (Volume, error) {
 	if e.replicated == nil || leg.ReplicaOf != leg.ID.Key {
 		return Volume{}, fmt.Errorf("%w: %s is a leg of the replicated volume %s, and is not used by itself", errdefs.ErrPrecondition, leg.ID, leg.ReplicaOf)
@@ -93,7 +96,7 @@ func (e *Everywhere) whole(ctx context.Context, leg Volume) (Volume, error) {
 	return Volume{}, fmt.Errorf("%w: the replicated volume %s is not claimed for node %s", errdefs.ErrPrecondition, leg.ID, e.Node())
 }
 
-// getPlain is Get of a volume of one leg, or a leg.
+// getPlain is Get for a leg, or a volume that has no legs.
 func (e *Everywhere) getPlain(ctx context.Context, id ID) (Volume, error) {
 	at := e.plain(ctx, id)
 	v, err := at.Get(ctx, id)
@@ -150,7 +153,8 @@ func (e *Everywhere) AttachRaw(ctx context.Context, v Volume, key Key, writable 
 	return at.AttachRaw(ctx, v, key, writable)
 }
 
-// AttachToRead attaches a volume that many read: see Local. What is another node's that keeps from being written to; raw: it is handed out.
+// AttachToRead attaches a volume that many nodes read: see Local. If another node has the volume, that node's export takes no writes. raw: the device is
+// to be handed out, not mounted.
 func (e *Everywhere) AttachToRead(ctx context.Context, v Volume, raw bool) (blockdev.Device, error) {
 	switch at := e.of(ctx, v.ID); {
 	case at != e.others:
@@ -167,7 +171,8 @@ func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Devi
 	return e.of(ctx, v.ID).Format(ctx, v, device, want, flags)
 }
 
-// Uses are the volumes that this node uses through devices of its own, and does not have, or not alone, as the kernel says. What it does not tell is left out.
+// Uses returns the volumes of other nodes, and those with several legs, that have devices here, as the kernel says. It leaves out what the kernel does not
+// tell.
 func (e *Everywhere) Uses(ctx context.Context) (uses []overview.Use) {
 	for _, l := range []*Local{e.replicated, e.others} { // of a volume with replicas the other node's leg has the same key
 		if l == nil {
@@ -190,12 +195,12 @@ func (e *Everywhere) Uses(ctx context.Context) (uses []overview.Use) {
 	return uses
 }
 
-// Marks: see Local; of a leg. Of what is another node's that one is asked.
+// Marks: see Local. If another node has the leg, that node is asked.
 func (e *Everywhere) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Extent, error) {
 	return e.plain(ctx, id).Marks(ctx, id, since)
 }
 
-// BeginEra: see Local; of a leg. Of what is another node's that one is asked.
+// BeginEra: see Local. If another node has the leg, that node is asked.
 func (e *Everywhere) BeginEra(ctx context.Context, id ID) (uint32, error) {
 	return e.plain(ctx, id).BeginEra(ctx, id)
 }
@@ -205,13 +210,13 @@ func (e *Everywhere) Attached(ctx context.Context, id ID) ([]blockdev.Device, er
 	return e.of(ctx, id).Attached(ctx, id)
 }
 
-// Detach: see Local. A mirror goes with all else.
+// Detach: see Local. It also detaches what else is here of the volume: the mirror, and the copy of one that was moving from here.
 func (e *Everywhere) Detach(ctx context.Context, id ID) error {
 	at := e.of(ctx, id)
 	err := at.Detach(ctx, id)
 	switch {
 	case err != nil:
-	case at == e.Local: // of one that was moving from here, a leg
+	case at == e.Local: // the new leg of a volume that was moving from here
 		err = e.others.Detach(ctx, id)
 	case at == e.replicated:
 		err = e.lingers(ctx, id)
@@ -224,7 +229,7 @@ func (e *Everywhere) Health(ctx context.Context, id ID) ([]blockdev.Problem, err
 	return e.of(ctx, id).Health(ctx, id)
 }
 
-// PoolHealth is what is wrong with the pools of this node, and with the way to those of others.
+// PoolHealth returns what is wrong with the pools of this node, and with the way to those of other nodes.
 func (e *Everywhere) PoolHealth(ctx context.Context) []blockdev.Problem {
 	return append(e.Local.PoolHealth(ctx), e.others.PoolHealth(ctx)...)
 }

@@ -20,39 +20,39 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Origin is a snapshot whose bytes are copied to another pool, of this node or of another one, or what moves.
+// Origin is what is copied to another pool, of this node or of another one: a snapshot that a volume is made from, or a volume or snapshot that moves.
 type Origin struct {
 	ID ID
-	// Created is when it was cut, or sealed: what another snapshot of that ID has is no part of a copy of this one.
+	// Created is when it was cut, or sealed. An unfinished copy is resumed only for the same ID and Created.
 	Created time.Time
-	Size    int64 // bytes, as the pool keeps them: with the header of what is encrypted
+	Size    int64 // bytes that the pool has for it: with the header if it is encrypted
 	Sector  int64 // logical sector of its devices, in bytes
-	// Contents is what it carries, or is to carry. Format and Header are what its record says of its bytes.
+	// Contents is what it carries, or is to carry. Format and Header are those of its record.
 	Contents
 	Format Format
 	Header Header
-	// Pool where the node that a volume moves from has it; empty: the driver there is one of before volumes were in pools that their IDs do not name.
+	// Pool that it is in, on the node that it moves from. Empty if that node's driver is older than volumes in pools that their IDs do not name.
 	Pool string
 	// Object is the UID of the object by which a volume moves, as its new node knows it.
 	Object string
 	// Generation is metadata.generation of that object.
 	Generation int64
-	// Labels of the record of what moves, which is all of it and no copy; nil of what is copied.
+	// Labels that the record of what moves takes along; nil for what is copied.
 	Labels map[string]string
-	// Claims is how many claims of a volume that moves there had been when it was sealed.
+	// Claims is how many claims there had been of a volume that moves when it was sealed.
 	Claims int64
-	// Read calls visit with what it holds from an offset on, in order, in pieces of up to ReadSize bytes, of which each begins and
-	// ends at a multiple of blockdev.Granularity. What is left out reads as zeros. The data is visit's until it returns.
+	// Read calls visit with the data from an offset on, in order, in pieces of up to ReadSize bytes. Each piece begins and ends at a multiple of
+	// blockdev.Granularity. What is left out reads as zeros. visit may use data only until it returns.
 	Read func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error
 }
 
-// SizeOf is the size of the volume that an origin is, or is of, in bytes: without a header.
+// SizeOf returns the size of the volume that an origin is, or is a snapshot of, in bytes: without a header.
 func SizeOf(o Origin) int64 { return o.Size - o.Scheme.Overhead() }
 
-// smallestSector is that of any disk, in bytes.
+// smallestSector is the smallest logical sector of a disk, in bytes.
 const smallestSector = 512
 
-// check is ErrUnsupported for an origin that is like none of this version: what it says goes into records, and another node may have said it.
+// check returns ErrUnsupported for an origin with values that this version does not know. They go into records, and another node may have sent them.
 func (o Origin) check() error {
 	known := func(t filesystem.Type) bool { return t == "" || slices.Contains(filesystem.Types, t) }
 	states := []FormatState{Blank, Formatting, Formatted, Raw}
@@ -67,34 +67,34 @@ func (o Origin) check() error {
 	return nil
 }
 
-// ReadSize is the most that Origin.Read hands on at once, in bytes.
+// ReadSize is the most bytes that Origin.Read passes to visit at once.
 const ReadSize = 1 << 20
 
-// How far a copy came is noted after checkpoint bytes or checkpointTime, whichever is first, and when it is cut short: so much is copied again after
-// a crash.
+// The progress of a copy is recorded after checkpoint bytes or checkpointTime, whichever is first, and when the copy is cut short. After a crash at most
+// that much is copied again.
 const (
 	checkpoint     = 256 << 20
 	checkpointTime = time.Minute
 )
 
-// A copy of what is in another pool is an object like any other to its own pool, which is ready, and whose record says that it is not
-// whole: this label has the key of its origin, when that was cut, and up to which byte it is copied. It is nobody's until the label is gone.
+// importLabel returns the label of an unfinished copy: the key of its origin, when that was cut, and up to which byte it is copied. To its pool an
+// unfinished copy is an object like any other, and ready. Nobody can use it until the label is gone.
 func importLabel(from Origin, done int64) string {
 	return from.ID.Key + "/" + from.Created.UTC().Format(time.RFC3339Nano) + "/" + strconv.FormatInt(done, 10)
 }
 
-// unfinished reports whether a volume is a copy that is not whole, or what is here of a volume or snapshot that moves here.
+// unfinished reports whether a record has that label: it is of an unfinished copy, or of what moves here and has not arrived.
 func unfinished(r blockdev.Record) bool { return r.Labels[labelImport] != "" }
 
-// imported is up to which byte an unfinished copy of an origin is done; false if it is of another.
+// imported returns up to which byte an unfinished copy is copied; false if it is a copy of another origin.
 func imported(r blockdev.Record, from Origin) (done int64, of bool) {
 	label := r.Labels[labelImport]
 	done, err := strconv.ParseInt(label[strings.LastIndexByte(label, '/')+1:], 10, 64)
 	return done, err == nil && label == importLabel(from, done) && done >= 0 && done <= from.Size
 }
 
-// Import makes a volume of the bytes of a snapshot that is not in one of its pools. It is nobody's before it is whole, and a call that comes
-// after one that was cut short goes on where that stopped, also after a crash. Otherwise it is as Create.
+// Import is Create for a volume that is copied from an origin in another pool, or on another node. Nobody can use the volume before it is whole. After a
+// call that was cut short, also by a crash, the next one resumes the copy.
 func (l *Local) Import(ctx context.Context, spec Spec, from Origin) (Volume, error) {
 	if err := errors.Join(from.check(), l.check(spec), spec.CheckSource(from.Contents)); err != nil {
 		return Volume{}, err
@@ -126,7 +126,7 @@ func (l *Local) Import(ctx context.Context, spec Spec, from Origin) (Volume, err
 	return l.createPlaced(ctx, spec, pools, from.Size-from.Scheme.Overhead(), importIn)
 }
 
-// importIn is Import in a pool, which may have a part of the copy.
+// importIn is Import in one pool, which may have the unfinished copy.
 func (l *Local) importIn(ctx context.Context, spec Spec, pool blockdev.Pool, from Origin) (Volume, error) {
 	record, err := pool.Get(ctx, blockdev.Ref{Kind: blockdev.Volume, Key: KeyOf(spec.Name)})
 	if errors.Is(err, errdefs.ErrNotFound) {
@@ -145,7 +145,7 @@ func (l *Local) importIn(ctx context.Context, spec Spec, pool blockdev.Pool, fro
 	return fromRecord(pool.Name(), l.node, whole), nil
 }
 
-// beginImport makes the object that the bytes go into, as zeros.
+// beginImport makes the object that the bytes are copied to, as zeros.
 func (l *Local) beginImport(ctx context.Context, spec Spec, pool blockdev.Pool, from Origin) (blockdev.Record, error) {
 	create, err := newVolume(spec, pool, from.Size-from.Scheme.Overhead())
 	if err != nil {
@@ -156,7 +156,7 @@ func (l *Local) beginImport(ctx context.Context, spec Spec, pool blockdev.Pool, 
 	return l.create(ctx, pool, create)
 }
 
-// copied returns the labels that a copy has once all its bytes are there, at a path; before that the copy gets an identity of its own.
+// copied gives a whole copy, in the device at path, an identity of its own, and returns the labels that its record then gets.
 func copied(ctx context.Context, path, key string, from Origin) (map[string]string, error) {
 	labels, separate := map[string]string{labelImport: ""}, filesystem.Separate
 	copyFormat(labels, from.Format)
@@ -166,7 +166,8 @@ func copied(ctx context.Context, path, key string, from Origin) (map[string]stri
 	return labels, separate(ctx, path)
 }
 
-// fill copies what is not copied yet, and then gives the volume the labels that finish returns, or with an empty one takes it away.
+// fill copies what is not copied yet. Then it sets the labels that finish returns in the record; a label without a value is deleted. ErrUnsupported if the
+// pool has larger sectors than the origin.
 func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin,
 	finish func(ctx context.Context, path string) (map[string]string, error)) (_ blockdev.Record, err error) {
 	ctx, span := trace.Start(ctx, "copy from another pool", "pool", pool.Name(), "object", record.Ref.String(), "origin", from.ID.String())
@@ -207,7 +208,7 @@ func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Re
 	})
 }
 
-// copyFrom writes the bytes of an origin to an open device, from where the record says that an earlier try came. A piece is written while the next one comes.
+// copyFrom copies the bytes of an origin to an open device, from where the record says that the copy is. It writes a piece while it reads the next one.
 func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin, target *os.File) error {
 	done, _ := imported(record, from)
 	writing, end, err := direct.WriteBehind(target, ReadSize)
@@ -255,7 +256,7 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 	return err
 }
 
-// giveUp removes a copy that failed for good; what may go on stays for the next call.
+// giveUp removes a copy that failed with cause, unless the next call may resume it (mayGoOn).
 func (l *Local) giveUp(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, cause error) error {
 	if mayGoOn(cause) {
 		return nil
@@ -265,7 +266,7 @@ func (l *Local) giveUp(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref
 	return l.dropUnfinished(ctx, pool, ref)
 }
 
-// mayGoOn reports whether an error leaves something that the next call may go on with.
+// mayGoOn reports whether the next call may resume what failed with cause.
 func mayGoOn(cause error) bool {
 	for _, passes := range []error{context.Canceled, context.DeadlineExceeded, errdefs.ErrUnavailable, errdefs.ErrBusy, errdefs.ErrInUse} {
 		if errors.Is(cause, passes) {
@@ -275,7 +276,7 @@ func mayGoOn(cause error) bool {
 	return false
 }
 
-// dropUnfinished removes a copy that is not whole. What is whole stays.
+// dropUnfinished removes an unfinished copy. An object that is whole stays, and is no error.
 func (l *Local) dropUnfinished(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	record, err := pool.Get(ctx, ref)
 	if err != nil || !unfinished(record) {
@@ -287,7 +288,8 @@ func (l *Local) dropUnfinished(ctx context.Context, pool blockdev.Pool, ref bloc
 	return l.remove(ctx, pool, ref)
 }
 
-// Open returns a snapshot as the origin of a copy in another pool; ErrNotFound as GetSnapshot.
+// Open returns a snapshot as the origin of a copy in another pool. ErrNotFound as for GetSnapshot; ErrUnsupported if its pool cannot list what its
+// snapshots hold.
 func (l *Local) Open(ctx context.Context, id ID) (Origin, error) {
 	if _, err := l.GetSnapshot(ctx, id); err != nil {
 		return Origin{}, err
@@ -328,7 +330,7 @@ func (l *Local) open(ctx context.Context, id ID) (Origin, error) {
 		}}, nil
 }
 
-// read opens a device of an object for reading, for as long as use takes.
+// read calls use with a device of an object that is open for reading.
 func read(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, use func(f *os.File) error) error {
 	device, err := pool.Attach(ctx, ref, blockdev.Attachment{ReadOnly: true})
 	if err != nil {
@@ -343,7 +345,7 @@ func read(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, use func(f 
 	return use(f)
 }
 
-// readAllocated is Origin.Read of an open device.
+// readAllocated is Origin.Read for an open device.
 func readAllocated(ctx context.Context, differ blockdev.Differ, ref blockdev.Ref, f *os.File, size, from int64, visit func(int64, []byte) error) error {
 	memory, free, err := direct.Memory(ReadSize)
 	if err != nil {
@@ -371,8 +373,8 @@ func readAllocated(ctx context.Context, differ blockdev.Differ, ref blockdev.Ref
 	})
 }
 
-// createElsewhere makes a copy of what is in another pool of this node. Of a volume, which may be in use, a snapshot is cut first, and
-// removed when the copy is whole, or has failed for good.
+// createElsewhere makes a volume as a copy of a volume or snapshot in another pool of this node. If the source is a volume, which may be in use, it cuts a
+// snapshot first. That is removed when the copy is whole, or has failed for good.
 func (l *Local) createElsewhere(ctx context.Context, spec Spec) (Volume, error) {
 	if spec.Source.Kind == blockdev.Snapshot {
 		from, err := l.Open(ctx, spec.Source)
@@ -393,11 +395,11 @@ func (l *Local) createElsewhere(ctx context.Context, spec Spec) (Volume, error) 
 	return v, errors.Join(err, l.EndCut(ctx, l.placeOf(spec.Source), key))
 }
 
-// cutName is the name of the snapshot that is cut for a copy of a volume in another pool, by the key of the copy.
+// cutName returns the name of the snapshot that is cut of a volume for a copy in another pool. key is that of the copy.
 func cutName(key string) string { return "copy\x00" + key }
 
-// OpenCut cuts a snapshot of a volume for the copy of a key in another pool, or finds the one that is there, and returns it as the origin of
-// the copy. Nobody else sees it. EndCut removes it.
+// OpenCut returns a snapshot of a volume as the origin of a copy in another pool. It cuts the snapshot, or takes the one that an earlier call cut for the
+// copy of that key. Nobody else sees the snapshot. EndCut removes it.
 func (l *Local) OpenCut(ctx context.Context, id ID, key string) (Origin, error) {
 	snapshot, err := l.existing(ctx, cutName(key), id)
 	if err == nil && snapshot.Name == "" {
@@ -412,7 +414,7 @@ func (l *Local) OpenCut(ctx context.Context, id ID, key string) (Origin, error) 
 	return l.open(ctx, snapshot.ID)
 }
 
-// EndCut removes what OpenCut cut of a volume of a pool for the copy of a key; that it is not there is success.
+// EndCut removes the snapshot that OpenCut has cut for the copy of a key. pool is the pool of the source. Success if there is none.
 func (l *Local) EndCut(ctx context.Context, pool, key string) error {
 	ctx, cancel := undoing.Context(ctx)
 	defer cancel()

@@ -14,28 +14,30 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume with several legs (docs/replication.md) is used through a mirror over them. A leg is a volume of its own, of this node or of another one. What follows is what the node with the mirror needs of a leg,
-// wherever that is: its device, and what its record says of it. What the volume carries is in the records of the legs as in that of any volume.
+// A volume with several legs (docs/replication.md) is used through a mirror over them. A leg is a volume of its own, of this node or of another one. This
+// file is what the consumer needs of a leg, wherever that is: its device and its record. What the volume carries (format, header, target) is in the
+// records of the legs, as in the record of any volume.
 
-// LegState is what the record of a leg says of it. The node that has the mirror alone writes it. Generations are those of claims of the volume, not of the leg.
+// LegState is the state of a leg in its record. Only the consumer, which has the mirror, writes it. Generations are those of the claims of the volume, not
+// of the leg. A list is one of the current legs, in the status of the volume's object; lists are counted.
 type LegState struct {
-	Sound  int64  // by which it was current last; 0: none yet
-	Opened int64  // for which it was opened last; 0: none yet
-	Closed bool   // since then it was closed, equal to all legs that were current
-	Boot   string // the word of the start of its machine in which it was opened
-	Common string // the name of a moment in which all legs were equal, durably; empty: that in which they were made
-	Era    uint32 // one of its marks, which began before that moment: what was written since then is since that. 0: whatever was ever written
-	List   int64  // the count of the last list of current legs that has it, and was written, as far as it was told; 0: none
-	Listed int    // how many legs that list has
-	Due    int64  // the count of a later one, which was about to be written, and perhaps never was, or without it; 0: none
-	After  int64  // the count of the one that was the last then, as far as was known; less than Due
-	More   bool   // that one had not all legs of the one that was due
+	Sound  int64  // generation of the last claim by which it was current; 0: none yet
+	Opened int64  // generation of the last claim that it was opened for; 0: none yet
+	Closed bool   // it was closed after that, when it was equal to all legs that were current
+	Boot   string // boot ID of its machine when it was opened
+	Common string // the name of the last common moment: all legs were equal, durably; empty: the moment in which they were made
+	Era    uint32 // an era of its marks that began before Common, so it has all writes since then; 0: before the first write
+	List   int64  // the last list that has this leg and that it was told is written; 0: none
+	Listed int    // how many legs List has
+	Due    int64  // a later list that was about to be written: it may never have been, or not with this leg; 0: none
+	After  int64  // the last list before Due, as far as was known; less than Due
+	More   bool   // Due has legs that After has not
 }
 
-// Knows is the count of the last list of current legs that was written for sure, with this leg or without it, as far as it was told.
+// Knows returns the last list, with this leg or without it, that the leg was told is written.
 func (s LegState) Knows() int64 { return max(s.List, s.After) }
 
-// NoEra is an era of no marks: all of a leg counts as written since, also when marks are kept later.
+// NoEra is an era that no marks have: since then all of a leg counts as written, also if marks are begun later.
 const NoEra = 1
 
 var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})(?::([0-9A-Z]{1,32}):([0-9]{1,10}))?(?::list\.([0-9]{1,19})\.([0-9]))?(?::(due|more)\.([0-9]{1,19})(?:\.([0-9]{1,19}))?)?$`)
@@ -65,7 +67,7 @@ func (s LegState) label() string {
 	return label
 }
 
-// legStateOf is what a record says; of a leg that nobody has opened yet, that it is closed.
+// legStateOf returns the state in the record of a leg. A leg that was never opened is closed. ErrDataLoss if the label cannot be read.
 func legStateOf(r blockdev.Record) (s LegState, err error) {
 	label := r.Labels[labelLeg]
 	if label == "" {
@@ -91,18 +93,18 @@ func legStateOf(r blockdev.Record) (s LegState, err error) {
 	return s, nil
 }
 
-// Leg is a leg, as the node has it that keeps its bytes.
+// Leg is a leg as its own node knows it.
 type Leg struct {
 	LegState
 	Of   string          // the key of its volume
-	Now  string          // the word of this start of its machine; empty: not known
-	Data blockdev.Record // as its user may see it
+	Now  string          // boot ID of its machine now; empty: not known
+	Data blockdev.Record // its record, as its consumer may see it
 }
 
-// LostPower reports whether a leg may lack what was written to it, acknowledged, and not flushed.
+// LostPower reports whether a leg may lack writes that it acknowledged and had not flushed: its machine was restarted while it was open.
 func (l Leg) LostPower() bool { return !l.Closed && (l.Boot == "" || l.Boot != l.Now) }
 
-// leg reads the record of a leg.
+// leg returns a leg by its record. ErrNotFound while it is being copied; ErrUnavailable if its node does not answer.
 func (l *Local) leg(ctx context.Context, id ID) (leg Leg, err error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -126,7 +128,8 @@ func (l *Local) leg(ctx context.Context, id ID) (leg Leg, err error) {
 	return leg, err
 }
 
-// attachLeg makes a leg a device of this node, with nothing of its volume over it. ErrInUse while somebody has it open, as who had the volume before there were others may: he would write past them.
+// attachLeg attaches a leg, with nothing of its volume over it. ErrInUse while its device is open: whoever used the volume before it had several legs
+// would write past the mirror.
 func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	if err := l.makeOurs(ctx, id); err != nil {
 		return blockdev.Device{}, err
@@ -141,7 +144,8 @@ func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	return l.layLeg(ctx, id, true, stack, device.Options{Seat: true})
 }
 
-// Leg returns a leg as its node has it, also if its claim is news. The caller has the lock of the leg, as for all calls for one.
+// Leg returns a leg. If the leg is not known here, it asks whether there is a claim of it for this node. The caller has the lock of the leg, as for all
+// calls for a leg but ChangeLeg.
 func (e *Everywhere) Leg(ctx context.Context, id ID) (Leg, error) {
 	at := e.plain(ctx, id)
 	leg, err := at.leg(ctx, id)
@@ -154,12 +158,14 @@ func (e *Everywhere) Leg(ctx context.Context, id ID) (Leg, error) {
 	return e.others.leg(ctx, id)
 }
 
-// isUnknown reports whether this node was asked for a leg that it has not, as far as that is known: its claim for this node may be news.
+// isUnknown reports whether err says that this node's own pools do not have a leg. Another node may have it, by a claim that this node has not heard of
+// yet.
 func (e *Everywhere) isUnknown(at *Local, err error) bool {
 	return at == e.Local && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable))
 }
 
-// isNews waits until the claim of a leg that is unknown is heard of; without one it returns why that is unknown, or cannot be found out.
+// isNews returns nil if a leg that is unknown here is claimed for this node. Without a claim it returns unknown; an error of its own if that cannot be
+// found out.
 func (e *Everywhere) isNews(ctx context.Context, id ID, unknown error) error {
 	if there, err := e.elsewhere.Find(ctx, id); err != nil || !there {
 		return cmp.Or(err, unknown)
@@ -167,8 +173,9 @@ func (e *Everywhere) isNews(ctx context.Context, id ID, unknown error) error {
 	return nil
 }
 
-// OpenLeg makes a leg a device of this node, as Attach does, with nothing of its volume over it: on the node that has it, or over the network. Whoever had it before has it no more. It goes with its last user; on another node it stays until CloseLeg.
-// ErrInUse while somebody has it open; ErrUnavailable if it is another node's, and not claimed for this one yet.
+// OpenLeg attaches a leg to this node, with nothing of its volume over it: from its own pool, or over the network. Nobody else has it from then on. A
+// device of this node's own goes with its last user, one of another node stays until CloseLeg. ErrInUse while somebody has it open; ErrUnavailable if
+// another node has the leg, and it is not claimed for this node yet.
 func (e *Everywhere) OpenLeg(ctx context.Context, id ID) (blockdev.Device, error) {
 	at := e.plain(ctx, id)
 	if _, err := at.Record(ctx, id); e.isUnknown(at, err) {
@@ -180,24 +187,24 @@ func (e *Everywhere) OpenLeg(ctx context.Context, id ID) (blockdev.Device, error
 	return at.attachLeg(ctx, id)
 }
 
-// LegDevices are the devices of a leg on this node; it needs no record.
+// LegDevices returns the devices of a leg on this node. It needs no record.
 func (e *Everywhere) LegDevices(ctx context.Context, id ID) ([]blockdev.Device, error) {
 	return e.plain(ctx, id).Attached(ctx, id)
 }
 
-// CloseLeg takes the devices of a leg away, and gives it back to its node.
+// CloseLeg detaches a leg from this node. Another node's leg is given back to that node.
 func (e *Everywhere) CloseLeg(ctx context.Context, id ID) error {
 	return e.plain(ctx, id).Detach(ctx, id)
 }
 
-// GrowLeg brings the devices of a leg to its size.
+// GrowLeg brings the devices of a leg to the size of the leg.
 func (e *Everywhere) GrowLeg(ctx context.Context, id ID) error {
 	_, err := e.plain(ctx, id).Grow(ctx, id, nil)
 	return err
 }
 
-// ChangeLeg changes what the record of a leg says, durably: of the leg, and of what its volume carries; labels that are no user's stay. Of all calls it alone needs no lock: what has to be written down before the writes to a volume go on must not wait for
-// who has its lock, and waits for such a write.
+// ChangeLeg changes the state of a leg and the labels of what its volume carries, durably. Of the labels change may alter userLabels alone. Unlike all
+// other calls it needs no lock: the volume's writes may wait for this change, and the holder of the lock for those writes.
 func (e *Everywhere) ChangeLeg(ctx context.Context, id ID, change func(s *LegState, labels map[string]string) error) error {
 	return e.plain(ctx, id).setLabels(ctx, id, func(labels map[string]string) error {
 		s, err := legStateOf(blockdev.Record{Ref: id.ref(), Labels: labels})
@@ -212,7 +219,7 @@ func (e *Everywhere) ChangeLeg(ctx context.Context, id ID, change func(s *LegSta
 	})
 }
 
-// CarryLabels gives the labels of one leg what those of another one say of what their volume carries.
+// CarryLabels copies the labels of what the volume carries from one leg to another; not the state of the leg.
 func CarryLabels(from, to map[string]string) {
 	for _, label := range userLabels {
 		if label != labelLeg {
@@ -221,10 +228,10 @@ func CarryLabels(from, to map[string]string) {
 	}
 }
 
-// Keeps is how many bytes a leg keeps of a volume of a size, which is without what encryption keeps beside it.
+// Keeps returns how many bytes a leg has for a volume of some size: that and the overhead of encryption.
 func (l Leg) Keeps(size int64) int64 { return size + schemeOf(l.Data).Overhead() }
 
-// RecordOf is the record of the volume of a leg, by that of the leg.
+// RecordOf returns the record of the volume that a leg is of, made from that of the leg.
 func (l Leg) RecordOf(ref blockdev.Ref, name string, size int64) blockdev.Record {
 	r := l.Data
 	r.Ref, r.Name, r.Size = ref, name, l.Keeps(size)
@@ -235,5 +242,6 @@ func (l Leg) RecordOf(ref blockdev.Ref, name string, size int64) blockdev.Record
 	return r
 }
 
-// legsOwn are labels of a leg that say nothing of its volume. That the volume can be used on any node, needs nothing of this one.
+// legsOwn are the labels of a leg that say nothing of its volume. labelAccess is one: that a volume with legs can be used on any node does not depend on
+// this leg.
 var legsOwn = []string{labelReplicaOf, labelLeg, labelBoot, labelPool, labelAccess, labelTimeout}

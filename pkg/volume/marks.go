@@ -15,28 +15,31 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A leg (docs/replication.md) is attached with a device that marks what is written to it, and since which era. What that needs to know is in an object of the pool beside the volume
-// (blockdev.Marks), which is made when the leg is attached, and deleted with it. The record says whether all that was ever written since its marks were begun is marked (labelMarks): it says so after that is
-// true, and ceases to before anything is written that is not. So a leg of which nothing else is known counts as written, all of it.
+// A leg (docs/replication.md) is attached with a device that marks which blocks are written, and in which era. The device keeps its marks in an object of
+// the pool beside the leg (blockdev.Marks), which is made when the leg is attached and deleted with it. The record of the leg (labelMarks) says whether
+// every write since the marks were begun is marked. It says so only after that is true, and stops saying so before a write that is not marked. If it does
+// not say so, all of the leg counts as written.
 //
-// Marks may be begun anew, as often as they are lost. So an era that is told to others has a number in which is, which time that was; an era of another time is none of now.
+// Marks that were lost are begun anew. So the number of an era that others are told contains how often marks were begun. An era from before that is not
+// one of the present marks.
 
-// marksAvailable is why this machine marks nothing; tests have others.
+// marksAvailable returns why this machine cannot mark writes. Tests replace it.
 var marksAvailable = era.Available
 
-// eraBits are those of an era's number that are the kernel's.
+// eraBits is how many of the lower bits of an era's number are the kernel's number.
 const eraBits = 20
 
-// spareRoom is how many times its size a leg can grow before there is no room for its marks.
+// spareRoom is how many times its size a leg can grow to before its marks need a larger object.
 const spareRoom = 4
 
 // marking is what the record of a leg says of its marks.
 type marking struct {
-	begun uint32 // how often they were begun; the first time, before anything was written
-	block int64  // what is marked at a time, in bytes; 0: not all that is written is marked, until they are begun again
+	begun uint32 // how often marks were begun; 1: once, before anything was written
+	block int64  // bytes that one mark is for; 0: not all writes are marked, until marks are begun anew
 }
 
-// markingOf is what a record says of marks. A volume that was not made as a leg, or is a copy, was written to without.
+// markingOf returns the marking in a record. Without the label marks count as begun once, as something was written without them: the volume was not made
+// as a leg, or is a copy.
 func markingOf(r blockdev.Record) marking {
 	m := marking{begun: 1}
 	begun, block, on := strings.Cut(r.Labels[labelMarks], ":")
@@ -57,21 +60,21 @@ func (m marking) label() string {
 	return label
 }
 
-// never is the label of a volume that nobody has written to yet.
+// never is the label of a leg that was never written to.
 var never = marking{}.label()
 
-// off is m, once something is written that is not marked.
+// off returns m for a leg to which something is written that is not marked.
 func (m marking) off() marking { return marking{begun: max(m.begun, 1)} }
 
-// next is m, begun again; false if that cannot be told in a number any more.
+// next returns m with marks begun once more; false if there is no number left for that.
 func (m marking) next(block int64) (marking, bool) {
 	return marking{m.begun + 1, block}, m.begun+1 < 1<<(32-eraBits)
 }
 
-// number is that of an era, as others know it; false if the kernel has counted too far for that.
+// number returns the number of one of the kernel's eras, as others are told it; false if the kernel's number does not fit into eraBits.
 func (m marking) number(era uint32) (uint32, bool) { return m.begun<<eraBits | era, era < 1<<eraBits }
 
-// era is the kernel's, of a number; false if nothing is known since that. Since 0, all that was ever written counts.
+// era returns the kernel's era of a number; false if nothing is known since then. Number 0 is from before the first write.
 func (m marking) era(number uint32) (uint32, bool) {
 	if number == 0 {
 		return 1, m.begun == 1
@@ -79,10 +82,10 @@ func (m marking) era(number uint32) (uint32, bool) {
 	return number & (1<<eraBits - 1), number>>eraBits == m.begun
 }
 
-// marksOf is the object beside a volume.
+// marksOf returns the object that has the marks of a volume.
 func marksOf(ref blockdev.Ref) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Marks, Key: ref.Key} }
 
-// setMarking changes what the record of a leg says of its marks, if it says anything else.
+// setMarking writes m into the record of a leg, unless it is there.
 func setMarking(ctx context.Context, pool blockdev.Pool, record *blockdev.Record, m marking) error {
 	if m == markingOf(*record) && record.Labels[labelMarks] != "" {
 		return nil
@@ -97,7 +100,7 @@ func setMarking(ctx context.Context, pool blockdev.Pool, record *blockdev.Record
 	return err
 }
 
-// layMarked attaches a volume of a pool by attach, if it is a leg with marks. For want of them nothing fails: the leg is attached without, and the record says so first.
+// layMarked attaches a volume by attach; a leg with marks. If marks cannot be had, the leg is attached without them, and its record says so before that.
 func (l *Local) layMarked(ctx context.Context, pool blockdev.Pool, record blockdev.Record, o device.Options, attach func(o device.Options) (blockdev.Device, error)) (blockdev.Device, error) {
 	if record.Labels[labelReplicaOf] == "" || unfinished(record) || elsewhere(pool) {
 		return attach(o)
@@ -138,7 +141,7 @@ func (l *Local) layMarked(ctx context.Context, pool blockdev.Pool, record blockd
 	return attach(o)
 }
 
-// layWith attaches a leg with marks; device.ErrMarks if they cannot be had. The record says that they are kept, once they are.
+// layWith attaches a leg with the marks that open returns. After that its record says that writes are marked. device.ErrMarks if the marks cannot be had.
 func (l *Local) layWith(ctx context.Context, pool blockdev.Pool, record *blockdev.Record, stack device.Stack, open func(context.Context, blockdev.Pool, *blockdev.Record) (device.Marking, error),
 	attach func(device.Marking) (blockdev.Device, error)) (_ blockdev.Device, err error) {
 	m, err := open(ctx, pool, record)
@@ -161,7 +164,8 @@ func (l *Local) layWith(ctx context.Context, pool blockdev.Pool, record *blockde
 	return attached, nil
 }
 
-// layAgain attaches what is attached already: with marks, or without. Where these have no room for what has grown, it goes on without.
+// layAgain attaches a leg that is attached already: with marks if it has them, else without. If the marks have no room for a leg that has grown, it ends
+// them.
 func (l *Local) layAgain(ctx context.Context, pool blockdev.Pool, record *blockdev.Record, stack device.Stack, attach func() (blockdev.Device, error)) (blockdev.Device, error) {
 	attached, err := attach()
 	if errors.Is(err, device.ErrMarks) {
@@ -180,7 +184,7 @@ func (l *Local) layAgain(ctx context.Context, pool blockdev.Pool, record *blockd
 	return attached, nil
 }
 
-// tellMarks has the record of a leg that is attached say what the kernel does: a crash may have come between the two.
+// tellMarks brings the marking in the record of an attached leg to what the kernel says. They differ after a crash.
 func (l *Local) tellMarks(ctx context.Context, pool blockdev.Pool, record *blockdev.Record, stack device.Stack) error {
 	now, err := stack.Marked(ctx)
 	if err != nil {
@@ -196,7 +200,7 @@ func (l *Local) tellMarks(ctx context.Context, pool blockdev.Pool, record *block
 	return nil
 }
 
-// unmark has a leg that is attached go on without marks.
+// unmark ends the marks of an attached leg, which stays in use. Its record says so first.
 func (l *Local) unmark(ctx context.Context, pool blockdev.Pool, record *blockdev.Record, stack device.Stack) error {
 	if err := setMarking(ctx, pool, record, markingOf(*record).off()); err != nil {
 		return err
@@ -205,7 +209,7 @@ func (l *Local) unmark(ctx context.Context, pool blockdev.Pool, record *blockdev
 	return stack.Unmark()
 }
 
-// openMarks opens what the marks of a leg are in, which its record says are kept.
+// openMarks opens the marks of a leg whose record says that writes are marked. ErrDataLoss if there are none.
 func (l *Local) openMarks(ctx context.Context, pool blockdev.Pool, record *blockdev.Record) (device.Marking, error) {
 	if err := marksAvailable(); err != nil {
 		return device.Marking{}, err
@@ -224,7 +228,8 @@ func (l *Local) openMarks(ctx context.Context, pool blockdev.Pool, record *block
 	return device.Marking{Metadata: metadata, Block: markingOf(*record).block}, nil
 }
 
-// newMarks makes room for marks of a leg, and has them be none yet. The record says that none are kept.
+// newMarks makes the object for the marks of a leg, or takes one that is large enough, and clears it. The record has to say already that not all writes
+// are marked.
 func (l *Local) newMarks(ctx context.Context, pool blockdev.Pool, record *blockdev.Record) (device.Marking, error) {
 	if err := marksAvailable(); err != nil {
 		return device.Marking{}, err
@@ -261,7 +266,7 @@ func (l *Local) newMarks(ctx context.Context, pool blockdev.Pool, record *blockd
 	return device.Marking{Metadata: metadata, Block: block}, nil
 }
 
-// deleteMarks removes what is beside a volume; a leg that goes on without it counts as written, all of it.
+// deleteMarks deletes the object with the marks of a volume. A leg that stays without it counts as written, all of it.
 func deleteMarks(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	if ref.Kind != blockdev.Volume {
 		return nil
@@ -269,17 +274,17 @@ func deleteMarks(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) erro
 	return pool.Delete(ctx, marksOf(ref))
 }
 
-// elsewhere reports whether the volumes of a pool are other nodes', which keep their marks.
+// elsewhere reports whether the volumes of a pool are those of other nodes, which keep the marks themselves.
 func elsewhere(pool blockdev.Pool) bool {
 	_, is := blockdev.As[blockdev.Marker](pool)
 	return is
 }
 
-// mostMarked is how many ranges Marks tells at the most.
+// mostMarked is the most ranges that Marks returns.
 const mostMarked = 1 << 14
 
-// Marks is what was written to a leg since an era that BeginEra has told, in order, and perhaps more: all of it, where that is not known. Since 0 it is what was ever written, or holds data: all else reads as zeros.
-// What is written meanwhile may be missing.
+// Marks returns the ranges of a leg that were written since an era that BeginEra has returned, in order. They may be more than was written: all of the leg
+// if that is not known. With since 0 they are all that was ever written or holds data; all else reads as zeros. Writes during the call may be missing.
 func (l *Local) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Extent, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -307,7 +312,8 @@ func (l *Local) Marks(ctx context.Context, id ID, since uint32) ([]blockdev.Exte
 	return coarser(written, mostMarked), nil
 }
 
-// BeginEra begins an era of the marks of a leg, which is attached, and returns its number: what is written from now on is written since it. ErrUnsupported where no marks are kept.
+// BeginEra begins an era of the marks of an attached leg, and returns its number. A later Marks with it has every write after this call. ErrUnsupported if
+// the writes are not marked, or if the marks are nearly full: these are ended.
 func (l *Local) BeginEra(ctx context.Context, id ID) (number uint32, err error) {
 	defer func() {
 		if err != nil {
@@ -328,7 +334,7 @@ func (l *Local) BeginEra(ctx context.Context, id ID) (number uint32, err error) 
 		return 0, err
 	case m.block == 0 || !now.Kept():
 		return 0, fmt.Errorf("%w: they are not kept", errdefs.ErrUnsupported)
-	case now.Used > now.All/4*3 || now.Era+1 >= 1<<eraBits: // before it is full, and the kernel fails what is written
+	case now.Used > now.All/4*3 || now.Era+1 >= 1<<eraBits: // before the marks are full: the kernel would fail writes then
 		if err := l.unmark(ctx, pool, &record, stack); err != nil {
 			return 0, err
 		}
@@ -345,7 +351,7 @@ func (l *Local) BeginEra(ctx context.Context, id ID) (number uint32, err error) 
 	return number, nil
 }
 
-// SetReplicaOf says of which volume a volume is a leg of from now on, durably. Its marks begin when it is attached next.
+// SetReplicaOf records durably of which volume a volume is a leg. Its marks begin when it is attached next.
 func (l *Local) SetReplicaOf(ctx context.Context, id ID, of string) error {
 	return l.setLabels(ctx, id, func(labels map[string]string) error {
 		labels[labelReplicaOf] = of
