@@ -20,8 +20,8 @@ func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value 
 	return changeLabel(ctx, pool, ref, labelFrozen, value)
 }
 
-// filesystems returns at which directories the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
-// just be opened.
+// filesystems returns the directories at which the filesystem of an object is mounted. Other binds of it (of a subpath) are left out: to open one may
+// block.
 func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) []string {
 	devices, err := l.stacks.Of(pool, ref).Attached(ctx)
 	if err != nil {
@@ -38,18 +38,18 @@ func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockde
 	return paths
 }
 
-// A filesystem that stays frozen is as good as lost to its user, so thawing is tried
-// again this often.
+// A filesystem that stays frozen is as good as lost to its user. So a thaw that fails is tried again, thawTries times.
 const (
 	thawTries = 10
 	thawPause = 100 * time.Millisecond
 )
 
-// quiesce freezes the filesystem of an origin, if it has one that is mounted, and else suspends its devices if its pool
-// needs no time for the copy. It reports whether all writes are held back until thaw is called, which may be called again, and
-// returns the context for what is done meanwhile: see held. ErrUnavailable from thaw: they were not,
-// so what was done is of no point in time. What somebody else froze is not held back: they may end it at any time.
-// Those of a volume that is exported are its consumer's to hold back; those of a leg of a volume with several, its volume's, wherever that is used.
+// quiesce holds back the writes to an origin until thaw is called, which may be called again. It freezes the filesystem if one is mounted. Otherwise, or
+// if somebody else froze that, it suspends the devices, if the pool copies at once. quiesced is false if writes may go on; somebody else may end their own
+// freeze at any time. The context that it returns is for what is done meanwhile: see held. ErrUnavailable from thaw: writes went on before it, so what was
+// copied is of no point in time.
+//
+// The writes to an exported volume are held back by its consumer. Those to a leg are held back by the consumer of its volume, which may be this node.
 func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
 	if e, is, err := exportOf(o.record); err != nil {
@@ -58,7 +58,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 		return l.holdConsumer(ctx, o, e.Grant)
 	}
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)
-	if len(paths) == 0 && o.record.Labels[labelReplicaOf] != "" && l.consumers() != nil { // if it is used here, it is below the mirror of its volume, unless it was mounted before there was one
+	if len(paths) == 0 && o.record.Labels[labelReplicaOf] != "" && l.consumers() != nil { // a leg that is attached here is below the mirror of its volume, unless it was mounted before the volume had a mirror
 		if devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx); err != nil || len(devices) > 0 {
 			if err != nil {
 				return ctx, false, nothing, err
@@ -90,7 +90,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 			return ctx, false, nothing, err
 		}
 		return l.suspend(ctx, o)
-	case pending: // it may be frozen yet
+	case pending: // the filesystem may still become frozen
 		return ctx, false, nothing, err
 	case err != nil:
 		return ctx, false, nothing, errors.Join(err, unmark())
@@ -105,7 +105,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	return ctx, true, thaw, nil
 }
 
-// suspend is quiesce for devices that are not mounted, or whose filesystem somebody else froze.
+// suspend is quiesce for a volume that has no filesystem mounted, or one that somebody else froze.
 func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, quiesced bool, resume func() error, err error) {
 	nothing := func() error { return nil }
 	stack := l.stacks.Of(o.pool, o.record.Ref)
@@ -122,7 +122,7 @@ func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, quies
 	return ctx, true, resume, nil
 }
 
-// endFreeze calls what filesystem.Freeze returned for a path, and tries again.
+// endFreeze calls end, which filesystem.Freeze returned for a path. If that fails it thaws again, thawTries times.
 func endFreeze(end func() error, path string) error {
 	err := end()
 	for try := 0; err != nil && !errors.Is(err, errdefs.ErrUnavailable) && try < thawTries; try++ {
@@ -132,12 +132,11 @@ func endFreeze(end func() error, path string) error {
 	return err
 }
 
-// freezeTime is how long the kernel is waited for until it has frozen a filesystem.
+// freezeTime is how long freeze waits for the kernel.
 const freezeTime = time.Minute
 
-// freeze is filesystem.Freeze of a volume. pending: the kernel is not through with it, and nobody waits for that any
-// more; it is ended as soon as it begins. Until then no other is tried (mayFreeze), and the mark in the record stays until the next
-// copy or start.
+// freeze is filesystem.Freeze for a volume, for freezeTime at most. pending: the time is over and the kernel has not finished. The freeze is then ended as
+// soon as it begins. Until that mayFreeze refuses others, and the mark in the record stays until the next copy or start.
 func (l *Local) freeze(ctx context.Context, id ID, path string) (_ func() error, pending bool, _ error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, freezeTime, errdefs.ErrUnavailable)
 	defer cancel()
@@ -167,9 +166,8 @@ func (l *Local) setFreezing(id ID, freezing bool) {
 	}
 }
 
-// held returns the context for what is done while the writes to an origin are held back. If
-// that lasts for longer than writers can be asked to wait, the context ends (freezeError);
-// once they were released it does not.
+// held returns the context for what is done while the writes to an origin are held back, and what releases them. After longestFreeze the context ends: see
+// freezeError. After a release it does not.
 func (l *Local) held(ctx context.Context, o origin, release func() error) (context.Context, func() error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	id, longest, began := o.id(), l.longestFreeze, time.Now()
@@ -188,12 +186,12 @@ func (l *Local) held(ctx context.Context, o origin, release func() error) (conte
 	}
 }
 
-// restFactor: writers that were held back for as long as they may be are left alone for so
-// many times that long. Whoever asks for a copy asks again and again.
+// restFactor is for how many times longestFreeze writers are left alone after they were held back that long in vain. Whoever asks for a copy asks again
+// and again.
 const restFactor = 10
 
-// mayFreeze is ErrPrecondition if the writers of a volume were held back in vain not long ago, and
-// ErrUnavailable if they still are.
+// mayFreeze returns ErrPrecondition if the writers of a volume were lately held back for longestFreeze in vain, and ErrUnavailable if an earlier freeze is
+// pending.
 func (l *Local) mayFreeze(id ID) error {
 	rest := restFactor * l.longestFreeze
 	l.mu.Lock()
@@ -217,7 +215,7 @@ func heldTooLong(id ID, longest time.Duration) error {
 		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", errdefs.ErrPrecondition, id, longest)
 }
 
-// freezeError is the error of what was done with a context of held.
+// freezeError returns the error of work with a context of held: why that has ended, if writers were held back for too long; else err.
 func freezeError(ctx context.Context, err error) error {
 	if cause := context.Cause(ctx); err != nil && errors.Is(cause, errdefs.ErrPrecondition) {
 		return cause
@@ -225,7 +223,7 @@ func freezeError(ctx context.Context, err error) error {
 	return err
 }
 
-// withThaw joins the error of a copy and that of a thaw, which may have been the cause.
+// withThaw joins the error of a copy and that of a thaw, unless the first contains the second.
 func withThaw(err, thaw error) error {
 	if errors.Is(err, thaw) {
 		return err

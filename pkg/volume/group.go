@@ -15,15 +15,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Group is a group snapshot as it is: complete.
+// Group is a group snapshot that is complete.
 type Group struct {
 	ID        GroupID
 	Created   time.Time
 	Snapshots []Snapshot
 }
 
-// NewGroup makes a group of its members: in the order of their sources, and as old as the
-// first that was cut (the writes to all were held back then).
+// NewGroup returns the group of some members, in the order of their sources. Created is that of the first that was cut: the writes to all were held back
+// then.
 func NewGroup(id GroupID, members []Snapshot) Group {
 	group := Group{ID: id, Snapshots: slices.Clone(members)}
 	slices.SortFunc(group.Snapshots, func(a, b Snapshot) int { return strings.Compare(a.Source.String(), b.Source.String()) })
@@ -35,8 +35,7 @@ func NewGroup(id GroupID, members []Snapshot) Group {
 	return group
 }
 
-// GroupSources returns the sources of a group in their order; ErrInvalid if there are none,
-// or one is there twice.
+// GroupSources returns the sources of a group in order. ErrInvalid if there are none, or one is there twice.
 func GroupSources(sources []ID) ([]ID, error) {
 	sorted := slices.Clone(sources)
 	slices.SortFunc(sorted, func(a, b ID) int { return strings.Compare(a.String(), b.String()) })
@@ -57,13 +56,13 @@ type member struct {
 // at which a crash could leave a part of a group that looks like the whole.
 func complete(members []member) bool { return len(members) > 0 && len(members) == members[0].GroupSize }
 
-// wasWhole: the group was complete, so what is missing was lost (with its disk, or its record), and what is
-// there is what somebody has.
+// wasWhole reports whether the group was complete once. A member that is missing was lost then, with its disk or its record. The others stay, as somebody
+// was told that they exist.
 func wasWhole(members []member) bool {
 	return slices.ContainsFunc(members, func(m member) bool { return m.wasWhole })
 }
 
-// setWhole says in the records of members whether their group is complete. poolOf returns the pool of a name.
+// setWhole records in members whether their group is complete. poolOf returns a pool by its name.
 func setWhole(ctx context.Context, poolOf func(name string) (blockdev.Pool, error), members []member, whole bool) error {
 	value := ""
 	if whole {
@@ -107,7 +106,7 @@ func (l *Local) removeGroup(ctx context.Context, members []member) error {
 		return err
 	}
 	defer release()
-	// So that a start removes what a crash leaves of it. A full disk may not take that, and has to be emptied all the same.
+	// So that a start removes what a crash leaves of the group. A full disk may refuse this, and has to be emptied all the same.
 	if err := setWhole(ctx, l.pool, members, false); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 		return err
 	}
@@ -132,13 +131,12 @@ func (l *Local) setIncomplete(key string, incomplete bool) {
 	}
 }
 
-// CreateGroup: see Store. The writes to all sources are held back before the first one is
-// cut; if one cannot be cut, none stays.
+// CreateGroup: see Store. The writes to all sources are held back before the first one is cut. If one cannot be cut, no snapshot stays.
 func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (Group, error) {
 	return l.CutLegs(ctx, name, sources, nil)
 }
 
-// CutLegs is CreateGroup of volumes of some of which this node has a leg: those are cut.
+// CutLegs is CreateGroup for volumes of which this node has legs, by the IDs of their volumes: the leg is cut in place of the volume.
 func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map[ID]ID) (_ Group, err error) {
 	id := GroupID{KeyOf(name)}
 	sources, err = GroupSources(sources)
@@ -153,7 +151,7 @@ func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map
 	if complete(members) {
 		return l.existingGroup(ctx, name, members, sources)
 	}
-	if wasWhole(members) { // what is left of it is no part of a try before this one
+	if wasWhole(members) { // its members are not of a try that was cut short
 		return Group{}, fmt.Errorf("%w: group snapshot %q has %d of its %d snapshots only; restore the records of the others, or delete the group",
 			errdefs.ErrDataLoss, name, len(members), members[0].GroupSize)
 	}
@@ -184,7 +182,7 @@ func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map
 	return toGroup(id, members), nil
 }
 
-// existingGroup returns a group that is complete; ErrExists if it is of other volumes.
+// existingGroup returns a group that is complete. ErrExists if it is of other volumes.
 func (l *Local) existingGroup(ctx context.Context, name string, members []member, sources []ID) (Group, error) {
 	group := toGroup(GroupID{KeyOf(name)}, members)
 	if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
@@ -193,11 +191,11 @@ func (l *Local) existingGroup(ctx context.Context, name string, members []member
 	if err := setWhole(ctx, l.pool, members, true); err != nil {
 		return Group{}, err
 	}
-	l.setIncomplete(group.ID.Key, false) // an earlier try could not remove any of it
+	l.setIncomplete(group.ID.Key, false) // a deletion that removed nothing may have hidden it
 	return group, nil
 }
 
-// cutGroup cuts all members of a group at one moment. What an error leaves is the caller's to remove.
+// cutGroup cuts all members of a group at one point in time. After an error the caller removes what was cut.
 func (l *Local) cutGroup(ctx context.Context, name string, sources []ID, legs map[ID]ID) (_ []member, err error) {
 	cuts := make([]groupCut, len(sources))
 	defer func() {
@@ -245,9 +243,8 @@ type groupCut struct {
 	record   blockdev.Record
 }
 
-// cutAll cuts the members in their order. Each one's writes go on as soon as it is cut:
-// what is written from then on cannot come before a later member's cut, as that one's
-// writes are still held back. A pool that has to copy does so after all are cut.
+// cutAll cuts the members in their order. The writes to each go on as soon as it is cut. That keeps the point in time: what they write then is later than
+// all cuts that writes still wait for. A pool that has to copy bytes does so after all members are cut.
 func (l *Local) cutAll(ctx context.Context, cuts []groupCut) error {
 	if len(cuts) == 0 {
 		return nil
@@ -312,7 +309,7 @@ func (l *Local) GetGroup(ctx context.Context, id GroupID) (Group, error) {
 	return Group{}, fmt.Errorf("%w: no %s", errdefs.ErrNotFound, id)
 }
 
-// hidden: members of a group that is being made or undone are not there for anybody, nor is what was cut for a copy in another pool.
+// hidden reports whether a snapshot is to be seen by nobody: its group is being made or deleted, or it was cut for a copy in another pool.
 func (l *Local) hidden(r blockdev.Record) bool {
 	if r.Labels[labelCutFor] != "" {
 		return true

@@ -20,16 +20,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Limits are of the volume: what all pods that use it do together. Its device has them from the first publication until it is unstaged; what
-// the driver does with it before (mkfs, a check) is not held back, although the driver may be a pod.
+// Limits are those of a volume: of all pods that use it together. Its device has them from the first publication until it is unstaged. What the driver
+// does to the device before that (mkfs, a check) is not limited, although the driver may run in a pod.
 
-// noLimit is the value of a limit's parameter that takes the limit away: a parameter that is not given stays as it is.
+// noLimit is the value that takes a limit away. A parameter that is not given leaves the limit as it is.
 const noLimit = "max"
 
-// leastBandwidth is the least limit of bytes in a second: one block.
+// leastBandwidth is the lowest limit of bytes in a second: one block.
 const leastBandwidth = blockdev.Granularity
 
-// limitParameter is the mutable parameter that limits how many of what the pods of a volume can have in a second.
+// limitParameter returns the mutable parameter of a limit of so many (what) in a second.
 func limitParameter(name, what string, least, most int64, limit func(*cgroup.Limits) *uint64) mutableParameter {
 	return mutableParameter{
 		limit:  limit,
@@ -54,11 +54,11 @@ func limitParameter(name, what string, least, most int64, limit func(*cgroup.Lim
 	}
 }
 
-// limitsOf are the mutable parameters, which were checked, as limits of the volume's device.
+// limitsOf returns the limits in mutable parameters, which were checked.
 func limitsOf(mutable map[string]string) (l cgroup.Limits) {
 	for key, value := range mutable {
 		if limit := mutableParameters[key].limit; limit != nil {
-			*limit(&l) = uint64(quantity.Parse(value)) // 0 of noLimit
+			*limit(&l) = uint64(quantity.Parse(value)) // noLimit gives 0
 		}
 	}
 	return l
@@ -70,8 +70,8 @@ func Limited(mutable map[string]string) bool { return limitsOf(mutable) != cgrou
 // LimitsHere reports whether limits can be kept on this machine, as it is now.
 func LimitsHere() bool { return cgroup.Supported() == nil }
 
-// Limit has pods do no more to the device of a volume than its parameters say, and any number of things if they say nothing. ErrPrecondition if
-// the node cannot keep them, ErrInvalid if the filesystem that is mounted from it cannot.
+// Limit sets the limits of a volume, as its parameters say, for one of its devices; no limits if they say nothing. ErrPrecondition if the node cannot
+// enforce them, ErrInvalid if they cannot be enforced for the filesystem that is mounted.
 func (l *Local) Limit(v Volume, device blockdev.Device) error {
 	if _, err := limitDevice(device, limitsOf(v.Mutable)); err != nil {
 		return fmt.Errorf("limits of volume %s: %w", v.ID, err)
@@ -79,7 +79,8 @@ func (l *Local) Limit(v Volume, device blockdev.Device) error {
 	return nil
 }
 
-// limitDevice sets the limits of a device; undo sets those that it had. What an ext4 writes through its journal is the kernel's, and waits for no limit of pods.
+// limitDevice sets the limits of a device. undo sets the former ones again. ErrInvalid for a limit of writes to an ext4 whose journal writes the bytes of
+// files: the kernel makes those writes, and no limit of pods holds for them.
 func limitDevice(device blockdev.Device, limits cgroup.Limits) (undo func() error, err error) {
 	if limits.WriteBandwidth+limits.WriteIOPS > 0 && filesystem.JournalWrites(device.Path) {
 		return nil, fmt.Errorf("%w: limits of writes cannot be kept for the filesystem on %s, which is mounted with data=journal or nodelalloc (the class's mountOptions); do without those, or the limits", errdefs.ErrInvalid, device.Path)
@@ -87,9 +88,8 @@ func limitDevice(device blockdev.Device, limits cgroup.Limits) (undo func() erro
 	return cgroup.Limit(device.Number, limits)
 }
 
-// Unlimit takes the limits of devices away that no pod uses: what pods left to be written is not held back, nor what the driver does, and
-// what has the number next has no limit. undo sets them again. What cannot be done is logged: no call fails because a limit stays, and a limit
-// that is not there is told by health.
+// Unlimit takes away the limits of devices that no pod uses. They would slow down the writeback of what pods left, and the driver; and the next device of
+// that number would get them. undo sets them again. Failures are logged: no call fails because a limit stays, and health tells of one that is missing.
 func (l *Local) Unlimit(ctx context.Context, devices ...uint64) (undo func()) {
 	var undos []func() error
 	for _, device := range devices {
@@ -108,8 +108,8 @@ func (l *Local) Unlimit(ctx context.Context, devices ...uint64) (undo func()) {
 	}
 }
 
-// unlimitGone takes the limits of loop devices away that are over nothing. Who took a filesystem out of its mounts took its device away, and
-// left the limits to what has the number next. What cannot be done is logged.
+// unlimitGone takes away the limits of loop devices that have no file any more. Somebody else may have unmounted the filesystem, and so removed the device
+// without its limits. Failures are logged.
 func (l *Local) unlimitGone(ctx context.Context) {
 	devices, err := cgroup.Limited()
 	if err != nil {
@@ -125,15 +125,15 @@ func (l *Local) unlimitGone(ctx context.Context) {
 	}
 }
 
-// lift takes the limits of an origin away until it is frozen: what pods have left to be written is written before, and at their rate that
-// might last for longer than writers can be asked to wait.
+// lift takes away the limits of an origin while its filesystem is being frozen. The kernel first writes out what pods have written. At their limits that
+// could take longer than writers may be held back.
 func (l *Local) lift(ctx context.Context, o origin) (undo func()) {
 	if limitsOf(fromRecord(o.pool.Name(), l.node, o.record).Mutable) == (cgroup.Limits{}) {
 		return func() {}
 	}
 	devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx)
 	if err != nil {
-		return func() {} // who freezes it finds out
+		return func() {} // the freeze will find the error, too
 	}
 	return l.liftDevices(ctx, o.id(), devices)
 }
@@ -164,8 +164,8 @@ func (l *Local) isLifted(id ID) bool {
 	return l.lifted[id]
 }
 
-// limitAttached sets the limits of all volumes of a pool that are attached, and leaves none to what is gone: a change of them, or what they were
-// lifted for, may have been cut short. What cannot be set is logged, and health says it.
+// limitAttached sets the limits of all attached volumes of a pool again, and takes away those of devices that are gone. A crash may have cut short a
+// change of limits, or come while they were lifted. Failures are logged, and told by health.
 func (l *Local) limitAttached(ctx context.Context, pool blockdev.Pool) error {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
@@ -180,8 +180,8 @@ func (l *Local) limitAttached(ctx context.Context, pool blockdev.Pool) error {
 	return nil
 }
 
-// LimitAgain sets the limits of a volume of another node on what is attached of it here, as limitAttached does for the node's own. mutable are all of its mutable
-// parameters, as its object has them: its home is not asked. The caller has the volume for itself.
+// LimitAgain is limitAttached for one volume of another node. mutable are all of its mutable parameters, as its object has them; its home is not asked.
+// The caller has the lock of the volume.
 func (l *Local) LimitAgain(ctx context.Context, id ID, mutable map[string]string) {
 	stack, err := l.stack(id)
 	if err == nil {
@@ -193,7 +193,7 @@ func (l *Local) LimitAgain(ctx context.Context, id ID, mutable map[string]string
 	logLimits(ctx, id, err)
 }
 
-// limitStack sets limits, if there are any, of all that is attached of a volume.
+// limitStack sets limits, if there are any, for all devices of a volume.
 func limitStack(ctx context.Context, stack device.Stack, limits cgroup.Limits) error {
 	if limits == (cgroup.Limits{}) {
 		return nil
@@ -213,8 +213,7 @@ func logLimits(ctx context.Context, id ID, err error) {
 	}
 }
 
-// limitsHealth says whether the limits of a volume are those of its devices, which have them while pods use them. It is asked at any
-// time, also by who does not have the volume for itself.
+// limitsHealth returns a problem if a published volume's devices do not have its limits. It may be called without the lock of the volume.
 func (l *Local) limitsHealth(v Volume, devices []blockdev.Device) ([]blockdev.Problem, error) {
 	limits := limitsOf(v.Mutable)
 	if limits == (cgroup.Limits{}) {
@@ -222,7 +221,7 @@ func (l *Local) limitsHealth(v Volume, devices []blockdev.Device) ([]blockdev.Pr
 	}
 	for _, device := range devices {
 		if len(l.mounts.Paths(device.Number)) < 2 || l.isLifted(v.ID) {
-			continue // it is not published, or a freeze of it begins
+			continue // not published, or about to be frozen
 		}
 		kept, err := cgroup.Kept(device.Number, limits)
 		if err != nil {

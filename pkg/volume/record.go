@@ -24,31 +24,31 @@ const (
 	labelFlags      = "flags"
 	labelEncryption = "encryption"
 	labelDiscards   = "encryption.discard"
-	labelHeader     = "header"   // STATE or STATE:UUID, of one that is encrypted
+	labelHeader     = "header"   // STATE or STATE:UUID, of an encrypted volume
 	labelSeparate   = "separate" // of a copy of one that is encrypted: it may have the identity of its source behind the header
 	labelAccess     = "access"
 	labelTimeout    = "home.timeout"
 	labelReplicaOf  = "replica.of" // the key of the volume that it is a leg of
 	labelLeg        = "leg"        // of a leg: see LegState
-	labelBoot       = "boot"       // in no record: what a home tells the user of a leg of the start of its machine
-	labelFrozen     = "frozen"     // by this driver, for a cut
+	labelBoot       = "boot"       // in no record: the boot ID of its machine, which a home tells the consumer of a leg
+	labelFrozen     = "frozen"     // this driver has frozen it, for a snapshot
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
-	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
+	labelGroupWhole = "group.whole" // the group was complete: a member that is missing was lost
 	labelMutable    = "mutable."    // + key
-	labelPool       = "pool"        // that the ID names, if that is not the pool of the record
-	labelSource     = "source"      // of a copy of what is in another pool, of what is of a volume whose ID names another one or that has several legs, and of what has moved: the ID of that
-	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
-	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool, or its own while it moves here; it is nobody else's
-	labelExport     = "export"      // to whom it is exported, until that has ended: see export
-	labelRead       = "read"        // many read it: see reading
-	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
-	labelLeft       = "left"        // the node that it has moved to, by the cluster's word: see Left
-	labelTold       = "told"        // the last time that its seal or its description was said to be of: see sealTime
-	labelCarried    = "carried"     // what is here of a volume that moves here was completed while its user went on, who may use it since: the UID of the object that said so, and its generation: see carriedBy
+	labelPool       = "pool"        // the pool that the ID names, if that is not the pool of the record
+	labelSource     = "source"      // ID of the source, if that is in another pool, is named by another pool, or has several legs; also of what has moved
+	labelImport     = "import"      // of an unfinished copy: see importLabel
+	labelCutFor     = "cut.for"     // of a snapshot that was cut for a copy in another pool, and is hidden: the key of the copy; of one that moves here: its own key
+	labelExport     = "export"      // its export, until that has ended: see export
+	labelRead       = "read"        // read by many nodes: see reading
+	labelSealed     = "sealed"      // its seal, while it moves to another node: see Seal
+	labelLeft       = "left"        // the node that it has moved to: see Left
+	labelTold       = "told"        // the last time told of a seal or a description of it: see sealTime
+	labelCarried    = "carried"     // of a copy that was completed while the volume was in use: see carriedLabel
 	labelMarks      = "marks"       // whether all that was written to a leg is marked: see marking
-	labelMade       = "made"        // when a volume was made, or a snapshot cut, that has moved since
-	labelCame       = "came"        // by which seals a volume has moved: see came
+	labelMade       = "made"        // of what has moved: when it was made or cut
+	labelCame       = "came"        // the seals by which it has moved: see came
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"
@@ -62,7 +62,7 @@ func setLabel(labels map[string]string, key, value string) {
 	}
 }
 
-// fromRecord reads a volume out of its record.
+// fromRecord returns the volume of a record.
 func fromRecord(pool, node string, r blockdev.Record) Volume {
 	v := Volume{ID: IDOf(pool, r), Pool: pool, Name: r.Name, Size: sizeOf(r), Thin: r.Thin, Source: sourceOf(pool, r), Node: node, Created: r.Created,
 		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
@@ -102,7 +102,7 @@ func snapshotFromRecord(pool, node string, r blockdev.Record) Snapshot {
 	return s
 }
 
-// labels of a new volume.
+// labels returns the labels of a new volume.
 func (s Spec) labels() map[string]string {
 	labels := map[string]string{}
 	setLabel(labels, labelFilesystem, string(s.Filesystem))
@@ -126,7 +126,7 @@ func (s Spec) labels() map[string]string {
 	return labels
 }
 
-// changeLabel sets a label of an object, or with no value takes it away.
+// changeLabel sets a label of an object. An empty value deletes it.
 func changeLabel(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, label, value string) error {
 	_, err := pool.SetLabels(ctx, ref, func(labels map[string]string) error {
 		setLabel(labels, label, value)
@@ -144,7 +144,8 @@ func (l *Local) setLabels(ctx context.Context, id ID, change func(map[string]str
 	return err
 }
 
-// changeLabels is pool.SetLabels of a volume, which its record may say is sealed for its user: from then on that changes only if the volume stays.
+// changeLabels is pool.SetLabels for a volume. The record of one that is sealed for its consumer changes only if the volume stays: the seal is ended
+// first.
 func (l *Local) changeLabels(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, change func(map[string]string) error) (record blockdev.Record, err error) {
 	for range 2 {
 		used := false
@@ -168,8 +169,7 @@ func (l *Local) changeLabels(ctx context.Context, pool blockdev.Pool, ref blockd
 	return record, err
 }
 
-// SetTarget records the one path that a volume is to be published at, durably; empty: it may be
-// at any.
+// SetTarget records durably the only path that a volume may be published at; empty: any.
 func (l *Local) SetTarget(ctx context.Context, id ID, target string) error {
 	return l.setLabels(ctx, id, func(labels map[string]string) error {
 		setLabel(labels, labelTarget, target)
@@ -177,7 +177,7 @@ func (l *Local) SetTarget(ctx context.Context, id ID, target string) error {
 	})
 }
 
-// SetFlags records what stands for the mount flags that a volume is staged with, durably.
+// SetFlags records durably what stands for the mount flags that a volume is staged with.
 func (l *Local) SetFlags(ctx context.Context, id ID, flags string) error {
 	return l.setLabels(ctx, id, func(labels map[string]string) error {
 		setLabel(labels, labelFlags, flags)
@@ -185,7 +185,7 @@ func (l *Local) SetFlags(ctx context.Context, id ID, flags string) error {
 	})
 }
 
-// recordAt returns the record of a volume that a pool has, be it the volume's own or of what is left of it.
+// recordAt returns the record that a pool has of a volume, also if that is only left of a move.
 func (l *Local) recordAt(ctx context.Context, at place) (blockdev.Pool, blockdev.Record, error) {
 	pool, err := l.pool(at.pool)
 	if err != nil {
@@ -195,7 +195,7 @@ func (l *Local) recordAt(ctx context.Context, at place) (blockdev.Pool, blockdev
 	return pool, record, err
 }
 
-// anyRecord returns the record of a volume, whole as the pool has it, also of an unfinished one.
+// anyRecord returns the record of a volume with all labels, also of an unfinished copy.
 func (l *Local) anyRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -205,7 +205,7 @@ func (l *Local) anyRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.R
 	return pool, record, err
 }
 
-// finishedRecord is anyRecord; ErrNotFound for an unfinished volume.
+// finishedRecord is anyRecord; ErrNotFound for an unfinished copy.
 func (l *Local) finishedRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
 	pool, record, err := l.anyRecord(ctx, id)
 	if err == nil && unfinished(record) {
