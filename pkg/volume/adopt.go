@@ -10,10 +10,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume of one leg can get others while this node uses it (docs/replication.md). From then on it is one with several legs for everybody but the kernel of this node, where its devices are those of its first leg, until Adopt has laid them over a
-// mirror. Until then all calls go to them.
+// A volume without legs can get some while this node uses it (docs/replication.md). To everybody but the kernel of this node it has several legs from then
+// on. Here its devices are still those of its first leg, and all calls go to them, until Adopt has laid them over a mirror.
 
-// alone reports whether a volume with several legs is used here by the devices of its first leg: no leg is ever mounted or handed out otherwise. One that this node gives to another one is kept too, and not used here.
+// alone reports whether a volume with several legs is used here by the devices of its first leg: they are mounted, or kept for a user of this node. No leg
+// is mounted or handed out otherwise. A device that is kept for an export does not count.
 func (e *Everywhere) alone(ctx context.Context, id ID) bool {
 	at := e.plain(ctx, id)
 	devices, err := at.Attached(ctx, id)
@@ -30,13 +31,14 @@ func (e *Everywhere) alone(ctx context.Context, id ID) bool {
 	return !e.gives(ctx, id)
 }
 
-// gives reports whether this node gives one of its volumes to another one.
+// gives reports whether this node exports one of its volumes.
 func (e *Everywhere) gives(ctx context.Context, id ID) bool {
 	_, given, err := e.ExportOf(ctx, id)
 	return err == nil && given
 }
 
-// isReplicated reports whether calls for a volume go to the mirror that it has here, or is to have. What Adopt left unfinished is found by its devices, also if the claim is not known, or has ended.
+// isReplicated reports whether calls for a volume go to the mirror that it has here, or is to have. A volume whose Adopt was cut short is known by its
+// devices, also if its claim is not known or has ended.
 func (e *Everywhere) isReplicated(ctx context.Context, id ID) bool {
 	if e.replicated == nil {
 		return false
@@ -49,7 +51,7 @@ func (e *Everywhere) isReplicated(ctx context.Context, id ID) bool {
 	return !e.alone(ctx, id)
 }
 
-// lingers is ErrInUse while somebody has the device open still by which a volume was used before it got others: then taking it down has found it in use, and it goes with him.
+// lingers returns ErrInUse while somebody holds open the device that a volume had before it got several legs. That device goes with its last user.
 func (e *Everywhere) lingers(ctx context.Context, id ID) error {
 	at := e.plain(ctx, id)
 	stack, err := at.stack(id)
@@ -66,8 +68,9 @@ func (e *Everywhere) lingers(ctx context.Context, id ID) error {
 	return err
 }
 
-// Adopt has a volume that has become one with several legs while it was used here be used through a mirror from now on. What is mounted or handed out stays, and so does the number of its device. It does nothing for any other one, and may be called again
-// after a crash at any point. The caller has the lock of the volume. ErrUnsupported if it was attached by a driver that gave devices no seat: it is to be staged again.
+// Adopt lays the devices of a volume that got several legs while it was used here over a mirror. What is mounted or handed out stays, with the same device
+// number. For any other volume it does nothing. It may be called again after a crash at any point of it. The caller has the lock of the volume.
+// ErrUnsupported if the volume was attached by a driver that gave devices no seat: it has to be staged again.
 func (e *Everywhere) Adopt(ctx context.Context, id ID) error {
 	to, err := e.replicated.stack(id)
 	if err != nil {
@@ -85,7 +88,7 @@ func (e *Everywhere) Adopt(ctx context.Context, id ID) error {
 	return to.Reseat(ctx)
 }
 
-// settled is of, of a volume that is to be attached: what Adopt left unfinished is finished first, so that nothing of it is beside its mirror.
+// settled is of for a volume that is to be attached. It first finishes an Adopt that was cut short, so that no device of the volume is beside its mirror.
 func (e *Everywhere) settled(ctx context.Context, id ID) (*Local, error) {
 	at := e.of(ctx, id)
 	if at != e.replicated || at == nil {
@@ -94,7 +97,8 @@ func (e *Everywhere) settled(ctx context.Context, id ID) (*Local, error) {
 	return at, e.Adopt(ctx, id)
 }
 
-// Adopted reports whether a volume was adopted, and is used since; and whether it is not over its mirror yet: then Adopt was cut short, and is to be called again.
+// Adopted reports whether a volume was adopted since it was attached. astray: its devices are not over the mirror yet, as Adopt was cut short. It has to
+// be called again.
 func (e *Everywhere) Adopted(ctx context.Context, id ID) (adopted, astray bool, err error) {
 	stack, err := e.replicated.stack(id)
 	if err != nil {
@@ -103,13 +107,14 @@ func (e *Everywhere) Adopted(ctx context.Context, id ID) (adopted, astray bool, 
 	return stack.Adopted(ctx)
 }
 
-// Replicated is what this node does to the volumes with several legs that it uses, for who cuts, limits and changes them.
+// Replicated returns what this node can do with the volumes with several legs that it uses, for those who copy, limit and modify them.
 func (e *Everywhere) Replicated() Replicated { return Replicated{e} }
 
-// Replicated is what a node does to the volumes with several legs that it uses.
+// Replicated is what a node can do with the volumes with several legs that it uses.
 type Replicated struct{ everywhere *Everywhere }
 
-// Hold: see Local. ErrUnavailable while Adopt is cut short: what is written then does not come to the mirror, below which the home holds it back.
+// Hold: see Local. ErrUnavailable while the devices of the volume are not over its mirror yet (Adopted): the home holds writes back below the mirror, and
+// these would not reach it.
 func (r Replicated) Hold(ctx context.Context, id ID) (release func() error, err error) {
 	at := r.everywhere.of(ctx, id)
 	if at == r.everywhere.replicated {

@@ -191,7 +191,7 @@ func (l *Local) existingGroup(ctx context.Context, name string, members []member
 	if err := setWhole(ctx, l.pool, members, true); err != nil {
 		return Group{}, err
 	}
-	l.setIncomplete(group.ID.Key, false) // a deletion that removed nothing may have hidden it
+	l.setIncomplete(group.ID.Key, false) // an earlier try that failed, and removed nothing, has left it hidden
 	return group, nil
 }
 

@@ -11,8 +11,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// holdConsumer is quiesce for a volume that is exported. A consumer that does not answer may go on writing at any time, and what its page cache has is not
-// in the copy: so there is none before it answers, or its export has ended. That of a node that is gone ends with its claim.
+// holdConsumer is quiesce for an exported volume: the consumer holds back its writes. ErrUnavailable if it does not answer: it may go on to write, and
+// what is in its page cache would not be in the copy. That ends with its answer, or with its export; the export of a node that is gone ends with its
+// claim.
 func (l *Local) holdConsumer(ctx context.Context, o origin, to Grant) (_ context.Context, quiesced bool, release func() error, err error) {
 	nothing := func() error { return nil }
 	consumers := l.consumers()
@@ -37,20 +38,19 @@ func (l *Local) holdConsumer(ctx context.Context, o origin, to Grant) (_ context
 	return ctx, true, release, nil
 }
 
-// holdLonger: a consumer holds its writes back for a tenth longer than a home asks it to. It is the home that gives up first, and then does not ask
-// again for a while.
+// holdLonger is how much longer a consumer holds its writes back than a home asks for. So the home gives up first, and then leaves the writers alone for a
+// while.
 const holdLonger = 1.1
 
-// LongestHold is for how long Hold holds writes back, at the most.
+// LongestHold returns the longest time for which Hold holds writes back.
 func (l *Local) LongestHold() time.Duration {
 	return time.Duration(holdLonger * float64(l.longestFreeze))
 }
 
-// Hold is for the home of a volume that this node uses: it freezes the filesystem that is mounted here until release is called, which may be
-// called again, and has to be called in any case. ErrUnavailable from release: writes were not held back until then; they go on by themselves when
-// they were held back for longer than they may be. release is nil, and all is written out, where no filesystem is mounted or somebody else froze it:
-// the home holds back what comes. Nothing but the kernel is asked, as the home may be at this volume. The caller has the volume for itself until
-// release has returned.
+// Hold freezes, for the home of a volume that this node uses, the filesystem that is mounted here, until release is called. release may be called again,
+// and has to be called in any case. After LongestHold the freeze ends by itself. ErrUnavailable from release: writes went on before it was called. release
+// is nil if no filesystem is mounted or somebody else froze it: all is written out then, and the home holds back what follows. Hold asks only the kernel,
+// as the home may be at work on this volume. The caller has the lock of the volume until release has returned.
 func (l *Local) Hold(ctx context.Context, id ID) (release func() error, err error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -78,7 +78,7 @@ func (l *Local) Hold(ctx context.Context, id ID) (release func() error, err erro
 	}
 	thaw := sync.OnceValue(func() error { return endFreeze(end, paths[0]) })
 	longest := l.LongestHold()
-	late := time.AfterFunc(longest, func() { _ = thaw() }) // release says it
+	late := time.AfterFunc(longest, func() { _ = thaw() }) // release returns the error
 	return sync.OnceValue(func() error {
 		if late.Stop() {
 			return thaw()

@@ -13,22 +13,22 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Leftover is what a copy of something in another pool has made and not finished, or not removed yet: the copy itself, or the snapshot that
-// was cut for it; or what is here of what moves here. The next call for the copy goes on with it.
+// Leftover is what an unfinished or ended copy has left: the copy itself, the snapshot that was cut for it, or what is here of a volume or snapshot that
+// moves here. The next call for the copy resumes it.
 type Leftover struct {
 	ID   ID
-	Pool string // that has it, whatever pool its ID names; the object itself may be in another one by now
+	Pool string // the pool that has it; the object may be in another one
 	For  string // key of the copy, or of what moves
 	// Began is when it was made.
 	Began time.Time
-	// Carried is the UID of the object by which it became all of a volume whose user went on while it was copied (Complete). If the volume has moved, nobody else has what was
-	// written since. Empty for anything else.
+	// Carried is the UID of the object by which the copy of a volume in use was completed (Complete); empty for anything else. If the volume has moved,
+	// only this copy has what was written since.
 	Carried string
-	// Generation is that of this object then. One that has an earlier one went back to before, with the API server.
+	// Generation is the generation of that object at that time. If the object has an earlier one now, the API server was restored.
 	Generation int64
 }
 
-// LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
+// LeftoverOf returns the leftover that a record of a pool is; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
 	left = Leftover{ID: IDOf(pool, r), Pool: pool, For: r.Labels[labelCutFor], Began: r.Created}
 	left.Carried, left.Generation = carriedBy(r)
@@ -38,7 +38,7 @@ func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
 	return left, left.For != ""
 }
 
-// Leftovers are those of a pool that is open.
+// Leftovers returns the leftovers in an open pool.
 func (l *Local) Leftovers(ctx context.Context, pool blockdev.Pool) (all []Leftover, err error) {
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
 		records, err := pool.List(ctx, kind, "", 0)
@@ -54,12 +54,12 @@ func (l *Local) Leftovers(ctx context.Context, pool blockdev.Pool) (all []Leftov
 	return all, nil
 }
 
-// Comes reports whether it is of a snapshot that moves here. Otherwise it is of a volume.
+// Comes reports whether it is of a snapshot that moves here.
 func (left Leftover) Comes() bool {
 	return left.ID.Kind == blockdev.Snapshot && left.ID.Key == left.For
 }
 
-// DropLeftover removes a leftover that nobody goes on with. What is whole by now stays.
+// DropLeftover removes a leftover that nobody resumes. An object that has become whole stays.
 func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
 	if left.ID.Kind == blockdev.Snapshot && !left.Comes() {
 		return l.EndCut(ctx, left.Pool, left.For)
@@ -71,11 +71,11 @@ func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
 	return l.dropUnfinished(ctx, pool, left.ID.ref())
 }
 
-// keptClaims is after how many claims KeepLeftover seals: more than any object counts.
+// keptClaims is the count of claims in the seal of KeepLeftover. No object counts as many.
 const keptClaims = math.MaxInt64
 
-// KeepLeftover makes a volume, which is sealed, of one that is carried, as nobody knows any more whether the volume has moved: whoever adopts it decides that. Who uses it goes on, and
-// no move to here removes it.
+// KeepLeftover makes a sealed volume of a leftover that has Carried, when nobody knows any more whether the volume has moved. Whoever adopts it decides
+// that. Its consumer goes on, and no later move to this node removes it. ErrPrecondition for any other leftover.
 func (l *Local) KeepLeftover(ctx context.Context, left Leftover) error {
 	pool, err := l.pool(left.Pool)
 	if err != nil {
@@ -97,8 +97,8 @@ func (l *Local) KeepLeftover(ctx context.Context, left Leftover) error {
 // leftoverTime is how long DropOldLeftovers keeps a leftover that nobody asked for again.
 const leftoverTime = 24 * time.Hour
 
-// DropOldLeftovers removes what is left of copies, in the pools that are open, that were begun more than a day ago; but for what may be all there is of a volume (Leftover.Carried). It is for the start of a
-// machine without a cluster, on which nobody else says what is still wanted: in a cluster a copy may take days, whoever starts meanwhile.
+// DropOldLeftovers removes the leftovers in open pools that were begun more than a day ago (leftoverTime), except those with Carried. It is for the start
+// of a single machine, where nobody else knows what is still wanted. In a cluster a copy may take days.
 func (l *Local) DropOldLeftovers(ctx context.Context) {
 	for _, pool := range l.openPools() {
 		if err := l.dropOldLeftovers(ctx, pool); err != nil {

@@ -9,10 +9,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The ID of a volume names the pool that it was made in. One that has moved may be in another one (docs/decisions/moving.md): its record has a label with the pool that its ID
-// names, and the Local knows where those are.
+// The ID of a volume names the pool that it was made in. A volume that has moved may be in another pool (docs/decisions/moving.md). Then its record has
+// the label labelPool, with the pool that its ID names, and Local.places has the pool that it is in.
 
-// IDOf is the ID of an object of a pool.
+// IDOf returns the ID of an object of a pool.
 func IDOf(pool string, r blockdev.Record) ID {
 	if named := r.Labels[labelPool]; named != "" {
 		pool = named
@@ -20,7 +20,7 @@ func IDOf(pool string, r blockdev.Record) ID {
 	return ID{r.Kind, pool, r.Key}
 }
 
-// sourceOf is the ID of what an object of a pool was copied from, or cut of; the zero ID if it was not.
+// sourceOf returns the ID of what an object of a pool was copied from, or is a snapshot of; the zero ID if there is none.
 func sourceOf(pool string, r blockdev.Record) ID {
 	if id, err := ParseID(r.Labels[labelSource]); err == nil {
 		return id
@@ -31,22 +31,22 @@ func sourceOf(pool string, r blockdev.Record) ID {
 	return ID{r.Origin.Kind, pool, r.Origin.Key}
 }
 
-// labelOrigin says in the labels of a new object of a pool what it is of, if the ID of that names another pool.
+// labelOrigin adds the ID of the source to the labels of a new object, if that ID names another pool than the new object's.
 func labelOrigin(labels map[string]string, pool string, source ID) {
 	if source.Pool != pool {
 		labels[labelSource] = source.String()
 	}
 }
 
-// Locate says in which pool an object of this node is, whatever pool its ID names. Its record may not be known yet, as that of a pool that is not open: until it is, calls
-// for the object are for that pool, and what another pool has of it when that opens does not change that.
+// Locate sets the pool of this node that an object is in, whichever pool its ID names. That pool need not be open. Calls for the object go to it, also
+// after another pool opens that has something of the object.
 func (l *Local) Locate(id ID, pool string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.places[id] = pool
 }
 
-// gone notes that an object of a pool is not there any more.
+// gone forgets where an object was that a pool no longer has.
 func (l *Local) gone(pool string, r blockdev.Record) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -55,7 +55,7 @@ func (l *Local) gone(pool string, r blockdev.Record) {
 	}
 }
 
-// placeOf is the name of the pool that an object is in, if there is one.
+// placeOf returns the name of the pool that an object is in, if it exists.
 func (l *Local) placeOf(id ID) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -65,7 +65,7 @@ func (l *Local) placeOf(id ID) string {
 	return id.Pool
 }
 
-// recoverPlaces learns which objects of a pool have moved there, but for those that somebody has located, and what may be left of a move.
+// recoverPlaces finds the objects of a pool that have moved there. It leaves out those that were located (Locate), and what may only be left of a move.
 func (l *Local) recoverPlaces(ctx context.Context, pool blockdev.Pool) error {
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
 		records, err := pool.List(ctx, kind, "", 0)
@@ -81,7 +81,7 @@ func (l *Local) recoverPlaces(ctx context.Context, pool blockdev.Pool) error {
 	return nil
 }
 
-// recoverPlace is Locate for an object that nobody has located.
+// recoverPlace is Locate for an object that was not located yet.
 func (l *Local) recoverPlace(id ID, pool string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -90,8 +90,9 @@ func (l *Local) recoverPlace(id ID, pool string) {
 	}
 }
 
-// mayBeLeft reports whether what a pool has of an object may be left of a move, with the object in another pool: a pool that opens late may have been away while the object came
-// to that one. Whatever it has is left if another pool has a whole object; what is sealed or unfinished also if the pool that the ID names has anything of it, or is not open yet.
+// mayBeLeft reports whether what a pool has of an object may only be left of a move, and the object be in another pool. A pool that opens late may have
+// been away during that move. It is left if another open pool has the whole object. What is sealed or unfinished may also be left if the pool that the ID
+// names has anything of the object, or is not open.
 func (l *Local) mayBeLeft(ctx context.Context, in blockdev.Pool, r blockdev.Record) bool {
 	id := IDOf(in.Name(), r)
 	for _, pool := range l.pools {
@@ -116,11 +117,11 @@ func (l *Local) mayBeLeft(ctx context.Context, in blockdev.Pool, r blockdev.Reco
 	return false
 }
 
-// settled reports whether a record is that of an object that neither comes nor may have left.
+// settled reports whether a record is neither of an unfinished copy nor sealed.
 func settled(r blockdev.Record) bool { return !unfinished(r) && r.Labels[labelSealed] == "" }
 
-// alone has no pool of this node but one have anything of a volume that comes there, but for a moment: what is unfinished goes, as of dropCopy, and so does what had left this node and was taken
-// for gone then, as of dropLeft. ErrExists for anything else.
+// alone removes what other open pools of this node have of a volume that moves to pool in: unfinished copies as by dropCopy, and what an earlier move left
+// as by dropLeft. ErrExists for anything else.
 func (l *Local) alone(ctx context.Context, in blockdev.Pool, from Origin) error {
 	for _, pool := range l.openPools() {
 		if pool.Name() == in.Name() {
@@ -142,9 +143,9 @@ func (l *Local) alone(ctx context.Context, in blockdev.Pool, from Origin) error 
 	return nil
 }
 
-// DropLeft removes what a pool has of a volume that is in another pool of this node: what had left this node, and was taken for gone while that pool was closed, so that alone
-// did not see it. claims is how many claims the volume has had. ErrExists for what may be more than that, ErrPrecondition where the other pool does not have the volume whole. The caller
-// has the lock of the volume, and the cluster's word for which pool it is in (Locate).
+// DropLeft removes what pool in has left of a volume that is in another pool of this node: pool in was closed when the volume came, so alone did not see
+// it. claims is how many claims the volume has had. ErrExists if it may be newer than the volume, ErrPrecondition if the other pool does not have the
+// volume whole. The caller has the lock of the volume, and has located it (Locate) as the cluster says.
 func (l *Local) DropLeft(ctx context.Context, in string, id ID, claims int64) error {
 	have, err := l.Get(ctx, id)
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 // Spread says how the volumes of one StatefulSet are laid over the pools that they may be in.
 type Spread string
 
-// The ways to spread volumes. With preferred a volume is in a pool that has none of its peers (Requester.PeerOf) if there is one with
-// room, and else where the fewest are; with required it is in such a pool, or ErrNoSpace.
+// The ways to spread volumes. With preferred a volume is in a pool that has none of its peers (Requester.PeerOf) and has room, if there is one, else in
+// one that has the fewest. With required it is in a pool that has none, or ErrNoSpace.
 const (
 	NoSpread        Spread = ""
 	SpreadPreferred Spread = "preferred"
@@ -43,7 +43,7 @@ func cutOrdinal(name string) (family, ordinal string) {
 	return name[:at], name[at+1:]
 }
 
-// Room is a pool that a new volume may be made in, as far as is known. That it has room says the pool itself, when it is asked to make it.
+// Room is a pool that a new volume may be made in, as far as is known. Whether it really has room, the pool says when it makes the volume.
 type Room struct {
 	Pool string
 	blockdev.Capacity
@@ -57,15 +57,14 @@ func (r Room) Usable() bool { return r.Worst < blockdev.Inaccessible }
 // Fits: it seems to have room for a volume of some bytes.
 func (r Room) Fits(size int64) bool { return r.Usable() && r.MaxVolume >= size }
 
-// Compare orders the pools for a new volume of some bytes; it is negative if r is the better one. That is one with room; then one that is
-// well; then one with fewer peers; then the one with most room: what a volume may grow by, and its snapshots, come from its own
-// pool, which it leaves by a move alone.
+// Compare orders the pools for a new volume of some bytes; negative if r is the better one. Better is, in this order: a pool with room; one with less
+// wrong with it; one with fewer peers; one with more room. Room matters because what a volume grows by, and its snapshots, come from its own pool.
 func (r Room) Compare(other Room, size int64) int {
 	return cmp.Or(TrueFirst(r.Fits(size), other.Fits(size)), cmp.Compare(r.Worst, other.Worst), cmp.Compare(r.Peers, other.Peers),
 		cmp.Compare(other.Available, r.Available), cmp.Compare(r.Pool, other.Pool))
 }
 
-// TrueFirst orders what is so before what is not, as cmp.Compare orders.
+// TrueFirst compares two conditions, as cmp.Compare does; the one that is true comes first.
 func TrueFirst(a, b bool) int {
 	switch {
 	case a == b:
@@ -79,7 +78,7 @@ func TrueFirst(a, b bool) int {
 // Allows reports whether a volume may be in a pool that has some of its peers.
 func (s Spread) Allows(peers int) bool { return s != SpreadRequired || peers == 0 }
 
-// PassedOver reports whether a pool's error leaves it to another pool to make the volume: it has no room, or not the provisioning.
+// PassedOver reports whether after a pool's error another pool may make the volume: the pool has no room, or not the provisioning.
 func PassedOver(err error) bool {
 	return errors.Is(err, errdefs.ErrNoSpace) || errors.Is(err, errdefs.ErrUnsupported)
 }
@@ -87,14 +86,14 @@ func PassedOver(err error) bool {
 // Copies says where copies of volumes and snapshots may be.
 type Copies string
 
-// The places: with local, or nothing, a copy is on the node of its source, where it takes the least time. With anywhere it may be on each node,
-// and takes as long as its bytes on another one.
+// The places for copies. With local, or nothing, a copy is on the node of its source, which takes the least time. With anywhere it may be on any node; to
+// another one all bytes are copied over the network.
 const (
 	CopiesLocal    Copies = "local"
 	CopiesAnywhere Copies = "anywhere"
 )
 
-// Elsewhere reports whether the volume is a copy of what is in another pool than those that it may be in; source is the pool that has it.
+// Elsewhere reports whether the volume is a copy of what is in a pool that the volume itself may not be in. source is that pool.
 func (s Spec) Elsewhere(source string) bool {
 	return s.Source != (ID{}) && s.Pool != "" && !poolset.Set(s.Pool).Has(source)
 }
@@ -105,8 +104,8 @@ type placement struct {
 	For  Requester
 }
 
-// createPlaced makes a volume of at least some bytes in the best of some pools, by a function. One that has no room for it after all is followed by the next. Who asks again
-// while it is not known whether the volume was made gets it from the pool that was chosen first.
+// createPlaced makes a volume of at least floor bytes by create, in the best of some pools. If that has no room after all, it tries the next one. As long
+// as it is not known whether an earlier call made the volume, a retry takes the pool of that call.
 func (l *Local) createPlaced(ctx context.Context, spec Spec, pools []blockdev.Pool, floor int64,
 	create func(ctx context.Context, spec Spec, in blockdev.Pool) (Volume, error),
 ) (Volume, error) {
@@ -143,7 +142,7 @@ func (l *Local) createPlaced(ctx context.Context, spec Spec, pools []blockdev.Po
 	}
 }
 
-// noRoom is the error for a volume that no pool takes, of which some refused it.
+// noRoom returns the error for a volume that no pool takes. refused are the errors of the pools that were asked.
 func (l *Local) noRoom(spec Spec, refused []error) error {
 	switch {
 	case len(refused) == 0:
@@ -158,8 +157,8 @@ func (l *Local) noRoom(spec Spec, refused []error) error {
 	return errdefs.Recast(kind, errors.Join(refused...), "parameter pool=%q: no pool of node %s takes it", spec.Pool, l.node)
 }
 
-// choose chooses the best of some pools for a volume, and keeps that in mind until placedAs; an empty name: it may be in none of
-// them. What is in mind already is chosen again.
+// choose returns the best of some pools for a volume, and remembers it until placedAs; what it remembers it returns again. Empty if the volume may be in
+// none of them.
 func (l *Local) choose(ctx context.Context, spec Spec, rooms []Room, size int64) (name string, err error) {
 	l.placing.Lock()
 	defer l.placing.Unlock()
@@ -210,7 +209,7 @@ func (l *Local) countPeers(ctx context.Context, spec Spec, rooms []Room) (allowe
 	return allowed, nil
 }
 
-// placedAs takes out of mind where a volume is being made, unless the error leaves open whether the pool goes on with it.
+// placedAs forgets the pool that choose chose for a volume, unless the call ended with an error after which that pool may go on with it.
 func (l *Local) placedAs(spec Spec, err error) {
 	if mayGoOn(err) {
 		return
@@ -220,18 +219,17 @@ func (l *Local) placedAs(spec Spec, err error) {
 	delete(l.placed, KeyOf(spec.Name))
 }
 
-// roomPatience is how long a pool is waited for that is to say what room it has. One whose disk hangs is waited for once, and from then
-// on passed over until it has answered.
+// roomPatience is how long rooms waits for a pool. A pool whose disk hangs is waited for once, and then passed over until it has answered.
 const roomPatience = 10 * time.Second
 
-// inquiry asks a pool what room it has; several callers may share one.
+// inquiry is a question to a pool what room it has. Several callers may wait for one.
 type inquiry struct {
 	begun time.Time
 	ended chan struct{} // closed once room is there
 	room  Room
 }
 
-// rooms asks some pools, all at once, what room they have. One that is not open, or does not answer in time, is not usable.
+// rooms asks some pools at once what room they have. A pool that is not open, or does not answer in time, is not usable.
 func (l *Local) rooms(ctx context.Context, pools []blockdev.Pool) []Room {
 	inquiries := make([]*inquiry, len(pools))
 	for i, pool := range pools {
@@ -244,7 +242,7 @@ func (l *Local) rooms(ctx context.Context, pools []blockdev.Pool) []Room {
 	return rooms
 }
 
-// wait returns the room that a pool says it has.
+// wait returns the answer to an inquiry. A pool that does not answer in time is not usable.
 func (i *inquiry) wait(ctx context.Context, pool string) Room {
 	select {
 	case <-i.ended:
@@ -259,7 +257,7 @@ func (i *inquiry) wait(ctx context.Context, pool string) Room {
 	}
 }
 
-// inquire asks a pool, or returns the inquiry that is under way: there is never a second one.
+// inquire asks a pool what room it has, or returns the inquiry that is under way: a pool has one at a time.
 func (l *Local) inquire(ctx context.Context, pool blockdev.Pool) *inquiry {
 	l.placing.Lock()
 	defer l.placing.Unlock()
@@ -280,7 +278,7 @@ func (l *Local) inquire(ctx context.Context, pool blockdev.Pool) *inquiry {
 	return asked
 }
 
-// roomOf is what room a pool has; one that is not open is not waited for.
+// roomOf returns what room a pool has. It does not wait for a pool that is not open.
 func roomOf(ctx context.Context, pool blockdev.Pool) Room {
 	r := Room{Pool: pool.Name(), Worst: blockdev.Inaccessible}
 	if blockdev.Unwrap(pool) == nil {

@@ -11,15 +11,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume may be used by another node than that which has it. All that this node needs of its record it then reads, and changes, here.
+// A volume may be used by another node than the one that has it. This file is how that node reads and changes the record.
 
-// userLabels are those that who uses a volume may change, on whatever node that is: what the volume carries, and how it is used.
+// userLabels are the labels that the consumer of a volume may change, on whichever node it is: what the volume carries, and how it is used.
 var userLabels = []string{labelFormat, labelHeader, labelSeparate, labelTarget, labelFlags, labelLeg}
 
-// mostUserLabel is how long each of them may be, in bytes, quoted: of what a pool keeps of a record they leave a part for the home's own.
+// mostUserLabel is the most bytes of one of them, quoted. So a pool's record has room left for the labels of the home.
 const mostUserLabel = 1024
 
-// Record is that of a volume, as other nodes may see it.
+// Record returns the record of a volume, as other nodes may see it. ErrNotFound for an unfinished copy.
 func (l *Local) Record(ctx context.Context, id ID) (blockdev.Record, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -32,7 +32,7 @@ func (l *Local) Record(ctx context.Context, id ID) (blockdev.Record, error) {
 	return l.told(record), err
 }
 
-// told is shown, and of a leg also in which start of this machine it is.
+// told is shown; the record of a leg also gets the boot ID of this machine.
 func (l *Local) told(r blockdev.Record) blockdev.Record {
 	r = shown(r)
 	if how, _ := l.exporting(); r.Labels[labelReplicaOf] != "" {
@@ -41,7 +41,7 @@ func (l *Local) told(r blockdev.Record) blockdev.Record {
 	return r
 }
 
-// shown is a record without what no other node has to know.
+// shown returns a record without the labels that are only for the home.
 func shown(r blockdev.Record) blockdev.Record {
 	r.Labels = maps.Clone(r.Labels)
 	delete(r.Labels, labelExport)
@@ -52,9 +52,9 @@ func shown(r blockdev.Record) blockdev.Record {
 	return r
 }
 
-// SwapLabels changes labels of a volume's record for the node that uses it: from what is in before to what is in after; a label that is in
-// neither stays, and one that is in before alone is taken away. ErrBusy, and nothing changes, if one of them is not as in before; ErrInvalid for
-// those that are not its user's to change.
+// SwapLabels changes userLabels of a volume for its consumer: from the values in before to those in after. A label that is in neither stays; one that is
+// only in before is deleted. ErrBusy, and nothing changes, if a label has not the value of before. ErrInvalid for other labels, and for values that are
+// too long.
 func (l *Local) SwapLabels(ctx context.Context, id ID, before, after map[string]string) (blockdev.Record, error) {
 	for _, labels := range []map[string]string{before, after} {
 		for label, value := range labels {

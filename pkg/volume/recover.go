@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// recover makes a pool ready to be used, which nobody else uses yet.
+// recover makes a pool ready that nobody uses yet: it finishes or undoes what a crash left half-done.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	l.arriving.Lock()
 	err := l.refuseCopy(pool) // before anything of it is changed
@@ -24,7 +24,7 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	if err != nil {
 		return err
 	}
-	if err := l.recoverPlaces(ctx, pool); err != nil { // by which all that follows is found
+	if err := l.recoverPlaces(ctx, pool); err != nil { // all that follows looks volumes up by that
 		return err
 	}
 	if err := l.stacks.Recover(ctx, pool); err != nil { // first: a suspended device also holds up who looks at its filesystem
@@ -52,9 +52,9 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	return l.exportAgain(ctx, pool)
 }
 
-// refuseCopy returns ErrUnavailable for a pool that has the identity of one that has come before, as somebody copied its bytes: the members of a
-// group snapshot would be there twice, which is neither the group nor a part of it, and its deletion would take both. The one that came first may be
-// away by now; it would be refused when it is back. The caller holds arriving.
+// refuseCopy returns ErrUnavailable if a pool has the identity of one that was opened before: somebody copied its bytes. The members of a group snapshot
+// would be there twice, and to delete the group would delete both. This also holds while the first pool is away, as it may come back. The caller holds
+// arriving.
 func (l *Local) refuseCopy(pool blockdev.Pool) error {
 	is, ok := pool.(blockdev.Identified)
 	if !ok || is.ID() == "" {
@@ -69,8 +69,8 @@ func (l *Local) refuseCopy(pool blockdev.Pool) error {
 	return nil
 }
 
-// detachOrphans takes away the devices of a pool that were handed out and that nobody has any more. Those of exports are other nodes'; one that many read may be; and what is
-// unfinished may be what this node mirrors to.
+// detachOrphans detaches the kept devices of a pool's volumes that nobody has any more. It leaves out exported volumes, those that many nodes read, and
+// unfinished copies, which this node may be mirroring to.
 func (l *Local) detachOrphans(ctx context.Context, pool blockdev.Pool) error {
 	orphans, err := l.stacks.Orphans(ctx, pool)
 	if err != nil {
@@ -120,9 +120,8 @@ func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims 
 	return claims, nil
 }
 
-// recoverGroups removes unfinished groups. While a pool is not there nobody knows which those
-// are, and all that may be are hidden. What is left of a group that was finished once
-// stays, whatever the others were lost with, or wherever they have moved.
+// recoverGroups removes groups that were never complete. Until all pools are open it only hides them, as their other members may be in a pool that is
+// missing. What is left of a group that was complete once stays.
 func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
 	l.arriving.Lock()
 	defer l.arriving.Unlock()

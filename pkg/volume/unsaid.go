@@ -14,10 +14,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The record is what is exported. What the kernel exports beside that is nobody's: the record was restored from one of before, say, or its volume is gone. No claim ends
-// it, as nobody knows of it, and it keeps the device.
+// A volume is exported if its record says so. An export that the kernel has and no record says is left over: the record was restored from a backup, say,
+// or its volume is gone. No claim knows of it, so none would end it, and it keeps its device in use.
 
-// endUnsaid ends what this node exports of volumes whose records do not say so. Where a record cannot be read, or its pool is not there, all stays.
+// endUnsaid ends the exports of this node that no record says. If a record cannot be read, or a pool is not open, exports that it may say stay.
 func (l *Local) endUnsaid(ctx context.Context) error {
 	exporter, how, err := l.exporter()
 	if err != nil {
@@ -41,13 +41,13 @@ func (l *Local) endUnsaid(ctx context.Context) error {
 	return err
 }
 
-// madeBy reports whether the node that has a key has made an export, and of which volume: other nodes may export from the same kernel.
+// madeBy reports whether an export is this node's, whose key is given, and of which volume. Other nodes may export from the same kernel.
 func madeBy(node []byte, e nvmet.Export) (key string, is bool) {
 	key, _, _ = strings.Cut(strings.TrimPrefix(e.NQN, nvmet.Prefix), ":")
 	return key, strings.HasSuffix(e.Host, hostProof(node, e.NQN))
 }
 
-// says reports whether a record may say that a volume is exported by a name.
+// says reports whether a record says that a volume is exported by a name, or may say it: it cannot be read, or a pool is not open.
 func (l *Local) says(ctx context.Context, how Exporting, key, nqn string) bool {
 	open := l.openPools()
 	for _, pool := range open {
@@ -65,7 +65,7 @@ func (l *Local) says(ctx context.Context, how Exporting, key, nqn string) bool {
 	return len(open) < len(l.pools)
 }
 
-// endNobodys ends an export that no record says, and takes the device away that it had, unless somebody has that.
+// endNobodys ends an export that no record says, and detaches its device, unless that is in use.
 func (l *Local) endNobodys(ctx context.Context, exporter Exporter, key, nqn string) error {
 	klog.FromContext(ctx).Info("Ending an export that is in the record of no volume", "volume", key, "export", nqn)
 	if err := exporter.Remove(ctx, nqn); err != nil {
