@@ -18,12 +18,11 @@ func (l *Local) stack(id ID) (device.Stack, error) {
 	return l.stacks.Of(pool, ref), err
 }
 
-// Attach makes a volume a device of this node, to be mounted: the mount holds it from then on, and the device
-// goes with it.
+// Attach attaches a volume to this node, to be mounted. The device goes with its last user, which is the mount.
 //
-// One that is encrypted needs a key: ErrNoKey or ErrKey without the right one, and then nothing has changed. Only what is attached already needs none.
+// An encrypted volume needs its key, unless it is attached already. ErrNoKey or ErrKey without the right one; nothing has changed then.
 //
-// The caller has made sure that this node may use the volume: an export of it is ended first, and so is a move that it is sealed for.
+// The caller has made sure that this node may use the volume. Its export is ended first, and so is the seal of a move that has not come to pass.
 func (l *Local) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device, error) {
 	if err := l.makeOurs(ctx, v.ID); err != nil {
 		return blockdev.Device{}, err
@@ -31,9 +30,8 @@ func (l *Local) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device,
 	return l.attach(ctx, v, key, false)
 }
 
-// AttachRaw makes a volume a device of this node that stays until Detach, to be handed out to those who
-// are not trusted with it. If it is for writing the record says so before anybody can write:
-// what the volume carries from then on is its user's, and it is never formatted. An export of it is ended first, as by Attach.
+// AttachRaw attaches a volume until Detach, to be handed out to users who are not trusted. If it is writable, the record says before anybody can write
+// that the volume is raw: it is never formatted from then on. Its export is ended first, as by Attach.
 func (l *Local) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
 	if err := l.makeOurs(ctx, v.ID); err != nil {
 		return blockdev.Device{}, err
@@ -95,7 +93,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	return attached, nil
 }
 
-// severed: see device.Stack.Severed. What nobody has mounted or open is none: attaching takes it away.
+// severed: see device.Stack.Severed. nil if nobody has the device mounted or open: to attach the volume removes it.
 func (l *Local) severed(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if err != nil {
@@ -105,7 +103,7 @@ func (l *Local) severed(ctx context.Context, id ID) error {
 	return err
 }
 
-// outlived is stack.Severed while somebody has what is severed mounted or open; is: nobody has it.
+// outlived returns the error of stack.Severed while the severed device is mounted or open; is: nobody has it.
 func (l *Local) outlived(ctx context.Context, stack device.Stack) (is bool, err error) {
 	severed := stack.Severed(ctx)
 	if !errors.Is(severed, errdefs.ErrPrecondition) {
@@ -121,12 +119,12 @@ func (l *Local) outlived(ctx context.Context, stack device.Stack) (is bool, err 
 	return true, nil
 }
 
-// mounted reports whether one of some devices is mounted, or its node is bound somewhere; then it need not be open.
+// mounted reports whether one of some devices is mounted, or its node is bound somewhere. A device whose node is bound need not be open.
 func (l *Local) mounted(devices []blockdev.Device) bool {
 	return slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
 }
 
-// layLeg is lay, and of a leg with its marks.
+// layLeg is lay; a leg gets its marks.
 func (l *Local) layLeg(ctx context.Context, id ID, isLeg bool, stack device.Stack, o device.Options) (blockdev.Device, error) {
 	if !isLeg {
 		return l.lay(ctx, stack, o)
@@ -138,7 +136,7 @@ func (l *Local) layLeg(ctx context.Context, id ID, isLeg bool, stack device.Stac
 	return l.layMarked(ctx, pool, record, o, func(o device.Options) (blockdev.Device, error) { return l.lay(ctx, stack, o) })
 }
 
-// lay is stack.Attach. Devices that are over nothing any more, and that nobody has, go first: a stage that was cut short left them.
+// lay is stack.Attach. It first detaches severed devices that nobody has, which a stage that was cut short has left.
 func (l *Local) lay(ctx context.Context, stack device.Stack, o device.Options) (blockdev.Device, error) {
 	attached, err := stack.Attach(ctx, o)
 	if !errors.Is(err, errdefs.ErrPrecondition) {
@@ -162,7 +160,7 @@ func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) 
 	return stack.Attached(ctx)
 }
 
-// Detach takes the devices of a volume away that Attached knows of, and their limits. One that many read stays for those on other nodes.
+// Detach removes the devices of a volume that Attached returns, and their limits. A volume that other nodes read stays attached for them.
 func (l *Local) Detach(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if err != nil {
@@ -174,7 +172,7 @@ func (l *Local) Detach(ctx context.Context, id ID) error {
 	return trace.Do(ctx, "detach", func(ctx context.Context) error { return l.detach(ctx, stack) }, "volume", id.String())
 }
 
-// detach leaves no limit behind for who has the number of a device next.
+// detach detaches a stack, and takes the limits of its devices away first: the next device of that number would have them.
 func (l *Local) detach(ctx context.Context, stack device.Stack) error {
 	devices, err := stack.Attached(ctx)
 	if err != nil {
@@ -195,7 +193,7 @@ func numbers(devices []blockdev.Device) (numbers []uint64) {
 	return numbers
 }
 
-// Used is how much of a volume has space, in bytes; known is false where its pool cannot tell.
+// Used returns how many bytes of a volume take space; known is false if its pool cannot tell.
 func (l *Local) Used(ctx context.Context, id ID) (used int64, known bool, err error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {

@@ -19,11 +19,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// A volume of this node may be read by many nodes at once (docs/decisions/many-readers.md). While it is, its one device fails all that is written to it
-// (device.Options.Guarded), whoever has it: a pod of this node, or another node, to which that device is exported. So nobody writes, whatever its readers do.
+// A volume of this node may be read by many nodes at once (docs/decisions/many-readers.md). It then has one device, which fails all writes
+// (device.Options.Guarded). Pods of this node use that device, and it is exported to the other nodes. So nobody writes, whatever a reader does.
 //
-// The record says that the volume is read (labelRead), before the device is there and until it is gone; to whom it is exported, the kernel says: it keeps that as long
-// as the machine runs. So there are readers without end, and a record of one size.
+// The record says that the volume is read (labelRead), from before the device is there until it is gone. To which nodes it is exported, the kernel tells,
+// as long as the machine runs. So any number of readers fits into a record.
 
 // Many reports whether a claim is one of many: its node reads the volume beside others, and nobody writes.
 func (c Claim) Many() bool { return strings.HasSuffix(c.Mode, ","+manyReaders) }
@@ -31,12 +31,12 @@ func (c Claim) Many() bool { return strings.HasSuffix(c.Mode, ","+manyReaders) }
 // manyReaders is the CSI access mode of such claims, in Claim.Mode.
 const manyReaders = "MULTI_NODE_READER_ONLY"
 
-// ReadByMany reports whether claims for this volume may be those of many. Of one that is encrypted nobody could replay the journal: its home has no key.
+// ReadByMany reports whether many nodes may read this volume at once. Not if it is encrypted: its home, which has no key, could not replay the journal.
 func (v Volume) ReadByMany() bool {
 	return v.Access == AccessAny && v.Encryption.Scheme == NotEncrypted
 }
 
-// reading is what the record of a volume says while it is read. It ends with the start of the machine, as the exports do.
+// reading is the label of a volume that many nodes read. It does not outlive the start of the machine, nor do the exports.
 type reading struct {
 	word string // random; all exports for this reading have it
 	boot string // the word of the machine's start (Exporting.Boot)
@@ -53,10 +53,11 @@ func (r reading) label() string {
 	return label
 }
 
-// export is the export to a reader.
+// export returns the export to a reader.
 func (r reading) export(to Grant) export { return export{to, r.word, r.boot} }
 
-// readingOf is how a volume is read, by its record; false if it is not, or was before the machine started, whose word is given. ErrDataLoss for a label that cannot be read.
+// readingOf returns the reading in a record; false if there is none, or it is of an earlier start of the machine than boot. ErrDataLoss if the label
+// cannot be read.
 func readingOf(r blockdev.Record, boot string) (reading, bool, error) {
 	label := r.Labels[labelRead]
 	if label == "" {
@@ -69,9 +70,9 @@ func readingOf(r blockdev.Record, boot string) (reading, bool, error) {
 	return reading{parts[1], parts[2], parts[3] != ""}, parts[2] == boot, nil
 }
 
-// AttachToRead makes a volume a device of this node that many read, which fails all that is written to it, and stays until Detach. What it carries can be mounted as it is,
-// without a journal to be replayed. An export of it for writing is ended first. ErrInUse while it is attached here for writing; ErrPrecondition for one that was never written;
-// ErrUnsupported if nothing keeps it from being written to here.
+// AttachToRead attaches a volume that many nodes read. The device fails all writes, and stays until Detach. What the volume carries can be mounted without
+// a journal to be replayed. An export for writing is ended first. ErrInUse while it is attached here for writing; ErrPrecondition if it was never written;
+// ErrUnsupported if this node cannot make a device that fails writes.
 func (l *Local) AttachToRead(ctx context.Context, v Volume, _ bool) (_ blockdev.Device, err error) {
 	ctx, end := trace.Start(ctx, "attach to read", "volume", v.ID.String())
 	defer func() { end(err) }()
@@ -90,7 +91,7 @@ func (l *Local) attachGuarded(ctx context.Context, pool blockdev.Pool, record bl
 	return l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{Keep: true, Guarded: true, Attributes: queueSettings(v.Mutable)})
 }
 
-// ExportToRead exports a volume to a node that reads it beside others, or finds that it is: as Export, and AttachToRead.
+// ExportToRead exports a volume to a node that reads it beside others, or finds the export. Errors are those of Export and AttachToRead.
 func (l *Local) ExportToRead(ctx context.Context, id ID, to Grant) (_ Exported, err error) {
 	if err := l.mayExport(id, to); err != nil {
 		return Exported{}, err
@@ -122,7 +123,7 @@ func (l *Local) ExportToRead(ctx context.Context, id ID, to Grant) (_ Exported, 
 	return Exported{}, fmt.Errorf("export volume %s for reading to %s: %w", id, to, err)
 }
 
-// beginReading has the record of a volume say that it is read, here or elsewhere, when nobody writes it any more.
+// beginReading records that a volume is read, here or by other nodes, after it has made sure that nobody writes to it (settle).
 func (l *Local) beginReading(ctx context.Context, pool blockdev.Pool, record blockdev.Record, here bool) (reading, error) {
 	_, how, err := l.exporter()
 	if err != nil {
@@ -144,7 +145,8 @@ func (l *Local) beginReading(ctx context.Context, pool blockdev.Pool, record blo
 	return r, changeLabel(ctx, pool, record.Ref, labelRead, r.label())
 }
 
-// settle ends all that writes a volume which nobody reads yet, and has what it carries be such that it can be mounted without a write: a journal is replayed, and it is grown.
+// settle ends what writes to a volume that nobody reads yet: its export, and the seal of a move. It then replays the journal and grows the filesystem, so
+// that this can be mounted without a write.
 func (l *Local) settle(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (err error) {
 	v := fromRecord(pool.Name(), l.node, record)
 	switch {
@@ -175,7 +177,7 @@ func (l *Local) settle(ctx context.Context, pool blockdev.Pool, record blockdev.
 	return filesystem.Settle(ctx, v.Filesystem, attached.Path)
 }
 
-// Readers are the generations of the claims for which a volume is exported for reading.
+// Readers returns the generations of the claims for which a volume is exported for reading.
 func (l *Local) Readers(ctx context.Context, id ID) (generations []int64, err error) {
 	all, _, err := l.readersNow(ctx, id)
 	for _, one := range all {
@@ -191,7 +193,7 @@ func (l *Local) IsReader(ctx context.Context, id ID, to Grant) (bool, error) {
 	return slices.ContainsFunc(all, func(one reader) bool { return one.generation == to.Generation && one.Host == host(to) }), err
 }
 
-// readersNow are the exports of a volume for reading, and how each of their hosts is called.
+// readersNow returns the exports of a volume for reading, and what returns the name of the host of a grant.
 func (l *Local) readersNow(ctx context.Context, id ID) (all []reader, host func(Grant) string, err error) {
 	_, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
@@ -212,7 +214,7 @@ func (l *Local) readersNow(ctx context.Context, id ID) (all []reader, host func(
 	return all, func(to Grant) string { return r.export(to).host(how.Key, id.Key) }, err
 }
 
-// reader is an export of a volume for reading: the kernel has it, or should have it, and others have taken it there.
+// reader is an export of a volume for reading that the kernel has, or should have: another tool may have removed it.
 type reader struct {
 	nvmet.Export
 	generation int64
@@ -238,7 +240,7 @@ func (l *Local) readers(ctx context.Context, exporter Exporter, id ID, r reading
 	return found, err
 }
 
-// noteReaders has what the kernel exports of a volume for reading be exported again, should others take it.
+// noteReaders remembers what the kernel exports of a volume for reading, so that it is exported again if another tool removes it.
 func (l *Local) noteReaders(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
 	exporter, how, err := l.exporter()
 	if how.Open == nil {
@@ -264,7 +266,7 @@ func (l *Local) noteReaders(ctx context.Context, pool blockdev.Pool, record bloc
 	return err
 }
 
-// readAgain attaches what is to be exported again for reading, by some names to some hosts.
+// readAgain attaches a volume and adds to b the exports for reading that are to be made again; given are their hosts by name.
 func (l *Local) readAgain(ctx context.Context, b *batch, pool blockdev.Pool, record blockdev.Record, given map[string]string) error {
 	exporter, how, err := l.exporter()
 	if err != nil {
@@ -290,7 +292,7 @@ func (l *Local) readAgain(ctx context.Context, b *batch, pool blockdev.Pool, rec
 	return nil
 }
 
-// reader is for which generation a name is that of an export for this reading, of the volume of a key.
+// reader returns the generation of an export by its name; false if it is not of this reading and of the volume with that key.
 func (r reading) reader(key, nqn string) (generation int64, is bool) {
 	rest, of := strings.CutPrefix(nqn, nvmet.Prefix+key+":")
 	number, word, _ := strings.Cut(rest, ":")
@@ -298,8 +300,8 @@ func (r reading) reader(key, nqn string) (generation int64, is bool) {
 	return generation, of && err == nil && word == r.word
 }
 
-// EndReaders ends all exports of a volume for reading but those of generations that keep says. When it has returned without an error, nothing of them comes any more; and if
-// nobody reads the volume then, it is attached nowhere. After an error it is to be called again.
+// EndReaders ends the exports of a volume for reading, except those of generations for which keep returns true. After success no I/O of them arrives any
+// more, and a volume that nobody reads is detached. After an error it has to be called again.
 func (l *Local) EndReaders(ctx context.Context, id ID, keep func(generation int64) bool) error {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
@@ -308,8 +310,8 @@ func (l *Local) EndReaders(ctx context.Context, id ID, keep func(generation int6
 	return trace.Do(ctx, "end readers", func(ctx context.Context) error { return l.endReading(ctx, pool, record, keep, false) }, "volume", id.String())
 }
 
-// EndReadingHere ends what this node itself reads of a volume, which has no claim for that any more: what could not be staged is never unstaged. What is mounted, bound
-// or open stays.
+// EndReadingHere detaches a volume that this node itself reads without a claim: nobody unstages what could not be staged. What is mounted, bound or open
+// stays.
 func (l *Local) EndReadingHere(ctx context.Context, id ID) error {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
@@ -349,7 +351,8 @@ func (l *Local) endAllReading(ctx context.Context, id ID) error {
 	return l.endReading(ctx, pool, record, func(int64) bool { return false }, true)
 }
 
-// endReading ends exports for reading, and with here what this node reads.
+// endReading ends exports for reading, except those that keep wants; with here also what this node itself reads. If nobody reads the volume then, it is
+// detached.
 func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record blockdev.Record, keep func(generation int64) bool, here bool) (err error) {
 	defer func() {
 		if err != nil {
@@ -397,7 +400,7 @@ func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record block
 	return changeLabel(ctx, pool, record.Ref, labelRead, "")
 }
 
-// leaveReading is Detach of a volume that many read: other nodes go on. is: it was one.
+// leaveReading is Detach for a volume that many nodes read: the others go on. is: it was one.
 func (l *Local) leaveReading(ctx context.Context, id ID) (is bool, err error) {
 	how, is := l.exporting()
 	if !is {
@@ -413,7 +416,7 @@ func (l *Local) leaveReading(ctx context.Context, id ID) (is bool, err error) {
 	return true, l.endReading(ctx, pool, record, func(int64) bool { return true }, true)
 }
 
-// notRead is ErrInUse for a volume that many read, or are about to.
+// notRead returns ErrInUse if many nodes read a volume, or are about to.
 func notRead(r blockdev.Record) error {
 	if r.Labels[labelRead] == "" {
 		return nil
