@@ -17,16 +17,15 @@ import (
 // checkTime bounds how long a filesystem is checked, and grown, before it is mounted.
 const checkTime = 24 * time.Hour
 
-// checks are what is done to filesystems before they are mounted. That may take longer than any
-// caller waits, so it does not end with its caller but with the driver. The call itself goes on
-// as long, with its locks, so that all others of the volume are told ABORTED; the retry after
-// that finds a filesystem that is checked, or what the check said.
+// checks run what is done to filesystems before they are mounted. A check may take longer than any caller waits, so it ends with the driver, not with its
+// caller. The call goes on meanwhile with its locks, so all others of the volume get ABORTED. A retry after that finds the filesystem checked, or gets the
+// error of the check.
 type checks struct {
 	driver context.Context // of the driver
 
 	mu      sync.Mutex
 	running map[string]check // by the volume's key
-	failed  map[string]error // what nobody was there to be told
+	failed  map[string]error // errors of checks whose caller was gone
 }
 
 type check struct {
@@ -34,8 +33,7 @@ type check struct {
 	stop   context.CancelFunc
 }
 
-// run checks the volume of a key. An error that an earlier check ended with after its caller was
-// gone is returned, once, in place of another check.
+// run checks the volume of a key. If an earlier check failed after its caller was gone, it returns that error, once, and does not check again.
 func (c *checks) run(ctx context.Context, key string, work func(context.Context) error) error {
 	if err := c.forget(key); err != nil {
 		return err
@@ -85,8 +83,8 @@ func (c *checks) forget(key string) error {
 	return err
 }
 
-// Interrupt is called with a request that finds its volume busy. If the request says that nobody
-// waits for the volume any more, a check that goes on without its caller ends.
+// Interrupt is called with a request whose volume is busy. If the request says that the volume is not wanted any more, it ends a check whose caller is
+// gone.
 func (s *Server) Interrupt(request any) {
 	var text string
 	switch r := request.(type) {

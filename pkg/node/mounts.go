@@ -93,9 +93,8 @@ func mountedAt(path string) (mounted, error) {
 	return mounted{}, err
 }
 
-// of reports whether it is a volume's, which holds some devices. A device that its pool does not
-// know any more (its image was replaced, say, or the pool is not there) is known by its name.
-// What is dead and of nobody can only be unmounted.
+// of reports whether the mount is of a volume that has some devices. A device that the pool does not know any more, as its image was replaced or the pool
+// is missing, is known by its name. A dead mount of no known device counts as this volume's, as it can only be unmounted.
 func (m mounted) of(id volume.ID, held []uint64) bool {
 	if slices.Contains(held, m.device) || m.dead && m.device == 0 {
 		return true
@@ -112,9 +111,8 @@ func numbers(devices []blockdev.Device) []uint64 {
 	return all
 }
 
-// devicesOf returns the devices of a volume. A pool that cannot be asked (its disk is dead or not
-// mounted, or it is not in the flags) keeps nobody from taking down what is there: then asked is false,
-// and they are those that are mounted.
+// devicesOf returns the devices of a volume. If its pool cannot be asked (its disk is dead or not mounted, or it is not in the flags), asked is false, and
+// they are those that are mounted: so what is there can still be taken down.
 func (s *Server) devicesOf(ctx context.Context, id volume.ID) (held []uint64, asked bool, err error) {
 	devices, err := s.volumes.Attached(ctx, id)
 	if err == nil {
@@ -132,8 +130,8 @@ func (s *Server) devicesOf(ctx context.Context, id volume.ID) (held []uint64, as
 	return held, false, nil
 }
 
-// otherMounts returns where devices of a volume are mounted but at a place, under whatever name that is seen. A device that goes
-// away meanwhile gives its number to the next volume, so one that is mounted has to be this volume's still.
+// otherMounts returns where the devices of a volume are mounted, without one place under all its names. A device that goes meanwhile leaves its number to
+// the next volume, so the device of each mount has to be this volume's still.
 func (s *Server) otherMounts(ctx context.Context, id volume.ID, held []uint64, place string) (paths []string, err error) {
 	for _, number := range held {
 		others := slices.DeleteFunc(s.mounts.Paths(number), func(path string) bool { return path == place || mount.Same(path, place) })

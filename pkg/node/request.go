@@ -79,14 +79,14 @@ func newMountRequest(c *csi.VolumeCapability, publishContext map[string]string, 
 	return how, nil
 }
 
-// readByMany has a request be one of many readers of a volume, if it can be.
+// readByMany makes a request one of many readers of a volume, if many nodes may read it.
 func (how *mountRequest) readByMany(v volume.Volume, c *csi.VolumeCapability) {
 	how.many = v.ReadByMany() && volume.Claim{Mode: csimap.ModeOf(c)}.Many()
 }
 
-// checkClaim makes sure that a volume is claimed for this node, where that is asked for and as far
-// as it is known. What was claimed for reading only is used for reading only. One that is exported is not taken from the node that uses it
-// without a claim that is later than that node's.
+// checkClaim makes sure that a volume is claimed for this node, if claims are required and as far as they are known. A volume that was claimed for reading
+// only is used for reading only. One that is exported is taken from its consumer only by a later claim. ErrPrecondition if the claim is another node's;
+// ErrUnavailable if the claim that it needs is not known here yet.
 func (s *Server) checkClaim(ctx context.Context, v volume.Volume, how *mountRequest) error {
 	if !s.options.Claims {
 		return nil
