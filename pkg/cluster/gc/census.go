@@ -10,8 +10,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// census is what Kubernetes has of the volumes of a driver: read when it is first asked for,
-// in pages, and then kept. It is for one decision, or for some at one time.
+// census is which PersistentVolumes and VolumeAttachments Kubernetes has for a driver. Each of the two is listed when it is first asked for, and then kept:
+// so a census is used for decisions of one moment only.
 type census struct {
 	live   client.Client
 	driver string
@@ -20,14 +20,13 @@ type census struct {
 	attachments map[attachment]bool
 }
 
-// census returns one that has read nothing yet.
+// census returns a census that has read nothing yet.
 func (c *Collector) census() *census { return &census{live: c.kube.Live, driver: c.options.Driver} }
 
-// attachment says of a PersistentVolume, by its name, or of an inline one, by its handle, which
-// node a VolumeAttachment is for.
+// attachment is what a VolumeAttachment asks for: a node, and the name of a PersistentVolume or, for an inline volume, its handle.
 type attachment struct{ node, volume, handle string }
 
-// volumes returns the names of the PersistentVolumes by their handles.
+// volumes returns the names of the driver's PersistentVolumes, by their handles.
 func (c *census) volumes(ctx context.Context) (map[string][]string, error) {
 	if c.handles != nil {
 		return c.handles, nil
@@ -46,7 +45,7 @@ func (c *census) volumes(ctx context.Context) (map[string][]string, error) {
 	return handles, err
 }
 
-// attached reports whether a VolumeAttachment asks on a node for a volume with an ID, which is known by names, too.
+// attached reports whether there is a VolumeAttachment of a volume for a node. names are those of PersistentVolumes that the volume may have or have had.
 func (c *census) attached(ctx context.Context, id, node string, names ...string) (bool, error) {
 	handles, err := c.volumes(ctx)
 	if err != nil {
@@ -56,7 +55,7 @@ func (c *census) attached(ctx context.Context, id, node string, names ...string)
 	if err != nil {
 		return false, err
 	}
-	// That of a PersistentVolume that is gone counts too.
+	// A VolumeAttachment counts also if its PersistentVolume is gone: so names are looked for beside handles.
 	for _, name := range append(names, handles[id]...) {
 		if attachments[attachment{node: node, volume: name}] {
 			return true, nil
@@ -65,7 +64,7 @@ func (c *census) attached(ctx context.Context, id, node string, names ...string)
 	return attachments[attachment{node: node, handle: id}], nil
 }
 
-// allAttachments returns what all VolumeAttachments ask for.
+// allAttachments returns what all VolumeAttachments of the driver ask for.
 func (c *census) allAttachments(ctx context.Context) (map[attachment]bool, error) {
 	if c.attachments != nil {
 		return c.attachments, nil

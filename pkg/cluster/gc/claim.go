@@ -11,8 +11,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// collectClaim takes claims back that no VolumeAttachment is for: somebody took the finalizer
-// off that one, so nobody will ever ask for it. Devices that are still there are the node's to see.
+// collectClaim takes back the claims of a volume for which there is no VolumeAttachment: its finalizer was removed by hand, so nobody will ever ask for the
+// release. Whether the node still has devices of the volume is not looked at here: the node does that.
 func (c *Collector) collectClaim(ctx context.Context, known *census, key string) error {
 	r := &v1alpha1.ReplicatedVolume{}
 	err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r)
@@ -27,7 +27,7 @@ func (c *Collector) collectClaim(ctx context.Context, known *census, key string)
 		return kube.IgnoreConflict(c.collectClaimOf(ctx, known, one, r.Spec.Claim.Node))
 	}
 	v := &v1alpha1.Volume{}
-	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil || v.Spec.ReplicaOf != "" { // which is claimed as its volume is
+	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil || v.Spec.ReplicaOf != "" { // a leg is claimed with its ReplicatedVolume
 		return client.IgnoreNotFound(err)
 	}
 	for _, node := range v.Claimants() {
@@ -39,20 +39,23 @@ func (c *Collector) collectClaim(ctx context.Context, known *census, key string)
 	return nil
 }
 
-// claimedVolume is a volume whose claim is looked at: its object, and what it is known by.
+// claimedVolume is a Volume or ReplicatedVolume whose claim is looked at.
 type claimedVolume struct {
 	client.Object
 	id      string
-	names   []string
-	unclaim func() // takes the claim off the object
+	names   []string // of PersistentVolumes that it may have, besides those that have its ID as their handle
+	unclaim func()   // takes the claim off the object
 }
 
+// collectClaimOf takes back the claim of a volume for a node, if neither known nor a new census has a VolumeAttachment for it. It fails with a conflict if the
+// object was changed meanwhile.
 func (c *Collector) collectClaimOf(ctx context.Context, known *census, v claimedVolume, node string) error {
 	attached, err := known.attached(ctx, v.id, node, v.names...)
 	if err != nil || attached {
 		return err
 	}
-	// Whoever asked for the claim until now has a VolumeAttachment; whoever asks from now on takes this off.
+	// Whoever asked for the claim before this write has a VolumeAttachment, which the second census finds. Whoever asks for it later takes the annotation
+	// off, and the last write conflicts.
 	before := v.DeepCopyObject().(client.Object)
 	cluster.Annotate(v, v1alpha1.DoubtAnnotation, "true")
 	if err := c.kube.Client.Patch(ctx, v.Object, kube.LockingPatch(before)); err != nil {

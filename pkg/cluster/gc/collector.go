@@ -1,7 +1,11 @@
-// Package gc is the garbage collector of a cluster's objects, which runs in the controller. It gives up what is to be
-// deleted on nodes that are gone for good, has blank volumes deleted that no claim and no PersistentVolume knows of,
-// takes back claims that no VolumeAttachment is for, and deletes groups of snapshots that were never written down in
-// full. It deletes no bytes that anybody can have used: those are the node's to judge. docs/cluster.md says who deletes what.
+// Package gc is the garbage collector of a cluster's objects. It runs in the controller, and it
+//
+//   - gives up what is to be deleted on nodes that are gone for good;
+//   - has blank volumes deleted for which there is no PersistentVolumeClaim and no PersistentVolume;
+//   - takes back claims for which there is no VolumeAttachment;
+//   - deletes groups of snapshots of which some members' objects were never created.
+//
+// It deletes no bytes that anybody can have used: whether a volume is blank, its node says. docs/cluster.md says who deletes what.
 package gc
 
 import (
@@ -20,22 +24,21 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// To look for what nodes that are gone have left takes the longer the more objects there are,
-// and something is new all the time: between two looks there is a rest, short beside the grace
-// period.
+// A look for what is left of nodes that are gone takes time in proportion to the number of objects, and something changes all the time. So between two looks
+// there is a pause of a tenth of GoneGrace, within leastRest and mostRest.
 const (
 	leastRest = 100 * time.Millisecond
 	mostRest  = 5 * time.Second
-	// mostGathering is how long what is due waits for more, so that one look at all PersistentVolumes is for all of it.
+	// mostGathering is the longest time for which a candidate that is due waits for others, so that one census serves all of them.
 	mostGathering = time.Minute
 )
 
 // Options of a Collector.
 type Options struct {
-	// GoneGrace is how long a node has to be gone before what was deleted of it is given up.
+	// GoneGrace is how long a node has to be gone before what is to be deleted on it is given up.
 	GoneGrace time.Duration
-	// AbandonGrace is how old a volume, or a group of snapshots that is not cut, has to be before it is looked whether
-	// anybody knows of it; and how long a claim is left alone because of which something was refused.
+	// AbandonGrace is how old a volume, or a group of snapshots that is not taken, has to be before it can be collected. It is also the time between a refusal
+	// because of a claim and the look whether that claim can be taken back.
 	AbandonGrace time.Duration
 	// Driver is the name of the CSI driver.
 	Driver string
@@ -43,28 +46,28 @@ type Options struct {
 
 // Agents tells of the agents of nodes.
 type Agents interface {
-	// Patience is how much longer a node's agent may be silent; false for one that never was heard.
+	// Patience returns how much longer a node's agent may be silent before it counts as down. beats is false for an agent that was never heard.
 	Patience(node string) (left time.Duration, beats bool)
 }
 
-// Collector finds what nobody knows of any more. Every replica of the controller has one: each step is harmless when it
-// is done twice. It learns what there is from the events of a cache (VolumeChanged, SnapshotChanged, PoolChanged,
-// NodeChanged), and works while it runs.
+// Collector collects garbage while Run runs. Every replica of the controller has one: each step may be done twice. It learns what there is from the events of
+// a cache (VolumeChanged, SnapshotChanged, PoolChanged, NodeChanged).
 type Collector struct {
 	kube    kube.Connection
 	agents  Agents
 	options Options
 	pending workqueue.TypedDelayingInterface[candidate]
-	named   sync.Map      // UIDs of volumes that have a PersistentVolume
-	nodes   chan struct{} // there may be news of nodes that are gone
+	named   sync.Map      // UIDs of volumes that have a PersistentVolume: they are not looked at again
+	nodes   chan struct{} // of one element; has it while a look for nodes that are gone is due
 }
 
-// New returns a collector. Its connection's cache has volumes, snapshots and pools, with the index cluster.ByNode, of snapshots also cluster.ByGroup, and nodes.
+// New returns a collector. The cache of c has to have nodes, and volumes, snapshots and pools with the index cluster.ByNode; snapshots also with the index
+// cluster.ByGroup.
 func New(c kube.Connection, agents Agents, o Options) *Collector {
 	return &Collector{kube: c, agents: agents, options: o, pending: workqueue.NewTypedDelayingQueue[candidate](), nodes: make(chan struct{}, 1)}
 }
 
-// candidate is what nobody may know of, to be looked at when it is old enough.
+// candidate is what may be garbage. It is looked at when it is old enough.
 type candidate struct {
 	kind string // aVolume, aGroup, or aClaim
 	key  string
@@ -73,7 +76,7 @@ type candidate struct {
 const (
 	aVolume = "volume"
 	aGroup  = "group"
-	aClaim  = "claim of volume" // because of which something was refused
+	aClaim  = "claim of volume"
 )
 
 func (o candidate) String() string {
@@ -83,13 +86,13 @@ func (o candidate) String() string {
 	return o.kind + " " + o.key
 }
 
-// ClaimRefused tells the collector that something was refused because of the claim of a volume: after the grace period it
-// is taken back if no VolumeAttachment is for it.
+// ClaimRefused says that a call was refused because a volume is claimed. After AbandonGrace its claims are taken back if there are no VolumeAttachments for
+// them. key is the name of the Volume or ReplicatedVolume.
 func (c *Collector) ClaimRefused(key string) {
 	c.pending.AddAfter(candidate{aClaim, key}, c.options.AbandonGrace)
 }
 
-// provisioned reports whether a volume was made for a claim that it names, so that it is known when nobody wants it.
+// provisioned reports whether a volume was made for a PersistentVolumeClaim that its object names. Of other volumes it cannot be told that nobody wants them.
 func provisioned(v *v1alpha1.Volume) bool {
 	return v.Spec.ClaimRef != nil && strings.HasPrefix(v.Spec.Name, cluster.ProvisionedPrefix)
 }
@@ -97,7 +100,7 @@ func provisioned(v *v1alpha1.Volume) bool {
 // wanted reports whether somebody uses a volume, or moves it.
 func wanted(v *v1alpha1.Volume) bool { return len(v.Claimants()) > 0 || v.Spec.Move != nil }
 
-// VolumeChanged sees to it that every volume is looked at when it is old enough.
+// VolumeChanged queues a volume to be looked at when it is as old as AbandonGrace.
 func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 	c.objectChanged(o, gone)
 	v, ok := o.(*v1alpha1.Volume)
@@ -106,12 +109,12 @@ func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 	}
 	if gone {
 		c.named.Delete(v.UID)
-	} else if _, known := c.named.Load(v.UID); !known && (!wanted(v) || v.Spec.Abandoned) { // else it is looked at when that changes
+	} else if _, known := c.named.Load(v.UID); !known && (!wanted(v) || v.Spec.Abandoned) { // one that is wanted changes when that ends
 		c.pending.AddAfter(candidate{aVolume, v.Name}, time.Until(v.CreationTimestamp.Add(c.options.AbandonGrace)))
 	}
 }
 
-// SnapshotChanged sees to it that a group which is not cut is looked at when it is old enough.
+// SnapshotChanged queues the group of a snapshot that is not taken, to be looked at when the snapshot is as old as AbandonGrace.
 func (c *Collector) SnapshotChanged(o client.Object, gone bool) {
 	c.objectChanged(o, gone)
 	if m, ok := o.(*v1alpha1.Snapshot); ok && !gone && m.Spec.Group != nil && m.Status.Created == nil {
@@ -119,27 +122,27 @@ func (c *Collector) SnapshotChanged(o client.Object, gone bool) {
 	}
 }
 
-// objectChanged: of a node that is gone, there may be something to give up.
+// objectChanged has nodes that are gone looked for if an object is to be deleted: its node may be one of them.
 func (c *Collector) objectChanged(o client.Object, gone bool) {
 	if !gone && v1alpha1.Going(o.(cluster.Object)) {
 		c.notifyNodes()
 	}
 }
 
-// PoolChanged looks for nodes that are gone, as a Pool tells of one.
+// PoolChanged has nodes that are gone looked for: the node of the Pool may be one.
 func (c *Collector) PoolChanged(client.Object, bool) { c.notifyNodes() }
 
-// NodeChanged looks whether nodes are gone.
+// NodeChanged has nodes that are gone looked for.
 func (c *Collector) NodeChanged(client.Object, bool) { c.notifyNodes() }
 
 func (c *Collector) notifyNodes() {
 	select {
 	case c.nodes <- struct{}{}:
-	default: // there is
+	default: // a look is due already
 	}
 }
 
-// Run collects until the context ends. The cache has been filled.
+// Run collects until the context ends. It may begin only when the cache has been filled.
 func (c *Collector) Run(ctx context.Context) {
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -179,7 +182,7 @@ func (c *Collector) Run(ctx context.Context) {
 	}
 }
 
-// collectPending looks at what is due, with one look at what Kubernetes has.
+// collectPending looks at candidates that are due, and at those that become due in the next moments, with one census for all.
 func (c *Collector) collectPending(ctx context.Context, due ...candidate) {
 	select {
 	case <-ctx.Done():

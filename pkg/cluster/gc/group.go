@@ -13,15 +13,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// collectGroup deletes the members of a group that was never written down in full, so that its
-// node waits for the rest: nothing was cut, and whoever wanted it has long stopped asking. If that
-// is not so, the next try makes all of it anew.
+// collectGroup deletes the objects of a group of which some members were never created. No snapshot of it was taken: the node waits for the missing
+// objects, and AbandonGrace has passed, so nobody asks for the group any more. If somebody does, the next CreateVolumeGroupSnapshot makes all of it anew.
 func (c *Collector) collectGroup(ctx context.Context, key string) error {
 	members, err := cluster.Members(ctx, c.kube.Client, key)
 	if err != nil || !c.unfinished(members) {
 		return err
 	}
-	members, err = cluster.LiveMembers(ctx, c.kube.Live, key) // what the cache has not heard of counts too
+	members, err = cluster.LiveMembers(ctx, c.kube.Live, key) // the cache may lack members
 	if err != nil || !c.unfinished(members) {
 		return err
 	}
@@ -38,8 +37,8 @@ func (c *Collector) collectGroup(ctx context.Context, key string) error {
 	return nil
 }
 
-// unfinished reports whether a group lacks members, and none was cut, may have been (an object that
-// was restored), or is young enough for the rest to be on its way.
+// unfinished reports whether a group lacks objects of members and can be deleted. It is false if a snapshot was taken, if one may have been (an object without
+// spec.make, which was restored), or if a member is younger than AbandonGrace: the rest may be on its way.
 func (c *Collector) unfinished(members []v1alpha1.Snapshot) bool {
 	return !slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
 		return len(members) >= m.Spec.Group.Size || m.Status.Created != nil || !m.Spec.Make || time.Since(m.CreationTimestamp.Time) < c.options.AbandonGrace

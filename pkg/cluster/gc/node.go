@@ -14,7 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// IsGone: nobody will see the node again. Either it has no object, by the error of who looked for it, or an operator said so.
+// IsGone reports whether a node is gone for good: err, of the read of its object, is NotFound, or the object has v1alpha1.GoneTaint. With any other error it is
+// false.
 func IsGone(node *corev1.Node, err error) bool {
 	if err != nil {
 		return apierrors.IsNotFound(err)
@@ -27,11 +28,11 @@ func IsGone(node *corev1.Node, err error) bool {
 	return false
 }
 
-// collectNodes gives up what was deleted on nodes that have been gone for long enough, and their
-// pools. It returns when to look again, 0 for when there is news. since says when each node was first seen to be gone.
+// collectNodes gives up the pools of nodes that have been gone for GoneGrace, and what is to be deleted on them (giveUp). It returns after which time to look
+// again; 0: not before something changes. since has when each node was first seen to be gone; collectNodes keeps it up to date.
 func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time) (next time.Duration, err error) {
 	names, err := kube.Values(ctx, c.kube.Cache, kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByNode}, kube.Index{Of: &v1alpha1.Snapshot{}, Field: cluster.ByNode},
-		kube.Index{Of: &v1alpha1.Pool{}, Field: cluster.ByNode}) // of nodes that have something
+		kube.Index{Of: &v1alpha1.Pool{}, Field: cluster.ByNode}) // only nodes that have objects
 	if err != nil {
 		return 0, err
 	}
@@ -52,7 +53,7 @@ func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time
 	return next, nil
 }
 
-// objectsOf returns all volumes, snapshots and pools of a node. They are the cache's own.
+// objectsOf returns all volumes, snapshots and pools of a node. They are the cache's own and must not be changed.
 func (c *Collector) objectsOf(ctx context.Context, node string) (objects []client.Object, err error) {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
@@ -90,10 +91,10 @@ func (c *Collector) collectNode(ctx context.Context, name string, since map[stri
 	}
 	node = corev1.Node{}
 	if !IsGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
-		return 0, nil // the cache will hear of it
+		return 0, nil // the node is back, and the cache does not have it yet
 	}
 	silent, beats := c.agents.Patience(name)
-	lives := beats && silent > 0 // its agent would make its Pools anew, and again
+	lives := beats && silent > 0 // an agent that lives would make its Pools anew each time: they stay
 	if lives {
 		again = silent
 	}
@@ -112,7 +113,7 @@ func (c *Collector) collectNode(ctx context.Context, name string, since map[stri
 	return again, nil
 }
 
-// giveUp gives up an object of a node that is gone, if it is a pool or was deleted.
+// giveUp deletes the object of a node that is gone if it is a Pool, or a volume or snapshot that is to be deleted. Their bytes stay on the node.
 func (c *Collector) giveUp(ctx context.Context, node string, o client.Object) error {
 	log := klog.FromContext(ctx).WithValues("node", node, "object", o.GetName())
 	if _, pool := o.(*v1alpha1.Pool); pool {

@@ -17,9 +17,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// collectVolume asks the node of a volume to delete it, if neither the claim that it was made
-// for nor a PersistentVolume of it exists, whatever its name. The node does so only if it is blank. One with
-// replicas is deleted if there never was a claim of it.
+// collectVolume has a volume deleted that is older than AbandonGrace, and for which there is neither the PersistentVolumeClaim that it was made for nor a
+// PersistentVolume with its handle. Its node is asked (spec.abandoned), and deletes it only if it is blank. A volume with several legs is deleted if it was
+// never claimed.
 func (c *Collector) collectVolume(ctx context.Context, known *census, key string) error {
 	v := &v1alpha1.Volume{}
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
@@ -27,23 +27,23 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 	}
 	whole, err := c.whole(ctx, v)
 	if err != nil || whole != nil && (whole.Going() || whole.Spec.Claims+v.Spec.Claims+whole.Status.Opened > 0) {
-		return err // that one is being deleted, or was used
+		return err // the ReplicatedVolume is being deleted, or was claimed or opened once
 	}
 	switch {
-	case !provisioned(v): // the one of before, of this name, was
+	case !provisioned(v): // an earlier object of this name was
 		return nil
 	case v1alpha1.Going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
-		return nil // its node is at it
+		return nil // its node deletes it
 	case v.Status.Is(v1alpha1.Abandoned, "False"):
 		if !v.Spec.Abandoned {
-			return nil // it was asked before
+			return nil // the node has answered: the volume is not blank
 		}
 		before := v.DeepCopy()
 		v.Spec.Abandoned = false
 		return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
 	case v.Spec.Abandoned:
-		return nil // the node is thinking
-	case wanted(v): // and it may be on two nodes
+		return nil // the node has not answered yet
+	case wanted(v): // while it moves, it may be on two nodes
 		return nil
 	}
 	if age := time.Since(v.CreationTimestamp.Time); age < c.options.AbandonGrace {
@@ -55,13 +55,13 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return err
 	}
 	if len(volumes[cluster.VolumeID(v).String()]) > 0 {
-		c.named.Store(types.UID(strings.Clone(string(v.UID))), true) // whoever deletes that deletes this; without a copy, all of the object would stay
+		c.named.Store(types.UID(strings.Clone(string(v.UID))), true) // who deletes the PersistentVolume deletes the volume. The clone of the UID does not keep the whole object in memory
 		return nil
 	}
 	pvc := &corev1.PersistentVolumeClaim{}
 	err = c.kube.Live.Get(ctx, client.ObjectKey{Namespace: v.Spec.ClaimRef.Namespace, Name: v.Spec.ClaimRef.Name}, pvc)
 	if err == nil && cluster.ProvisionedPrefix+string(pvc.UID) == v.Spec.Name {
-		c.pending.AddAfter(candidate{aVolume, key}, c.options.AbandonGrace) // it is being provisioned
+		c.pending.AddAfter(candidate{aVolume, key}, c.options.AbandonGrace) // its claim is there: it is being provisioned
 		return nil
 	}
 	if client.IgnoreNotFound(err) != nil {
@@ -79,7 +79,7 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 	return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
 }
 
-// whole is the object of the volume that a volume is a leg of; nil if there is none, as for the first leg before all others.
+// whole returns the ReplicatedVolume that v is a leg of. It is nil if v is no leg, or if that object does not exist: the first leg is made before it.
 func (c *Collector) whole(ctx context.Context, v *v1alpha1.Volume) (*v1alpha1.ReplicatedVolume, error) {
 	if v.Spec.ReplicaOf == "" {
 		return nil, nil
@@ -92,9 +92,8 @@ func (c *Collector) whole(ctx context.Context, v *v1alpha1.Volume) (*v1alpha1.Re
 	return r, err
 }
 
-// NeverUsed reports whether nobody can have used a volume that is asked for: the claim that it is for is
-// there, is bound to nothing, and no PersistentVolume has its handle. So it is one that a controller of an
-// older version has begun, which did not write down that it may be made, and nothing is lost with it.
+// NeverUsed reports whether nobody can have used a volume that CreateVolume asks for: its PersistentVolumeClaim exists and is bound to nothing, and no
+// PersistentVolume has its handle. Then a controller of an older version began it, without spec.make, and it can be made with no loss.
 func (c *Collector) NeverUsed(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (bool, error) {
 	if spec.For.Name == "" {
 		return false, nil
