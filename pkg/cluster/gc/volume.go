@@ -55,7 +55,8 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return err
 	}
 	if len(volumes[cluster.VolumeID(v).String()]) > 0 {
-		c.named.Store(types.UID(strings.Clone(string(v.UID))), true) // who deletes the PersistentVolume deletes the volume. The clone of the UID does not keep the whole object in memory
+		// Who deletes the PersistentVolume deletes the volume. The UID is cloned, as it would keep the whole object in memory.
+		c.named.Store(types.UID(strings.Clone(string(v.UID))), true)
 		return nil
 	}
 	pvc := &corev1.PersistentVolumeClaim{}

@@ -1,5 +1,5 @@
-// Package lost finds what a cluster lacks for the volumes and snapshots that the driver has objects of: PersistentVolumes, claims and
-// snapshot contents that somebody deleted, or that went with the cluster.
+// Package lost finds the PersistentVolumes, claims and contents of snapshots that Kubernetes lacks for the driver's objects: somebody deleted them, or they
+// were lost with the cluster.
 package lost
 
 import (
@@ -22,42 +22,43 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// Options say what nothing else tells of the lost objects.
+// Options are what Find cannot learn from the objects that are there.
 type Options struct {
 	Driver     string // name of the CSI driver
 	Class      string // StorageClass of the volumes
 	AccessMode string // of the volumes
-	Namespace  string // of VolumeSnapshots of volumes that nobody knows the claim of
+	Namespace  string // of VolumeSnapshots and VolumeGroupSnapshots of volumes whose claim is not known
 }
 
-// Find returns what is lacking: PersistentVolumes that no other one has the handle of, the claims that they were made for, and contents of
-// snapshots and group snapshots with a snapshot each. All of them are to be kept (Retain). A volume that is being provisioned
-// lacks nothing. It changes nothing. Its reader knows the kinds
-// of core and of pkg/api.
+// Find returns the objects that Kubernetes lacks for the volumes and snapshots of the cluster. It only reads. The reader has to know the kinds of core and of
+// pkg/api. The objects are
 //
-// Which claim a volume was made for only its node says. Where several volumes say that of one claim (one was kept, and another made
-// anew; or a node was taken over), or the claim has another PersistentVolume by now, nothing is guessed: their PersistentVolumes are
-// for no claim, and doubts says so, a sentence for each.
+//   - a PersistentVolume for each volume whose handle no PersistentVolume has, and the PersistentVolumeClaim that it was made for, if that is not there;
+//   - a VolumeSnapshotContent and a VolumeSnapshot for each snapshot, a VolumeGroupSnapshotContent and a VolumeGroupSnapshot for each whole group.
+//
+// All PersistentVolumes and contents have the policy Retain. A volume that is being provisioned lacks nothing.
+//
+// Which claim a volume was made for only its own object says, as its node reported it. If several volumes name one claim, or the claim has another
+// PersistentVolume by now, nothing is guessed: the PersistentVolume gets no claim, and doubts has a sentence that says so.
 func Find(ctx context.Context, from client.Reader, o Options) (objects []client.Object, doubts []string, _ error) {
 	l := &lacking{Reader: from, driver: o.Driver, class: o.Class, mode: o.AccessMode, namespace: o.Namespace}
 	err := l.find(ctx)
 	return l.out, l.doubts, err
 }
 
-// lacking is what is looked for, and how it is to be.
+// lacking is one run of Find: its options, what it has read, and what it has found.
 type lacking struct {
 	client.Reader
 	driver, class, mode, namespace string
 	out                            []client.Object
 	doubts                         []string
 
-	names  map[string]int                          // how many PersistentVolumes have a name, or may be given it
-	claims map[v1alpha1.ClaimRef][]v1alpha1.Volume // that say that they were made for a claim
-	// networks in which nodes reach others, by the nodes.
-	networks map[string]string
+	names    map[string]int                          // by name: how many PersistentVolumes have it, or may be given it
+	claims   map[v1alpha1.ClaimRef][]v1alpha1.Volume // by claim: the volumes that say that they were made for it
+	networks map[string]string                       // by node: the network in which it reaches others
 }
 
-// find looks for what is lacking, and keeps it.
+// find fills out and doubts.
 func (l *lacking) find(ctx context.Context) error {
 	var volumes v1alpha1.VolumeList
 	if err := l.List(ctx, &volumes); err != nil {
@@ -113,9 +114,10 @@ func (l *lacking) find(ctx context.Context) error {
 	return l.snapshots(ctx, made)
 }
 
-// wholes are volumes, with each of those that have several legs in the place of these. It is as its first leg is, or as another one is, where that is not there any more.
+// wholes returns the volumes without those that are legs, and a volume for each ReplicatedVolume that is made and is not being deleted. The latter is a copy
+// of its first leg, or of the first by name if that is gone, with the name, ID and size of the ReplicatedVolume.
 func wholes(volumes []v1alpha1.Volume, replicated []v1alpha1.ReplicatedVolume) (all []v1alpha1.Volume) {
-	legs := map[string]v1alpha1.Volume{} // by the names of their volumes
+	legs := map[string]v1alpha1.Volume{} // by the names of their ReplicatedVolumes
 	for _, v := range volumes {
 		of := v.Spec.ReplicaOf
 		if of == "" {
@@ -134,15 +136,15 @@ func wholes(volumes []v1alpha1.Volume, replicated []v1alpha1.ReplicatedVolume) (
 	return all
 }
 
-// nameOf is a name for an object that Kubernetes takes: the first of some that will do, and that no other one has or may be given. The
-// last one is nobody else's.
+// nameOf returns the first of names that Kubernetes accepts and that only one object has or may be given, by wanted. The last name is always free: it is
+// returned if no other one will do.
 func nameOf(wanted map[string]int, names ...string) string {
 	return names[slices.IndexFunc(names, func(name string) bool {
 		return len(validation.NameIsDNSSubdomain(name, false)) == 0 && (wanted[name] < 2 || name == names[len(names)-1])
 	})]
 }
 
-// terms are those of the nodes that can use a volume.
+// terms returns the node affinity of a volume: its node, and with access any the network of that node. If the node is in no network now, it adds a doubt.
 func (l *lacking) terms(v *v1alpha1.Volume) []corev1.NodeSelectorTerm {
 	in := func(key, value string) corev1.NodeSelectorTerm {
 		return corev1.NodeSelectorTerm{MatchExpressions: []corev1.NodeSelectorRequirement{{Key: key, Operator: corev1.NodeSelectorOpIn, Values: []string{value}}}}
@@ -160,6 +162,7 @@ func (l *lacking) terms(v *v1alpha1.Volume) []corev1.NodeSelectorTerm {
 	return terms
 }
 
+// volume adds the PersistentVolume of a volume that has none, and the claim that the volume was made for, if that is not there.
 func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume) error {
 	id := v.ID()
 	mode := corev1.PersistentVolumeFilesystem
@@ -220,7 +223,7 @@ var (
 	groupGroup    = schema.GroupVersion{Group: "groupsnapshot.storage.k8s.io", Version: "v1"}
 )
 
-// AddToMapper says what the API server calls the kinds of external-snapshotter, so that nobody has to ask it. A cluster need not have them.
+// AddToMapper adds the kinds of external-snapshotter to a mapper, so that no discovery is needed. A cluster need not have them.
 func AddToMapper(m *meta.DefaultRESTMapper) {
 	for kind, api := range map[string]schema.GroupVersion{"VolumeSnapshot": snapshotGroup, "VolumeGroupSnapshot": groupGroup} {
 		m.Add(api.WithKind(kind), meta.RESTScopeNamespace)
@@ -228,7 +231,7 @@ func AddToMapper(m *meta.DefaultRESTMapper) {
 	}
 }
 
-// contents returns the handles that the contents of a kind have; none if the cluster has no such API.
+// contents returns the handles of all contents of a kind, which they have at any of paths. It is empty if the cluster has no such API.
 func (l *lacking) contents(ctx context.Context, api schema.GroupVersion, kind string, paths ...[]string) (map[string]bool, error) {
 	list := &unstructured.UnstructuredList{}
 	list.SetGroupVersionKind(api.WithKind(kind + "List"))
@@ -246,6 +249,7 @@ func (l *lacking) contents(ctx context.Context, api schema.GroupVersion, kind st
 	return handles, nil
 }
 
+// snapshots adds the contents of snapshots and groups that have none. volumes are all volumes, by the names of their objects.
 func (l *lacking) snapshots(ctx context.Context, volumes map[string]*v1alpha1.Volume) error {
 	var list v1alpha1.SnapshotList
 	if err := l.List(ctx, &list); err != nil {
@@ -285,13 +289,13 @@ func (l *lacking) snapshots(ctx context.Context, volumes map[string]*v1alpha1.Vo
 	return nil
 }
 
-// content keeps a content, and the snapshot or group snapshot that it belongs to: in the namespace of
-// the claim of its source, if somebody knows that.
+// content adds a content, and the VolumeSnapshot or VolumeGroupSnapshot that it belongs to. That is in the namespace of the claim of its source, or in
+// Options.Namespace if that claim is not known.
 func (l *lacking) content(api schema.GroupVersion, kind, key string, s *v1alpha1.Snapshot, volumes map[string]*v1alpha1.Volume, source map[string]any) {
 	namespace := l.namespace
 	of := volumes[s.Spec.Source]
 	if of != nil && !s.Of(of) {
-		of = nil // its node says that of another's
+		of = nil // only the snapshot's own node says that it is of this volume
 	}
 	if v := of; v != nil && v.Spec.ClaimRef != nil {
 		namespace = v.Spec.ClaimRef.Namespace

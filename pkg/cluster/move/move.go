@@ -1,5 +1,5 @@
-// Package move is what the node that uses a volume says to the volume's two nodes, the old and the new one, when the volume moves meanwhile, over the agents' port. It
-// knows nothing of who may ask.
+// Package move is the protocol of moves of volumes in use, over the agents' port: what the consumer, the old home and the new home ask of each other. It does
+// not check who may ask.
 package move
 
 import (
@@ -26,47 +26,50 @@ type Of struct {
 	ID volume.ID
 	// Claim is the generation of the caller's claim.
 	Claim int64
-	// Object is metadata.generation of the volume's object as the caller has read it: a call of a move that was taken back, and asked for anew since, is refused.
+	// Object is metadata.generation of the volume's object as the caller has read it. So a late call is refused if its move was undone and requested anew
+	// since.
 	Object int64
 }
 
-// Old is the node that has a volume, or had it, as the one sees it that uses it. Each call may be made again. errdefs.ErrBusy: something else is being done to the volume, which
-// does not take long. errdefs.ErrPrecondition: the API server says that the volume does not move, or not while the caller uses it by that claim, or not in that
-// generation of the object. errdefs.ErrUnavailable: that cannot be found out now.
+// Old is the old home of a volume that moves. Each call may be repeated. The errors of all calls:
+//
+//   - errdefs.ErrBusy: something else is being done to the volume, for a short time;
+//   - errdefs.ErrPrecondition: the API server says that the volume does not move, not while it is used by that claim, or not in that generation of the object;
+//   - errdefs.ErrUnavailable: the node cannot find that out now, or the volume has to grow first.
 type Old interface {
-	// Describe begins the move: it returns what the new node has to know to make room. Created is when that was asked for; there are no Read and no seal, and what
-	// was sealed for the caller is not any more.
+	// Describe begins the move. It returns what the new home needs to make room; Created is the time of this call, and there is no Read. A seal for the
+	// caller is taken off.
 	Describe(ctx context.Context, of Of) (volume.Origin, error)
-	// Ranges are those that hold data: all else reads as zeros. The caller holds back its writes until it mirrors them.
+	// Ranges returns the ranges that hold data: all else reads as zeros. The caller has to hold back its writes from before this call until it mirrors them.
 	Ranges(ctx context.Context, of Of) ([]blockdev.Extent, error)
-	// Seal seals the volume for the caller, which goes on with it: its record does not change from then on, and nobody else uses the volume before the API server
-	// has said that it stays. Created is when it was sealed; Labels are those that the volume takes along.
+	// Seal seals the volume for the caller, which goes on using it. From then on its record does not change, and nobody else uses the volume until the API
+	// server says that it stays. Created is when it was sealed; Labels are those that the volume takes along.
 	Seal(ctx context.Context, of Of) (volume.Origin, error)
-	// Sealed is for the new node, once the volume has moved there: since when the old one has it sealed; zero if it has not. errdefs.ErrNotFound if it has not moved
-	// there, or has arrived, or the old one has nothing of it.
+	// Sealed is called by the new home once the volume has moved there. It returns since when the old home has it sealed; zero: it has not.
+	// errdefs.ErrNotFound if the volume has not moved there, has arrived, or the old home has nothing of it.
 	Sealed(ctx context.Context, id volume.ID) (time.Time, error)
 }
 
-// New is the node that a volume moves to, as the one sees it that uses the volume. Errors are those of Old, and errdefs.ErrNotFound for what was not prepared, or is not there any
-// more.
+// New is the new home of a volume that moves. Errors are those of Old, and errdefs.ErrNotFound for what was not prepared, or is not there any more.
 type New interface {
-	// Prepare makes room for the volume, which reads as zeros, and exports that to the caller for the generation after its claim. Asked again for the same description
-	// it answers the same; what was prepared for an earlier one goes. A later one stays: ErrPrecondition.
+	// Prepare makes a copy of the volume that reads as zeros, and exports it to the caller for the generation after its claim. from is what Describe
+	// returned. With the same from it may be repeated; what was prepared for an earlier one is removed. errdefs.ErrPrecondition if something was prepared
+	// for a later one.
 	Prepare(ctx context.Context, of Of, from volume.Origin) (export.Opened, error)
-	// Complete makes what was prepared all of the volume, durably: the caller has mirrored it there, and nothing is missing. nqn is that of the export which the caller
-	// is connected to (volume.Exported); from is what was sealed.
+	// Complete records durably that what was prepared is the whole volume. The caller has copied and mirrored everything there before. nqn is that of the
+	// export which the caller is connected to (volume.Exported); from is what Seal returned.
 	Complete(ctx context.Context, of Of, nqn string, from volume.Origin) error
-	// Drop removes what was prepared, if it is exported by that name. What is gone is gone: success.
+	// Drop removes what was prepared, if it is exported by that name. It succeeds if there is nothing to remove.
 	Drop(ctx context.Context, of Of, nqn string) error
-	// Arrived is for the old node, which is about to delete what it has: nil if the volume has moved from there, and the new one has all of it. errdefs.ErrNotFound,
-	// errdefs.ErrDataLoss if not.
+	// Arrived is called by the old home before it deletes its bytes. It is nil if the volume has moved from there, and the new home has all of it; else
+	// errdefs.ErrNotFound or errdefs.ErrDataLoss.
 	Arrived(ctx context.Context, id volume.ID) error
 }
 
-// Home is the node that has a volume, as one sees it that the volume has left, and that was taken for gone until the move had ended.
+// Home is the node that has a volume. It is asked by a node that the volume has left, and that counted as gone while the move ended.
 type Home interface {
-	// Has reports whether the node has the volume, whole, and that came from what the caller has sealed since a time: then it has all of that, and what was written since. It is false
-	// as well where the API server does not say that the volume is that node's.
+	// Has reports whether the node has the whole volume, and that came from what the caller has had sealed since that time. Then the node has all that the
+	// caller has, and what was written since. It is false too if the API server does not say that the volume is on that node.
 	Has(ctx context.Context, id volume.ID, sealed time.Time) (bool, error)
 }
 
@@ -82,7 +85,7 @@ const (
 	methodHas      = "Has"
 )
 
-// request is that of each of the calls.
+// request is the request of each call.
 type request struct {
 	Volume string  `json:"volume"`
 	Claim  int64   `json:"claim"`
@@ -96,10 +99,10 @@ type request struct {
 // Of: see call.Request.
 func (r request) Of() string { return r.Volume }
 
-// of is which move it is for.
+// of returns which move a request is for.
 func (r request) of(id volume.ID) Of { return Of{id, r.Claim, r.Object} }
 
-// answer is that to each of the calls. Complete, Drop and Arrived have an empty one.
+// answer is the answer to each call. Those to Complete, Drop and Arrived are empty.
 type answer struct {
 	Origin *origin      `json:"origin,omitempty"`
 	Opened *export.Wire `json:"opened,omitempty"`
@@ -113,7 +116,7 @@ type extent struct {
 	Length int64 `json:"length"`
 }
 
-// origin is a volume.Origin of a move.
+// origin is a volume.Origin of a move, as JSON.
 type origin struct {
 	ID      string             `json:"id"`
 	Pool    string             `json:"pool,omitempty"`
@@ -134,7 +137,8 @@ func fromOrigin(o volume.Origin) *origin {
 	return &origin{o.ID.String(), o.Pool, o.Created, o.Size, o.Sector, o.Filesystem, o.Scheme, o.Format.State, o.Format.Type, o.Header.State, o.Header.UUID, o.Labels, o.Claims}
 }
 
-// of is the origin of a volume, as another node says it: what it says is not looked at yet.
+// of returns the origin of a volume that another node has sent; ErrUnavailable if it is of another volume, or has no time or size. The rest is not checked
+// here.
 func (o *origin) of(id volume.ID) (volume.Origin, error) {
 	if o == nil || o.ID != id.String() || o.Created.IsZero() || o.Size <= 0 {
 		return volume.Origin{}, fmt.Errorf("%w: what came does not say what volume %s is", errdefs.ErrUnavailable, id)
@@ -147,7 +151,7 @@ func (o *origin) of(id volume.ID) (volume.Origin, error) {
 		Format: volume.Format{State: o.State, Type: o.Type}, Header: volume.Header{State: o.Header, UUID: o.UUID}, Labels: labels, Claims: o.Claims}, nil
 }
 
-// Register has a gRPC server answer for a node, as the old one of volumes that move, as the new one of others, and as the one that others have moved to.
+// Register has a gRPC server answer for a node: as the old home of volumes (from), as the new home (to), and as the home of volumes that have moved (at).
 func Register(r grpc.ServiceRegistrar, from Old, to New, at Home) {
 	originOf := func(o volume.Origin, err error) (answer, error) { return answer{Origin: fromOrigin(o)}, err }
 	methods := map[string]func(context.Context, volume.ID, request) (answer, error){
@@ -197,13 +201,13 @@ func Register(r grpc.ServiceRegistrar, from Old, to New, at Home) {
 	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Methods: call.Methods(Service, methods)}, nil)
 }
 
-// OldAt is the old node that answers at a connection.
+// OldAt returns the old home that answers at a connection.
 func OldAt(agent grpc.ClientConnInterface) Old { return client{agent} }
 
-// NewAt is the new node that answers at a connection.
+// NewAt returns the new home that answers at a connection.
 func NewAt(agent grpc.ClientConnInterface) New { return client{agent} }
 
-// HomeAt is the node that has a volume, which answers at a connection.
+// HomeAt returns the home that answers at a connection.
 func HomeAt(agent grpc.ClientConnInterface) Home { return client{agent} }
 
 type client struct{ agent grpc.ClientConnInterface }
@@ -211,7 +215,7 @@ type client struct{ agent grpc.ClientConnInterface }
 func (c client) call(ctx context.Context, method string, of Of, r request) (out answer, err error) {
 	r.Volume, r.Claim, r.Object = of.ID.String(), of.Claim, of.Object
 	err = call.Ask(ctx, c.agent, Service, method, r, &out)
-	if errors.Is(err, errdefs.ErrInUse) { // gRPC has one code for both
+	if errors.Is(err, errdefs.ErrInUse) { // ErrInUse and ErrPrecondition have the same gRPC code
 		err = errdefs.Recast(errdefs.ErrPrecondition, err, "%s of the move of volume %s", method, r.Volume)
 	}
 	return out, err

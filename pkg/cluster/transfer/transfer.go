@@ -1,5 +1,5 @@
-// Package transfer carries the bytes of snapshots, and of what moves, from the agent of one node to that of another, over the agents' port: one call, whose
-// answer is a stream. It knows nothing of who may ask, and keeps nothing: whoever asks says from where on.
+// Package transfer sends the bytes of snapshots, and of what moves, from the agent of one node to that of another, over the agents' port: by one call, whose
+// answer is a stream. It does not check who may ask (Source does), and has no state of a copy: the request says at which byte to begin.
 package transfer
 
 import (
@@ -26,23 +26,24 @@ const Service = "ashlar.v1.Transfer"
 
 const method = "Read"
 
-// Request asks for the bytes that a copy is made of, or for those of what moves.
+// Request asks the node of an origin for its bytes: the origin of a copy, or what moves to the caller's node.
 type Request struct {
-	// Copy is the key of the volume that they are for: its object says what it is a copy of.
+	// Copy is the key of the volume that is copied to. The object of that volume says what it is a copy of.
 	Copy string `json:"copy"`
-	// Move: that volume itself is to come to the caller's node.
+	// Move: the volume with that key moves to the caller's node, and its own bytes are asked for.
 	Move bool `json:"move,omitempty"`
-	// Snapshot: with Move, it is the snapshot of that key that is to come. A node of before that knows nothing of it answers for the volume of the key, if that moves, too.
+	// Snapshot: with Move, the snapshot with that key moves. An older agent does not know this field, and answers for the volume with that key, if that
+	// moves too.
 	Snapshot bool `json:"snapshot,omitempty"`
-	// Head: what they are of is wanted, and none of them.
+	// Head: only the header is wanted, and no bytes.
 	Head bool `json:"head,omitempty"`
-	// From is the first byte that is wanted.
+	// From is the offset of the first byte that is wanted.
 	From int64 `json:"from,omitempty"`
-	// Created of the origin that the bytes before From are of; zero: there are none.
+	// Created is volume.Origin.Created of the origin that the caller has the bytes before From of; zero: it has none.
 	Created time.Time `json:"created,omitzero"`
 }
 
-// what names whose bytes are asked for, among all that may be.
+// what identifies the copy or move that a request is for. Only one answer at a time is given for it (server.take).
 func (r Request) what() string {
 	if r.Snapshot {
 		return "snapshot " + r.Copy
@@ -50,10 +51,10 @@ func (r Request) what() string {
 	return r.Copy
 }
 
-// Source opens what the copy of a request is made of. ErrNotFound if the caller may not have it.
+// Source returns the origin that a request asks for; ErrNotFound if the caller may not have it.
 type Source func(ctx context.Context, r Request) (volume.Origin, error)
 
-// header is the first message of an answer: what volume.Origin says, but for the bytes.
+// header is the first message of an answer: a volume.Origin without Read, Object and Generation.
 type header struct {
 	ID      string             `json:"id"`
 	Created time.Time          `json:"created"`
@@ -62,18 +63,18 @@ type header struct {
 	Carries filesystem.Type    `json:"filesystem,omitempty"`
 	State   volume.FormatState `json:"state,omitempty"`
 	Type    filesystem.Type    `json:"type,omitempty"`
-	// Scheme by which its bytes are encrypted, and what its record says of their header. The bytes are sent as they are kept.
+	// Scheme is how the bytes are encrypted: they are sent as the pool keeps them. Header and UUID are what the record says of their header.
 	Scheme volume.Scheme      `json:"encryption,omitempty"`
 	Header volume.FormatState `json:"header,omitempty"`
 	UUID   string             `json:"headerUUID,omitempty"`
-	// Pool that has a volume that moves, and the labels of its record.
+	// Pool, Labels and Claims: see volume.Origin. They are for a volume that moves.
 	Pool   string            `json:"pool,omitempty"`
 	Labels map[string]string `json:"labels,omitempty"`
 	Claims int64             `json:"claims,omitempty"`
 }
 
-// Each message after the first is a piece: the offset (8 bytes, big endian), the CRC-32C of the offset and the data (4 bytes), the data. The last
-// has the size as its offset, and no data: without it the answer is not whole.
+// Each message after the first is a piece: the offset (8 bytes, big endian), the CRC-32C of the offset and the data (4 bytes, big endian), the data. The last
+// piece has the size as its offset, and no data: without it the answer is not complete.
 const pieceHeader = 12
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
@@ -101,12 +102,12 @@ func decode(piece []byte) (at int64, data []byte, err error) {
 	return at, piece[pieceHeader:], nil
 }
 
-// Limiter is asked before so many bytes are sent, and waits until they may be.
+// Limiter limits how fast bytes are sent: WaitN waits until n bytes may be.
 type Limiter interface {
 	WaitN(ctx context.Context, n int) error
 }
 
-// server answers. The bytes of a copy are read once at a time, so that memory is bounded by the copies that there are.
+// server answers requests. At any time it reads the bytes of a copy for one answer only: so its memory is bounded by the number of copies.
 type server struct {
 	open  Source
 	limit Limiter
@@ -115,18 +116,18 @@ type server struct {
 	turns map[string]*turn // by Request.what
 }
 
-// turn says who reads the bytes of a copy, and who asked for them last; either may be nobody.
+// turn is the answer that reads the bytes of a copy now, and the answer that was asked for last; either may be nil.
 type turn struct{ reading, last *reading }
 
-// reading is an answer that is under way, or waits to be.
+// reading is an answer that reads the bytes of a copy, or waits for its turn.
 type reading struct {
 	stop func()
 	done chan struct{} // closed at its end
 }
 
-// take ends the answer for a copy that is under way, whose caller has given it up, and returns the context for another one; end is to be called
-// when that is through. Of several that wait it is the last one's turn: whoever asked before has given up, even where that is not known here yet.
-// ErrUnavailable for the others, and if the one before does not end while the caller waits.
+// take gives the turn of a copy to a new answer, and returns the context of that; the caller calls end when the answer has ended. An earlier answer is
+// stopped first, and waited for: its caller has given it up, as it would not have asked again, even if this node does not know that yet. Of several answers
+// that wait the last one gets the turn. ErrUnavailable for the others, and if the earlier one does not end while the caller waits.
 func (s *server) take(ctx context.Context, key string) (_ context.Context, end func(), err error) {
 	ctx, stop := context.WithCancel(ctx)
 	mine := &reading{stop, make(chan struct{})}
@@ -164,7 +165,7 @@ func (s *server) take(ctx context.Context, key string) (_ context.Context, end f
 	}, nil
 }
 
-// leave takes one that asked off its turn, and forgets the turn if nobody is left. The caller holds mu.
+// leave takes an answer off the turn of a copy, and deletes the turn if it has no answer any more. The caller holds mu.
 func (s *server) leave(key string, now *turn, mine *reading) {
 	if now.last == mine {
 		now.last = nil
@@ -174,8 +175,8 @@ func (s *server) leave(key string, now *turn, mine *reading) {
 	}
 }
 
-// Register has a gRPC server answer with what a source opens; limit, which may be nil, is for all answers together. Its burst has to be volume.ReadSize at
-// least.
+// Register has a gRPC server answer requests with the origins that open returns. limit, which may be nil, limits all answers together; its burst has to be
+// volume.ReadSize at least.
 func Register(r grpc.ServiceRegistrar, open Source, limit Limiter) {
 	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{{StreamName: method, ServerStreams: true,
 		Handler: func(s any, stream grpc.ServerStream) error { return s.(*server).read(stream) }}}}, &server{open: open, limit: limit, turns: map[string]*turn{}})
@@ -196,7 +197,7 @@ func (s *server) read(stream grpc.ServerStream) error {
 		return err
 	}
 	if !r.Created.IsZero() && !r.Created.Equal(from.Created) {
-		r.From = 0 // the caller finds by the header that it is another one
+		r.From = 0 // the origin is another one than the caller's, which finds that by the header
 	}
 	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Filesystem, from.Format.State, from.Format.Type,
 		from.Scheme, from.Header.State, from.Header.UUID, from.Pool, from.Labels, from.Claims})
@@ -227,18 +228,18 @@ func (s *server) read(stream grpc.ServerStream) error {
 	return send(from.Size, nil)
 }
 
-// Open asks an agent for the bytes of a copy, and returns what they are of. Its Read begins a call of its own; each time what is there must
-// be what was there before: ErrUnavailable if not.
+// Open asks an agent for the origin of the copy with a key. Each call of the origin's Read is a request of its own, and fails with ErrUnavailable if the
+// agent has another origin by then.
 func Open(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
 	return open(ctx, agent, Request{Copy: key})
 }
 
-// OpenMove is Open for the volume of a key, which is to come to the caller's node: its home seals it for that.
+// OpenMove is Open for the volume with a key, which moves to the caller's node. Its home seals it for that.
 func OpenMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
 	return open(ctx, agent, Request{Copy: key, Move: true})
 }
 
-// OpenSnapshotMove is OpenMove for the snapshot of a key.
+// OpenSnapshotMove is Open for the snapshot with a key, which moves to the caller's node.
 func OpenSnapshotMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
 	return open(ctx, agent, Request{Copy: key, Move: true, Snapshot: true})
 }
@@ -252,7 +253,7 @@ func open(ctx context.Context, agent grpc.ClientConnInterface, r Request) (volum
 		return volume.Origin{}, err
 	}
 	origin.Read = func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error {
-		ctx, cancel := context.WithCancel(ctx) // the other side stops when this one does
+		ctx, cancel := context.WithCancel(ctx) // so that the other side stops when this one does
 		defer cancel()
 		stream, now, err := ask(ctx, agent, Request{Copy: r.Copy, Move: r.Move, Snapshot: r.Snapshot, From: from, Created: origin.Created})
 		if err != nil {
@@ -266,7 +267,7 @@ func open(ctx context.Context, agent grpc.ClientConnInterface, r Request) (volum
 	return origin, nil
 }
 
-// ask begins a call and reads the header of the answer.
+// ask begins a call and reads the header of the answer. The origin that it returns has no Read.
 func ask(ctx context.Context, agent grpc.ClientConnInterface, r Request) (grpc.ClientStream, volume.Origin, error) {
 	text, err := json.Marshal(r)
 	if err != nil {
@@ -293,7 +294,7 @@ func ask(ctx context.Context, agent grpc.ClientConnInterface, r Request) (grpc.C
 		Format: volume.Format{State: h.State, Type: h.Type}, Header: volume.Header{State: h.Header, UUID: h.UUID}, Pool: h.Pool, Labels: h.Labels, Claims: h.Claims}, nil
 }
 
-// receive hands on what comes until it is whole.
+// receive calls visit with each piece of an answer, until the answer is complete. ErrUnavailable if it ends before, or a checksum is wrong.
 func receive(stream grpc.ClientStream, size int64, visit func(at int64, data []byte) error) error {
 	for {
 		message := &wrapperspb.BytesValue{}
