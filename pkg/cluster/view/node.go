@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// nodes makes the nodes and their pools: those that report pools, and those that volumes or snapshots are said to be on.
+// nodes adds the nodes and their pools: those of the Pool objects, and those that volumes or snapshots name and that have no Pool object.
 func (t *taking) nodes() {
 	t.out.Driver = t.driver()
 	counts := map[string]int{} // objects of each node's pools
@@ -62,7 +62,7 @@ func (t *taking) nodes() {
 	}
 }
 
-// objects says how many volumes and snapshots there are.
+// objects says how many volumes and snapshots are on a node or in a pool, with the verb.
 func objects(n int) string {
 	switch n {
 	case 0:
@@ -73,7 +73,7 @@ func objects(n int) string {
 	return fmt.Sprintf("%d volumes and snapshots are", n)
 }
 
-// judge finds out whether a node, which has some volumes and snapshots, is there.
+// judge finds out whether a node, which has held volumes and snapshots, is there, and adds the problem if it is not, or if its agent is silent.
 func (t *taking) judge(n *overview.Node, held int) {
 	n.Ready = true
 	say := func(severity overview.Severity, reason, message string) {
@@ -98,7 +98,7 @@ func (t *taking) judge(n *overview.Node, held int) {
 	}
 }
 
-// away is how a node is not there, in words; empty: it is, as far as is known.
+// away says in words why a node cannot do anything now: it is gone, not ready, or its agent is silent. Empty: nothing of that is known.
 func (t *taking) away(node string) string {
 	m, there := t.machines[node]
 	switch {
@@ -112,7 +112,7 @@ func (t *taking) away(node string) string {
 	return ""
 }
 
-// silent: an agent that never had a Lease is of an older version, and as alive as its node.
+// silent reports whether a node's agent counts as silent. One that never had a Lease is of an older version, and does not.
 func (t *taking) silent(node string) bool {
 	if t.options.Silent != nil {
 		return t.options.Silent(node)
@@ -121,8 +121,8 @@ func (t *taking) silent(node string) bool {
 	return there && t.options.Now.Sub(renewed(&lease)) > v1alpha1.SilentAfter
 }
 
-// renewed is when a Lease was written last, by the clock of the API server, which has it in metadata.managedFields (KEP 555, server-side
-// apply); that of the node, which the Lease itself has, may be wrong. Where somebody took the fields away there is only that.
+// renewed returns when a Lease was last written, by the clock of the API server: that is in metadata.managedFields (KEP 555, server-side apply).
+// spec.renewTime is by the node's clock, which may be wrong: it is used only if there are no managedFields.
 func renewed(lease *coordinationv1.Lease) (at time.Time) {
 	for _, field := range lease.ManagedFields {
 		if field.Time != nil && field.Time.After(at) {
@@ -135,7 +135,7 @@ func renewed(lease *coordinationv1.Lease) (at time.Time) {
 	return at
 }
 
-// pool is a pool that its agent reports, and that has some volumes and snapshots.
+// pool returns a pool as an overview has it, from its object. held is how many volumes and snapshots are in it.
 func pool(p *v1alpha1.Pool, held int) overview.Pool {
 	s := &p.Status
 	out := overview.Pool{Node: p.Spec.NodeName, Name: p.Spec.Pool, Kind: s.Kind, Default: p.Spec.Default, UUID: p.Spec.UUID,
@@ -150,7 +150,7 @@ func pool(p *v1alpha1.Pool, held int) overview.Pool {
 		out.Problems = append(out.Problems, overview.Found(severity, reason, message, overview.KindPool, name))
 	}
 	for _, found := range problems(s.Health, overview.KindPool, name) {
-		found.Message = strings.ReplaceAll(found.Message, "pool "+out.Name+": ", "") // its name is shown beside it
+		found.Message = strings.ReplaceAll(found.Message, "pool "+out.Name+": ", "") // the name of the pool is shown beside the message
 		if found.Reason == overview.NotConfigured {
 			if held == 0 {
 				continue // nobody misses it

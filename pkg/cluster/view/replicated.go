@@ -11,7 +11,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// replicas makes the volumes with several legs, and returns the names of those Volumes that are their legs. A leg of which the whole is not there, or not known, is shown as a volume.
+// replicas adds the volumes with several legs, and returns the names of the Volumes that are their legs. A leg whose ReplicatedVolume is not there, or could
+// not be listed, is not among them: it is shown as a volume.
 func (t *taking) replicas() (legs map[string]bool) {
 	of := map[string][]*v1alpha1.Volume{}
 	for i := range t.objects {
@@ -31,7 +32,7 @@ func (t *taking) replicas() (legs map[string]bool) {
 	return legs
 }
 
-// whole is a volume with several legs, and those of its legs that are there.
+// whole is a volume with several legs while its overview is made. legs are the Volumes of its legs that are there, by name.
 type whole struct {
 	*taking
 	r    *v1alpha1.ReplicatedVolume
@@ -39,7 +40,7 @@ type whole struct {
 	out  overview.Volume
 }
 
-// names are those of its legs, in the order in which they were made, and then those of others that are there.
+// names returns the names of the legs: those of spec.legs in their order, then those of other legs that are there.
 func (w *whole) names() []string {
 	names := slices.Clone(w.r.Spec.Legs)
 	var others []string
@@ -52,7 +53,8 @@ func (w *whole) names() []string {
 	return append(names, others...)
 }
 
-// stands is the leg whose node and pool are those of the volume: a current one, of the node that uses it, if there is one. nil: none is there.
+// stands returns the leg whose node and pool are shown as those of the volume: a current one rather than another, then one on the node that has the claim.
+// nil: no leg is there.
 func (w *whole) stands() (best *v1alpha1.Volume) {
 	rank := func(v *v1alpha1.Volume) (rank int) {
 		if l := w.r.Leg(v.Name); l == nil || !l.Current {
@@ -71,6 +73,7 @@ func (w *whole) stands() (best *v1alpha1.Volume) {
 	return best
 }
 
+// volume returns the volume as an overview has it.
 func (w *whole) volume() overview.Volume {
 	r, stands := w.r, w.stands()
 	w.out = overview.Volume{ID: r.ID(), Name: r.Spec.Name, Pool: r.Spec.Pool, Size: r.Spec.Size, Created: r.CreationTimestamp.UTC(), Replicas: &overview.Replicas{Wanted: r.Spec.Replicas, Lacks: r.Status.Lacks}}
@@ -96,7 +99,7 @@ func (w *whole) volume() overview.Volume {
 	return w.out
 }
 
-// state of the volume. It is lost when no replica is left that has all that was written.
+// state returns the state of the volume. It is Lost if no current leg is left that has its bytes.
 func (w *whole) state(stands *v1alpha1.Volume) overview.State {
 	switch {
 	case w.r.Going():
@@ -111,7 +114,7 @@ func (w *whole) state(stands *v1alpha1.Volume) overview.State {
 	return overview.Ready
 }
 
-// addLeg adds a leg.
+// addLeg adds the leg with a name to the overview of the volume.
 func (w *whole) addLeg(name string) {
 	v, l := w.legs[name], w.r.Leg(name)
 	out := overview.Leg{ID: "vol." + w.r.Spec.Pool + "." + name}
@@ -137,7 +140,7 @@ func (w *whole) addLeg(name string) {
 	w.out.Replicas.Legs = append(w.out.Replicas.Legs, out)
 }
 
-// join is two texts of which either may be empty.
+// join joins two texts, either of which may be empty.
 func join(one, two string) string {
 	if one == "" {
 		return two
@@ -145,7 +148,8 @@ func join(one, two string) string {
 	return one + "; " + two
 }
 
-// legState is how a leg is, and why it is not current.
+// legState returns the state of a leg and a message about it, such as why it is not current. v is its Volume, nil if that is gone; l its entry in
+// status.legs, nil if there is none; named reports whether spec.legs names it.
 func (w *whole) legState(v *v1alpha1.Volume, l *v1alpha1.Leg, named bool) (overview.LegState, string) {
 	switch {
 	case v == nil && l == nil:
@@ -172,7 +176,8 @@ func (w *whole) legState(v *v1alpha1.Volume, l *v1alpha1.Leg, named bool) (overv
 	return overview.LegWaiting, "node " + w.r.Spec.Claim.Node + " is to copy to it what it lacks"
 }
 
-// wrong finds what is wrong with the volume: with its legs, each of which says so itself; and that there are fewer current ones than there are to be. While another current one is well, what is wrong with a leg costs no more than that.
+// wrong adds the problems of the volume: those of its legs, and those of the volume itself (too few legs, legs that differ, no current leg, a refusal).
+// While a current leg is well, no problem of a leg is worse than Degraded.
 func (w *whole) wrong() {
 	say := func(severity overview.Severity, reason, message string) {
 		w.out.Problems = append(w.out.Problems, overview.Found(severity, reason, message, overview.KindVolume, w.out.ID))
@@ -218,7 +223,7 @@ func (w *whole) wrong() {
 	}
 }
 
-// wrongWith is what is wrong with a leg: what its node says, and that it is not current.
+// wrongWith returns the problems of a leg: those that its node has reported, and that it is not current. A leg that leaves has none.
 func (w *whole) wrongWith(leg overview.Leg) (all []overview.Problem) {
 	if leg.State == overview.LegLeaving {
 		return nil
@@ -232,7 +237,7 @@ func (w *whole) wrongWith(leg overview.Leg) (all []overview.Problem) {
 	return all
 }
 
-// well reports whether a current leg is, and its node as far as that is known.
+// well reports whether a current leg is there with no problem worse than Degraded, and its node is not known to be away.
 func (w *whole) well() bool {
 	return slices.ContainsFunc(w.r.Current(), func(name string) bool {
 		v := w.legs[name]
@@ -245,7 +250,7 @@ func (w *whole) well() bool {
 	})
 }
 
-// missing is how many legs there are too few, whether they are named or not.
+// missing returns how many legs the volume lacks: spec.replicas less those that are current, joining or waiting.
 func (w *whole) missing() int {
 	n := 0
 	for _, leg := range w.out.Replicas.Legs {
@@ -257,12 +262,13 @@ func (w *whole) missing() int {
 	return w.r.Spec.Replicas - n
 }
 
-// ofWhole reports whether a snapshot that names a volume with several legs is of it: it is on the node of a leg, or the controller says so (v1alpha1.SourceLabel).
+// ofWhole reports whether a snapshot that names a volume with several legs as its source is of it: it is on the node of a leg, or the controller says so
+// (v1alpha1.SourceLabel).
 func (t *taking) ofWhole(s *v1alpha1.Snapshot, v *overview.Volume) bool {
 	return slices.Contains(v.On(), s.Spec.NodeName) || "vol."+s.SourceNamed()+"."+s.Labels[v1alpha1.SourceLabel] == v.ID
 }
 
-// source is the ID of what a volume was copied from; empty: of nothing.
+// source returns the ID of what a volume was copied from; empty: it is no copy.
 func source(v *v1alpha1.Volume) string {
 	s := v.Spec.Source
 	if s == nil {

@@ -1,5 +1,5 @@
-// Package view makes the overview of a cluster out of its objects. It reads only, through whatever reader it is given: an API server
-// with the rights of a person, or the caches of a program that watches. It imports nothing that needs Linux.
+// Package view makes the overview of a cluster out of its objects. It only reads, through any reader: the API server with the rights of a person, or the
+// caches of a program that watches. It imports nothing that needs Linux.
 package view
 
 import (
@@ -28,15 +28,15 @@ import (
 type Options struct {
 	// Version of the program.
 	Version string
-	// Page is how many objects are asked for at once; 0: all, as caches give them.
+	// Page is how many objects a list asks for at once; 0: all, which is right for a cache.
 	Page int64
-	// Namespace has the Leases of the agents; empty: they are looked for in all.
+	// Namespace is where the Leases of the agents are; empty: they are looked for in all namespaces.
 	Namespace string
-	// Now is the time by which Leases and ages are judged, as the API server has it; zero: this machine's.
+	// Now is the time against which Leases and ages are measured, by the clock of the API server; zero: that of this machine.
 	Now time.Time
-	// Silent says whether nothing was heard of a node's agent, for those who listen; nil: the Leases say so.
+	// Silent reports whether a node's agent counts as silent, for a caller that watches the Leases; nil: Take reads the Leases.
 	Silent func(node string) bool
-	// Kubernetes: PersistentVolumes, claims, pods and StorageClasses are read too. A cache that does not watch them must not be asked.
+	// Kubernetes: PersistentVolumes, pods and StorageClasses are read too. It has to be false for a cache that does not watch them.
 	Kubernetes bool
 }
 
@@ -46,8 +46,8 @@ func Scheme() (*runtime.Scheme, error) {
 	return scheme, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), storagev1.AddToScheme(scheme))
 }
 
-// Take makes the overview of a cluster: one round of lists. What the reader may not list is left out, and Missing says so; without
-// pools, volumes and snapshots there is nothing to show, and that is an error.
+// Take makes the overview of a cluster from one list of each kind. A kind that the reader may not list is left out, and Overview.Missing says so; that it may
+// not list pools, volumes or snapshots is an error.
 func Take(ctx context.Context, from client.Reader, o Options) (*overview.Overview, error) {
 	if o.Now.IsZero() {
 		o.Now = time.Now()
@@ -77,30 +77,31 @@ type taking struct {
 	copies     []v1alpha1.Snapshot
 	machines   map[string]machine
 	leases     map[string]coordinationv1.Lease // by node
-	listening  bool                            // the Leases, or who listens, could be asked
+	listening  bool                            // it is known which agents are silent: the Leases could be listed, or there is Options.Silent
 	known      bool                            // the nodes could be listed
 	handles    map[string]standing             // PersistentVolumes by handle
-	claims     map[string]overview.Ref         // claims of these, by handle
-	holders    map[overview.Ref]string         // handles of what claims have now, by claim
+	claims     map[string]overview.Ref         // the claims of these PersistentVolumes, by handle
+	holders    map[overview.Ref]string         // the handle of the PersistentVolume that a claim has now, by claim
 	users      map[overview.Ref][]overview.Ref // pods by claim
 	drivers    map[string]bool                 // namespaces that pods of agents are in
 	sorts      []storagev1.StorageClass
 }
 
-// machine is what counts of a Node object.
+// machine is what is needed of a Node object.
 type machine struct {
 	ready, gone bool
 	cordoned    bool
 	labels      map[string]string
 }
 
-// standing is the PersistentVolume that stands for what has its handle: of several one that is bound, else one that may be, else one that
-// was; of those alike the first by name, whatever comes first in a list.
+// standing is the PersistentVolume that is shown for a handle. Of several it is one that is bound, else one that may become bound, else one that was; among
+// equals the first by name.
 type standing struct {
 	name string
-	rank int // the less, the more it stands for it
+	rank int // the lowest is shown
 }
 
+// standingOf returns the standing of a PersistentVolume, by its phase.
 func standingOf(pv *corev1.PersistentVolume) standing {
 	switch pv.Status.Phase {
 	case corev1.VolumeBound:
@@ -111,11 +112,12 @@ func standingOf(pv *corev1.PersistentVolume) standing {
 	return standing{pv.Name, 1}
 }
 
+// before reports whether s is shown rather than other.
 func (s standing) before(other standing) bool {
 	return cmp.Or(cmp.Compare(s.rank, other.rank), cmp.Compare(s.name, other.name)) < 0
 }
 
-// read lists all that is needed.
+// read lists all that Take needs.
 func (t *taking) read() error {
 	for _, err := range []error{
 		each(t, &v1alpha1.PoolList{}, func(l *v1alpha1.PoolList) { t.pools = append(t.pools, l.Items...) }),
@@ -149,9 +151,9 @@ func (t *taking) read() error {
 	return nil
 }
 
-// readLeases reads the heartbeats of the agents: those in the namespaces of their pods, as far as these are known. Others can be written by
-// whoever may have Leases, in the namespaces of tenants. Where no namespace is known, the oldest of a node counts: then a Lease of somebody
-// else may raise an alarm, but hides no agent that is silent.
+// readLeases reads the heartbeats of the agents. Only Leases in the namespaces of the agents' pods count, if these are known: tenants may write Leases in
+// their own namespaces. Of several Leases for a node the newest counts if the namespaces of agents are known, and the oldest if not: then a Lease of
+// somebody else may raise a false alarm, but hides no silent agent.
 func (t *taking) readLeases() error {
 	t.leases, t.listening = map[string]coordinationv1.Lease{}, t.options.Silent != nil
 	if t.options.Silent != nil {
@@ -179,7 +181,7 @@ func (t *taking) readLeases() error {
 	return err
 }
 
-// readKubernetes reads what Kubernetes has of the volumes: who claims them, who uses them.
+// readKubernetes lists PersistentVolumes, pods and StorageClasses: which claims and pods the volumes have.
 func (t *taking) readKubernetes() error {
 	t.handles, t.claims, t.holders = map[string]standing{}, map[string]overview.Ref{}, map[overview.Ref]string{}
 	t.users, t.drivers = map[overview.Ref][]overview.Ref{}, map[string]bool{}
@@ -198,7 +200,8 @@ func (t *taking) readKubernetes() error {
 	return nil
 }
 
-// optional takes the error of a list that an overview can do without: that the reader may not read it is said.
+// optional takes the error of a list that an overview can do without. If it is that the reader may not list what, it adds to Missing that it is not known of,
+// and returns nil.
 func (t *taking) optional(what, of string, err error) error {
 	if apierrors.IsForbidden(err) {
 		t.out.Missing = append(t.out.Missing, fmt.Sprintf("%s: you may not list them, so it is not known %s", what, of))
@@ -207,10 +210,10 @@ func (t *taking) optional(what, of string, err error) error {
 	return err
 }
 
-// each lists all objects of a kind, in pages, and calls visit with each page.
+// each lists all objects of a kind, in pages, and calls visit with each page. The objects may be a cache's own, and must not be changed.
 func each[L client.ObjectList](t *taking, empty L, visit func(L), which ...client.ListOption) error {
 	for token := ""; ; {
-		list := empty.DeepCopyObject().(L)                                             // what is kept of one page must not be written to by the next
+		list := empty.DeepCopyObject().(L)                                             // a new list for each page: visit may keep the items
 		options := append([]client.ListOption{client.UnsafeDisableDeepCopy}, which...) // nothing of it is changed
 		if t.options.Page > 0 {
 			options = append(options, client.Limit(t.options.Page), client.Continue(token))
@@ -219,7 +222,7 @@ func each[L client.ObjectList](t *taking, empty L, visit func(L), which ...clien
 			return fmt.Errorf("list %T: %w", list, err)
 		}
 		visit(list)
-		if token = list.GetContinue(); token == "" || t.options.Page == 0 { // a cache gives all, and a token that leads nowhere
+		if token = list.GetContinue(); token == "" || t.options.Page == 0 { // a cache gives all objects, and a token that cannot be used
 			return nil
 		}
 	}
@@ -241,7 +244,7 @@ func (t *taking) addNodes(l *corev1.NodeList) {
 func (t *taking) addPersistentVolumes(l *corev1.PersistentVolumeList) {
 	for i := range l.Items {
 		pv := &l.Items[i]
-		handle, stands := "", false // of what is none of CSI, and its claim's all the same
+		handle, stands := "", false // empty for a PersistentVolume that is not of CSI: its claim has it all the same
 		if csi := pv.Spec.CSI; csi != nil {
 			handle = csi.Driver + " " + csi.VolumeHandle
 			have, there := t.handles[handle]
@@ -258,7 +261,7 @@ func (t *taking) addPersistentVolumes(l *corev1.PersistentVolumeList) {
 			}
 			_, held := t.holders[claim]
 			if phase := pv.Status.Phase; phase == corev1.VolumeBound || phase != corev1.VolumeReleased && phase != corev1.VolumeFailed && !held {
-				t.holders[claim] = handle // else that claim is gone, and one of its name is another
+				t.holders[claim] = handle // else the claim is gone, and a claim of that name is a new one
 			}
 		}
 	}
@@ -270,8 +273,8 @@ var AgentLabels = map[string]string{"app.kubernetes.io/name": "ashlar", "app.kub
 // AgentContainer is the container of the driver in a pod of an agent.
 const AgentContainer = "driver"
 
-// IsAgent reports whether a pod is that of an agent. Whoever may make pods can give them its labels; but the driver's container is
-// privileged, and who may have such a one on a node is root there.
+// IsAgent reports whether a pod is that of an agent: by its labels, and by a privileged container of the driver. Whoever may make pods can give them the
+// labels; but who may make privileged containers on a node is root there anyway.
 func IsAgent(pod *corev1.Pod) bool {
 	for label, value := range AgentLabels {
 		if pod.Labels[label] != value {
@@ -283,7 +286,7 @@ func IsAgent(pod *corev1.Pod) bool {
 	})
 }
 
-// addPods notes which pods use which claim: those that run, or are to.
+// addPods notes which pods use which claim, and which namespaces agents are in. Pods that have ended do not count.
 func (t *taking) addPods(l *corev1.PodList) {
 	for i := range l.Items {
 		pod := &l.Items[i]
@@ -308,6 +311,7 @@ func (t *taking) addPods(l *corev1.PodList) {
 	}
 }
 
+// classes adds the StorageClasses of the driver.
 func (t *taking) classes() {
 	for i := range t.sorts {
 		if c := &t.sorts[i]; c.Provisioner == t.out.Driver {
@@ -323,7 +327,7 @@ func (t *taking) classes() {
 	}
 }
 
-// reached are the nodes that a class allows, and that others reach: they are in a network.
+// reached returns the nodes that a class allows and that are in a network, so that other nodes reach them.
 func (t *taking) reached(class *overview.Class) []string {
 	nodes := []string{}
 	for i := range t.pools {
@@ -335,7 +339,8 @@ func (t *taking) reached(class *overview.Class) []string {
 	return nodes
 }
 
-// sites are where replicas are apart, by node: the values of a label, or without one the nodes themselves. The controller places them the same way.
+// sites returns the site of each node that may have a replica, by node: the value of a label of the node, or without a label the node itself. No two
+// replicas of a volume are at one site. The controller places them by the same rule.
 func (t *taking) sites(label string) map[string]overview.Site {
 	sites := map[string]overview.Site{}
 	for i := range t.pools {
@@ -353,8 +358,8 @@ func (t *taking) sites(label string) map[string]overview.Site {
 	return sites
 }
 
-// allowed are the nodes of which one of the terms is true; nil if there are no terms. Of nodes that could not be listed it is not known which
-// labels they have: those that are about labels are taken for true.
+// allowed returns the nodes that match one of the terms; nil if there are no terms. If the nodes could not be listed, their labels are not known, and each
+// requirement of a label counts as met.
 func (t *taking) allowed(terms []corev1.TopologySelectorTerm) []string {
 	if len(terms) == 0 {
 		return nil
@@ -377,7 +382,7 @@ func (t *taking) allowed(terms []corev1.TopologySelectorTerm) []string {
 	return names
 }
 
-// driver is the name of the driver, as the pools say it: a cluster has one of this kind.
+// driver returns the name of the driver, as the pools say it: all of them have the same one.
 func (t *taking) driver() string {
 	if len(t.pools) == 0 {
 		return v1alpha1.DefaultDriver

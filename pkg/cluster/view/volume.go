@@ -12,10 +12,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// long is how long something may be made before that is said: copies of large volumes without reflinks may take longer, and are worth
-// a look all the same.
+// long is after which time it is a warning that something is still being made. Copies of large volumes without reflinks may take longer, and are worth a look
+// all the same.
 const long = 5 * time.Minute
 
+// volumes adds the volumes: those with several legs, and those that are no legs.
 func (t *taking) volumes() {
 	legs := t.replicas()
 	for i := range t.objects {
@@ -47,16 +48,17 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	return out
 }
 
-// owned says of a volume whose it is: the claim that it was made for, as its node says, and what the PersistentVolumes say of its ID.
+// owned sets the PersistentVolume, the claim and the pods of a volume. ref is the claim that the volume was made for, as its node says. What a
+// PersistentVolume with its ID says goes before that.
 func (t *taking) owned(out *overview.Volume, ref *v1alpha1.ClaimRef) {
 	handle := t.out.Driver + " " + out.ID
 	if ref != nil {
 		claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
-		if holder, held := t.holders[claim]; !held || holder == handle { // else it has another volume, whatever this one's node says
+		if holder, held := t.holders[claim]; !held || holder == handle { // else the claim has another volume now
 			out.Claim = &claim
 		}
 	}
-	if name := t.handles[handle].name; name != "" { // it may have been given another claim since
+	if name := t.handles[handle].name; name != "" { // the PersistentVolume may have another claim than ref, or none
 		out.PersistentVolume, out.Claim = name, nil
 	}
 	if ref, there := t.claims[handle]; there {
@@ -64,11 +66,12 @@ func (t *taking) owned(out *overview.Volume, ref *v1alpha1.ClaimRef) {
 	}
 	if out.Claim != nil {
 		if holder, held := t.holders[*out.Claim]; held && holder == handle || !held && t.handles[handle].name == "" {
-			out.Pods = t.users[*out.Claim] // of one that was kept when its claim was deleted, pods use another
+			out.Pods = t.users[*out.Claim] // else the claim of that name is a new one, and its pods use another volume
 		}
 	}
 }
 
+// snapshots adds the snapshots. It needs the volumes to have been added.
 func (t *taking) snapshots() {
 	volumes := map[string]*v1alpha1.Volume{} // by their IDs
 	for i := range t.objects {
@@ -92,7 +95,7 @@ func (t *taking) snapshots() {
 				out.Source = ""
 			}
 		} else if v := volumes[out.Source]; v != nil && !s.Of(v) {
-			out.Source = "" // its node says that of another's
+			out.Source = "" // only the snapshot's own node says that it is of this volume
 		}
 		if g := s.Spec.Group; g != nil {
 			out.Group = g.ID()
@@ -108,16 +111,16 @@ type mobile interface {
 	Moves() (*v1alpha1.Move, *v1alpha1.MoveStatus)
 }
 
-// move is how an object is to move, or has moved, and what the nodes say of that; nil for what there is not.
+// move returns the move of an object (spec.move) and its status; nil for what there is not. The status of an earlier move does not count.
 func move(o mobile) (*v1alpha1.Move, *v1alpha1.MoveStatus) {
 	m, s := o.Moves()
-	if m == nil || s != nil && !m.Left && (s.Node != m.Node || s.Pool != m.Pool) { // which is of an earlier one
+	if m == nil || s != nil && !m.Left && (s.Node != m.Node || s.Pool != m.Pool) { // of an earlier move
 		s = nil
 	}
 	return m, s
 }
 
-// moving is where an object moves to, or has moved from, how far that is, and whether it waits for the node there, which is away, in words; empty: it does not move.
+// moving says in words where an object moves to or has moved from, how far that is, and which node that is away the move waits for. Empty: it does not move.
 func (t *taking) moving(o mobile) string {
 	m, s := move(o)
 	if m == nil {
@@ -146,7 +149,7 @@ func (t *taking) moving(o mobile) string {
 	return text
 }
 
-// progress is how far an object is that is copied, zeroed, or moves; nil for others.
+// progress returns how far the copying, zeroing or moving of an object is; nil if none of it is under way.
 func progress(s *v1alpha1.ObjectStatus, o mobile) *overview.Progress {
 	far := s.Progress
 	if _, moves := move(o); far == nil && moves != nil {
@@ -158,7 +161,7 @@ func progress(s *v1alpha1.ObjectStatus, o mobile) *overview.Progress {
 	return &overview.Progress{Done: far.Done, Total: far.Total}
 }
 
-// failure is the message of the failure that its node answered to what was asked for last.
+// failure returns the message of the node's failure for a generation of an object (status.failure); empty: there is none.
 func failure(s *v1alpha1.ObjectStatus, generation int64) string {
 	if refused := s.Refused(generation); refused != nil {
 		return refused.Message
@@ -166,7 +169,7 @@ func failure(s *v1alpha1.ObjectStatus, generation int64) string {
 	return ""
 }
 
-// lost is the message of the condition that says that bytes are missing; empty: they are not.
+// lost returns the message of the condition Ready if that says DataLoss; else it is empty.
 func lost(s *v1alpha1.ObjectStatus) string {
 	for _, c := range s.Conditions {
 		if c.Type == v1alpha1.Ready && c.Status == metav1.ConditionFalse && c.Reason == v1alpha1.ReasonDataLoss {
@@ -176,7 +179,7 @@ func lost(s *v1alpha1.ObjectStatus) string {
 	return ""
 }
 
-// problems are those that a node has reported, as an overview has them.
+// problems returns the problems that a node has reported (status.health) as an overview has them.
 func problems(health []v1alpha1.Problem, kind, name string) []overview.Problem {
 	var all []overview.Problem
 	for _, p := range health {
@@ -185,7 +188,8 @@ func problems(health []v1alpha1.Problem, kind, name string) []overview.Problem {
 	return all
 }
 
-// wrong is what is wrong with an object of a state: what its node reported, and what that state says. Without its bytes it is lost.
+// wrong returns the problems of an object: those that its node has reported, and those that follow from its state. The state that it returns is Lost instead
+// of Ready if a problem is a data loss.
 func (t *taking) wrong(s *v1alpha1.ObjectStatus, o *metav1.ObjectMeta, state overview.State, kind, id string) (overview.State, []overview.Problem) {
 	have := problems(s.Health, kind, id)
 	if state == overview.Ready && slices.ContainsFunc(have, func(p overview.Problem) bool { return p.Severity == overview.DataLoss }) {
