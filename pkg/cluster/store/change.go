@@ -17,9 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// change changes the spec of a usable volume by compare-and-swap, again and again until
-// nobody else changed it meanwhile. edit returns false if there is nothing to change; then, and
-// if it refuses, the last look was at the API server itself.
+// change changes the spec of a usable volume by compare-and-swap, until no conflict occurs. edit returns false if there is nothing to change, or an error if
+// it refuses: either counts only for an object that was read at the API server itself, so edit may be called several times.
 func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.Volume) (bool, error)) (*v1alpha1.Volume, error) {
 	v, err := s.usable(ctx, id)
 	leg := err == nil && v.Spec.ReplicaOf != ""
@@ -27,7 +26,7 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 		if err != nil {
 			return nil, err
 		}
-		if !leg && v.Spec.ReplicaOf != "" { // since it was looked up
+		if !leg && v.Spec.ReplicaOf != "" { // it has become a leg meanwhile
 			return nil, getsReplicas(id)
 		}
 		before := v.DeepCopy()
@@ -81,7 +80,8 @@ func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (vo
 	return s.grow(ctx, w, v, want)
 }
 
-// grow has a volume grow, and waits for it. One that is as large by now, as another store has asked for that, stays so.
+// grow has a volume grow to a size, and waits for that. It changes nothing if the volume has or is to have that size by now, as another controller was asked
+// too.
 func (s *Store) grow(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, want int64) (volume.Volume, error) {
 	return s.changeAndWait(ctx, w, v, func(v *v1alpha1.Volume) bool {
 		if v.Spec.Size == want || v.Status.Size >= want {
@@ -123,7 +123,7 @@ func (s *Store) modifyOne(ctx context.Context, id volume.ID, mutable map[string]
 		return true
 	}
 	inForce := func(v *v1alpha1.Volume) bool { return holds(v.Status.Mutable) && holds(v.Spec.Mutable) }
-	if inForce(v) { // another store may have changed them since
+	if inForce(v) { // by the cache; another controller may have changed them since
 		now := &v1alpha1.Volume{}
 		err := s.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, now)
 		if err != nil || (now.UID == v.UID && inForce(now)) {
@@ -142,14 +142,14 @@ func (s *Store) modifyOne(ctx context.Context, id volume.ID, mutable map[string]
 	return err
 }
 
-// errTogether: a change was refused, or undone, together with another one that somebody else asked for; this one may be fine.
+// errTogether is the error of a change that was refused or undone together with another caller's change: alone it may succeed.
 var errTogether = fmt.Errorf("%w: its node refused it together with another change; ask again", errdefs.ErrUnavailable)
 
-// mostTogether is how often it is asked for then: others may go on to ask, too.
+// mostTogether is how often such a change is tried, as others may go on to change the volume too.
 const mostTogether = 3
 
-// changeAndWait makes a change of a volume and waits until its node has carried it out. What
-// the node refuses is undone in the spec; with what others asked for at the same time it is asked for again, alone.
+// changeAndWait changes the spec of a volume and waits until its node has carried that out. If the node refuses, the spec is reverted. If it refused the
+// change together with another caller's, the change is tried again alone.
 func (s *Store) changeAndWait(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (now volume.Volume, err error) {
 	for range mostTogether {
 		if now, err = s.changeOnce(ctx, w, v, edit, done); !errors.Is(err, errTogether) {
@@ -159,7 +159,7 @@ func (s *Store) changeAndWait(ctx context.Context, w *kube.Watch, v *v1alpha1.Vo
 	return now, err
 }
 
-// isAlone reports whether an edit is all that the spec of a volume asks its node for.
+// isAlone reports whether an edit is the only change that the spec of a volume asks for.
 func isAlone(v *v1alpha1.Volume, edit func(*v1alpha1.Volume) bool) bool {
 	alone := v.DeepCopy()
 	alone.Spec.Size, alone.Spec.Mutable = v.Status.Size, maps.Clone(v.Status.Mutable)
@@ -173,7 +173,7 @@ func (s *Store) changeOnce(ctx context.Context, w *kube.Watch, v *v1alpha1.Volum
 	if err := s.nodes.Ready(ctx, v.Spec.NodeName); err != nil {
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
 	}
-	if v.Common().Refused(v.Generation) != nil { // of an earlier try, which nobody undid
+	if v.Common().Refused(v.Generation) != nil { // an earlier change was refused, and is not reverted yet
 		if err := s.revertRefused(ctx, id); err != nil {
 			return volume.Volume{}, err
 		}
@@ -204,13 +204,13 @@ func (s *Store) changeOnce(ctx context.Context, w *kube.Watch, v *v1alpha1.Volum
 		return volume.Volume{}, errors.Join(fmt.Errorf("volume %s: %w", id, err), s.revertRefused(ctx, id))
 	case err != nil:
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
-	case v.Common().Refused(v.Generation) != nil: // what was refused is another one's, who may have looked when this generation had no answer yet
+	case v.Common().Refused(v.Generation) != nil: // done, but another caller's change was refused, who may have given up before this answer came
 		return cluster.ToVolume(v), s.revertRefused(ctx, id)
 	}
 	return cluster.ToVolume(v), nil
 }
 
-// revertRefused makes the spec of a volume what it is, if its node refused to change it.
+// revertRefused sets size and mutable parameters in the spec of a volume to those of its status, if the node has refused the present spec.
 func (s *Store) revertRefused(ctx context.Context, id volume.ID) error {
 	_, err := s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
 		if v.Common().Refused(v.Generation) == nil {

@@ -19,7 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Claim: see volume.Store. It takes no node: a claim is a word in the object.
+// Claim: see volume.Store. It waits for no node: a claim is a write of the object.
 func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) error {
 	if r, err := s.replicated(ctx, id); r != nil || err != nil {
 		if err != nil {
@@ -65,7 +65,8 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 	return err
 }
 
-// beside is an error unless a further node may have a claim: for one of many that read, while nobody has another claim; for one that may write, while nobody has any.
+// beside returns an error unless a further claim of a volume is possible. With many, for one of many readers, nobody may have a claim for writing; otherwise
+// nobody may have any claim.
 func beside(v *v1alpha1.Volume, many bool) error {
 	id := cluster.VolumeID(v)
 	switch {
@@ -81,14 +82,14 @@ func beside(v *v1alpha1.Volume, many bool) error {
 	return nil
 }
 
-// sameUse reports whether two claims differ in nothing but their generations and times, which nobody asks for.
+// sameUse reports whether two claims differ in nothing but their generations and times, which no caller asks for.
 func sameUse(a, b v1alpha1.Claim) bool {
 	a.Generation, b.Generation = 0, 0
 	a.Since, b.Since = nil, nil
 	return a == b
 }
 
-// mayUse is ErrPrecondition if a node cannot use a volume.
+// mayUse returns ErrPrecondition if a node cannot use a volume: it is neither the volume's home nor, with access any, in the same network.
 func (s *Store) mayUse(ctx context.Context, v *v1alpha1.Volume, node string) error {
 	home := v.Spec.NodeName
 	if home == node {
@@ -113,8 +114,9 @@ func (s *Store) mayUse(ctx context.Context, v *v1alpha1.Volume, node string) err
 	return nil
 }
 
-// claimed is a claim as the object of a volume is to have it. That of a volume with access any gets a generation that no claim had before, also
-// none that only the home knows of, as after an object was restored; but if that gives the volume to the very node, its users go on.
+// claimed returns a claim as it is written into the object of a volume, and counts it there (spec.claims). With access any it has a generation that no claim
+// had before, including one that only the home knows of, as after a restore of the object. But if the home exports the volume to the same node for such a
+// generation, the claim gets that one, so that its users go on.
 func claimed(v *v1alpha1.Volume, want v1alpha1.Claim) *v1alpha1.Claim {
 	if volume.Access(v.Spec.Access) != volume.AccessAny {
 		return &want
@@ -128,8 +130,7 @@ func claimed(v *v1alpha1.Volume, want v1alpha1.Claim) *v1alpha1.Claim {
 	return &want
 }
 
-// nodePools returns the pools of a node, and how many volumes it may have; ErrNotFound for a
-// node without any.
+// nodePools returns the pools of a node, and how many volumes it may have; ErrNotFound if it has no pools.
 func (s *Store) nodePools(ctx context.Context, node string) ([]v1alpha1.Pool, int64, error) {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.MatchingFields{cluster.ByNode: node}); err != nil {
@@ -144,12 +145,11 @@ func (s *Store) nodePools(ctx context.Context, node string) ([]v1alpha1.Pool, in
 	return pools.Items, pools.Items[0].Spec.MaxVolumes, nil
 }
 
-// claiming is a claim that is about to be made: of a volume, by its key, for a node.
+// claiming is a claim that is about to be written: of a volume, by its key, for a node.
 type claiming struct{ key, node string }
 
-// countClaim counts the claim of a volume that is about to be made; ErrLimit if the node has all it can. One that
-// is on its way may be in the cache already, and counts once. Two stores that count at once may both let the last
-// one through: the scheduler counts too.
+// countClaim counts a claim that is about to be written, with those in the cache and those in s.claiming, each volume once; ErrLimit if the node has limit
+// volumes. Two controllers that count at once may exceed the limit by one each: the scheduler counts too.
 func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) error {
 	select {
 	case s.counting <- struct{}{}: // one after the other
@@ -159,7 +159,7 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	}
 	all := map[string]bool{}
 	s.mu.Lock()
-	for one := range s.claiming { // before the list, which has those that are done meanwhile
+	for one := range s.claiming { // before the list: a claim that leaves this map later is in the list
 		if one.node == node {
 			all[one.key] = true
 		}
@@ -191,7 +191,8 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	return nil
 }
 
-// counted prepares to count the claim of a volume that is about to be made for a node: count does, once, and end is to be called when the claim is in the cache, or was not made.
+// counted returns a function that counts a claim that is about to be written; it may be called again, and counts once. end has to be called when the claim is
+// in the cache, or was not written.
 func (s *Store) counted(ctx context.Context, key, node string) (count func() error, end func(), err error) {
 	_, limit, err := s.nodePools(ctx, node)
 	if err != nil {
@@ -216,13 +217,13 @@ func (s *Store) counted(ctx context.Context, key, node string) (count func() err
 	return count, end, nil
 }
 
-// newClaim is a claim that is made now, as objects have it.
+// newClaim returns a claim as objects have it, made now.
 func newClaim(c volume.Claim) v1alpha1.Claim {
 	return v1alpha1.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode, Since: new(metav1.Now())}
 }
 
-// Release: see volume.Store. Of a volume that is being deleted too. One that other nodes can use is released when its home gives it to nobody
-// any more; ErrUnavailable while it does.
+// Release: see volume.Store. It releases a volume that is being deleted, too. It waits until the home has ended its export to the node; ErrUnavailable until
+// then.
 func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 	if id.Kind != blockdev.Volume {
 		return nil
@@ -248,7 +249,7 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 		if v.Named() != id.Pool {
 			return nil
 		}
-		if v.Spec.ReplicaOf != "" { // since it was looked up: its claim is that of the volume that it becomes a leg of
+		if v.Spec.ReplicaOf != "" { // it has become a leg meanwhile: its claim is that of its ReplicatedVolume
 			return fmt.Errorf("release volume %s: %w", id, getsReplicas(id))
 		}
 		if before := v.DeepCopy(); released(v, node) {
@@ -267,8 +268,8 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 	}
 }
 
-// released takes the claim of a node, or with none any claim, off an object, and reports whether that changes it. What its home still gives away
-// counts as claimed before, also if the object is an older one that did not know of it: so the home sees that it is to end that.
+// released takes the claim of a node off an object, or with no node all claims, and reports whether that changes the object. If the home exports the volume
+// for a later generation than spec.claims, as the object was restored, spec.claims is raised to that: so the home sees that the export has to end.
 func released(v *v1alpha1.Volume, node string) (changed bool) {
 	changed = v.Unclaim(node)
 	if e := givenTo(v, node); e != nil && v.Spec.Claim == nil && e.Generation > v.Spec.Claims {
@@ -277,7 +278,7 @@ func released(v *v1alpha1.Volume, node string) (changed bool) {
 	return changed
 }
 
-// givenTo is what the home of a volume gives to a node, or with none to any, for which there is no claim; nil if nothing.
+// givenTo returns an export of a volume to a node, or with no node to any node, for which there is no claim; nil if there is none.
 func givenTo(v *v1alpha1.Volume, node string) *v1alpha1.Export {
 	for _, e := range v.Given() {
 		if node != "" && e.Node != node {
@@ -290,8 +291,8 @@ func givenTo(v *v1alpha1.Volume, node string) *v1alpha1.Export {
 	return nil
 }
 
-// waitReturned waits until the home of a volume that was released does not give it to a node any more. A home that is gone for good is not
-// waited for: nobody reaches its disks but itself.
+// waitReturned waits until the home of a released volume has ended its export to a node. It does not wait for a home that is gone for good: no other node
+// reaches its disks.
 func (s *Store) waitReturned(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, node string) error {
 	if returned(v, node) {
 		return nil
@@ -310,8 +311,8 @@ func (s *Store) waitReturned(ctx context.Context, w *kube.Watch, v *v1alpha1.Vol
 	return fmt.Errorf("release volume %s: wait for its node %s to end what it gives to node %s (claim %d): %w", cluster.VolumeID(v), v.Spec.NodeName, to, claim, err)
 }
 
-// returned reports whether the home of a volume gives it to a node no more. One that the volume has moved to while it was used says to whom it gives it when it has taken it
-// over.
+// returned reports whether the home of a volume has no export to a node for which there is no claim. If the volume has moved while it was used, the new home
+// reports its exports only when it has taken the volume over: until then it is false, unless there is a claim.
 func returned(v *v1alpha1.Volume, node string) bool {
 	m, s := v.Spec.Move, v.Status.Move
 	coming := m != nil && m.Left && s != nil && !s.Arrived && s.Copied != nil && s.Copied.Claim != 0

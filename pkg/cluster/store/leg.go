@@ -21,12 +21,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// kept are the legs beside which a new one is placed: all but that of a name.
+// kept returns the legs beside which a new one is placed: all that are not being deleted, but the one with a name.
 func kept(legs []*v1alpha1.Volume, but string) []*v1alpha1.Volume {
 	return slices.DeleteFunc(slices.Clone(legs), func(v *v1alpha1.Volume) bool { return v.Name == but || v1alpha1.Going(v) })
 }
 
-// unfitFor are the pools that cannot have one more leg of a volume, and why. With instead it takes the place of that leg. All legs are in one network.
+// unfitFor returns the pools that cannot have one more leg of a volume, and why. With instead the new leg takes the place of that one. All legs of a volume
+// are in one network.
 func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, leg volume.Spec, instead *v1alpha1.Volume) (refusals, error) {
 	legs, err := s.legs(ctx, r)
 	if err != nil {
@@ -74,14 +75,14 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	return unfit, err
 }
 
-// nodeNamed is a Node object as the cache has it, or one that has no more than its name.
+// nodeNamed returns a Node object from the cache, or one with nothing but its name if there is none.
 func (s *Store) nodeNamed(ctx context.Context, name string) (*corev1.Node, error) {
 	node := kube.Node(name)
 	err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node)
 	return node, kube.APIError("look at node "+name, client.IgnoreNotFound(err))
 }
 
-// createLeg makes a leg that an object names, if it is not there yet, in the first pool that has room and does not refuse it.
+// createLeg makes the leg with a name, if it is not there yet, in the first pool that has room and does not refuse it. like is a leg of the same volume.
 func (s *Store) createLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
 	spec, unfit, err := s.planLeg(ctx, r, name, like, nil)
 	if err != nil {
@@ -107,7 +108,7 @@ func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	}
 	now, err := s.liveReplicated(ctx, r.Name)
 	if err != nil || now == nil || now.UID != r.UID || now.Going() || !slices.Contains(now.Spec.Legs, name) {
-		return err // nobody wants it any more
+		return err // the leg is not wanted any more
 	}
 	w := s.hub.Open(cluster.VolumeNamed(name))
 	defer w.Close()
@@ -134,7 +135,7 @@ func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	return nil
 }
 
-// planLeg says what a leg is to be, and which pools cannot have it. With instead it is where that leg is to move to.
+// planLeg returns the spec of a new leg, and the pools that cannot have it. With instead the leg is for the node and pool that that one is to move to.
 func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) (spec volume.Spec, unfit refusals, err error) {
 	spec, ok := cluster.LegSpec(r, name, like)
 	if !ok {
@@ -147,7 +148,7 @@ func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	return spec, unfit, err
 }
 
-// lacking says of an error by which a leg cannot be made how many others there are.
+// lacking adds to the error by which a leg could not be made which leg it is; to ErrNoSpace how many legs there are, and what each needs.
 func (s *Store) lacking(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, err error) error {
 	legs, failed := s.legs(ctx, r)
 	if failed != nil || !errors.Is(err, errdefs.ErrNoSpace) {
@@ -156,7 +157,7 @@ func (s *Store) lacking(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	return fmt.Errorf("%s: %w", roomFor(r.Spec.Replicas, len(kept(legs, name)), r.Spec.TopologyKey), err)
 }
 
-// roomFor says how many places have room for a volume: nodes, or values of a label of theirs.
+// roomFor says in words how many places have room for a leg of a volume. A place is a node or, with key, a value of that label of nodes.
 func roomFor(replicas, places int, key string) string {
 	one, many, own := "node has", "nodes have", "a node"
 	if key != "" {
@@ -173,12 +174,12 @@ func withoutLabel(node, key string) string {
 	return fmt.Sprintf("node %s has no label %s (parameter replicaTopologyKey)", node, key)
 }
 
-// isFurther reports whether a volume is a leg that is made beside another one.
+// isFurther reports whether a volume is a leg, and not the one that is made first.
 func isFurther(spec volume.Spec) bool {
 	return spec.ReplicaOf != "" && spec.ReplicaOf != volume.KeyOf(spec.Name)
 }
 
-// allFitting is fitting of all pools that there are, counted.
+// allFitting is fitting for all pools of a spec, on any node; their room is counted.
 func (s *Store) allFitting(ctx context.Context, spec volume.Spec) (fit []room, nodes map[string]*corev1.Node, unfit []string, err error) {
 	found, err := s.findRoom(ctx, spec.Pool, nil, spec.For)
 	if err != nil {
@@ -187,8 +188,9 @@ func (s *Store) allFitting(ctx context.Context, spec volume.Spec) (fit []room, n
 	return s.fitting(ctx, spec, found, nil)
 }
 
-// roomForAll is ErrNoSpace if there are not as many places for legs in one network that seem to have room for one as a volume is to have legs. The nodes know better; but so that is known before anything is made. It returns the pools where
-// the first leg is not to be, as there could be no others beside it.
+// roomForAll returns ErrNoSpace if no network has as many places that seem to have room for a leg as a volume is to have legs. The nodes have the last word;
+// but so a lack of room is found before anything is made. It returns the pools that the first leg must not be in, as there is no room for the others in
+// their network.
 func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, error) {
 	floor, overhead := spec.MinSize(), spec.Encryption.Scheme.Overhead()
 	var from source
@@ -243,7 +245,7 @@ func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, err
 	if from.node == "" {
 		return unfit, nil
 	}
-	// A copy may be beside its source also where no other volume comes: on a node that is cordoned, in a pool that is not of the set.
+	// A copy may be in the pool of its source even if no new volume may: on a node that is cordoned, in a pool that is not of the set.
 	home, err := s.nodeNamed(ctx, from.node)
 	if err != nil {
 		return nil, err
@@ -253,15 +255,16 @@ func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) (refusals, err
 	return unfit, err
 }
 
-// poolsOfLegs is the set of pools that the legs of a volume may be in.
+// poolsOfLegs returns the set of pools (poolset.Set) that the legs of a volume may be in.
 func poolsOfLegs(spec volume.Spec, first *v1alpha1.Volume) string {
-	if spec.Pool == "" && spec.Source != (volume.ID{}) { // the first one is in the pool of its source
+	if spec.Pool == "" && spec.Source != (volume.ID{}) { // a copy that names no pool has its first leg in the pool of its source
 		return first.Spec.Pool
 	}
 	return spec.Pool
 }
 
-// commonStep is what sizes are multiples of in all pools of a set, so that all of them can have legs of one size.
+// commonStep returns the smallest number of bytes that is a multiple of the granularity of all pools of a set, so that each of them can have a leg of any
+// multiple of it.
 func (s *Store) commonStep(ctx context.Context, set string) (int64, error) {
 	pools, _, err := s.poolsOf(ctx, set, nil)
 	step := int64(blockdev.Granularity)
@@ -271,7 +274,7 @@ func (s *Store) commonStep(ctx context.Context, set string) (int64, error) {
 	return step, err
 }
 
-// multiple is the least common one of two numbers.
+// multiple returns the least common multiple of two positive numbers.
 func multiple(a, b int64) int64 {
 	x, y := a, b
 	for y != 0 {

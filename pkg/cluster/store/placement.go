@@ -25,27 +25,26 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// room is a pool of a node, and what can still be promised of it.
+// room is a pool of a node, and how much of it can still be promised.
 type room struct {
 	*v1alpha1.Pool
 	volume.Room
 
-	counted bool // see count; else there may be less, and more peers
+	counted bool // by count; otherwise there may be less room, and more peers
 }
 
-// encrypts reports whether a volume of the pool can have an encryption.
+// encrypts reports whether volumes of the pool can be encrypted by a scheme.
 func (r room) encrypts(scheme volume.Scheme) bool {
 	return scheme == volume.NotEncrypted || slices.Contains(r.Status.Encryption, string(scheme))
 }
 
-// limits reports whether a volume of the pool can have some mutable parameters, as far as its node says.
+// limits reports whether the node can enforce the limits in some mutable parameters. It is true for a node that does not say (status.limits).
 func (r room) limits(mutable map[string]string) bool {
 	return r.Status.Limits == nil || *r.Status.Limits || !volume.Limited(mutable)
 }
 
-// findRoom returns the pools of a set (poolset.Set), or with the empty one the default pools, of some nodes, or with
-// none of all; ErrInvalid if no node at all has such a pool. They are counted (countAll): that takes the longer the more volumes the nodes have,
-// so nobody should ask for nodes that do not matter.
+// findRoom returns the pools of a set (poolset.Set), or of the empty set the default pools, on some nodes, or with no nodes on all. ErrInvalid if no node has
+// such a pool. All are counted (countAll), which takes time in proportion to the volumes of these nodes: nodes should name only those that matter.
 func (s *Store) findRoom(ctx context.Context, set string, nodes []string, of volume.Requester) ([]room, error) {
 	found, err := s.rooms(ctx, set, nodes)
 	if err != nil {
@@ -54,7 +53,7 @@ func (s *Store) findRoom(ctx context.Context, set string, nodes []string, of vol
 	return found, s.countAll(ctx, found, of)
 }
 
-// rooms is findRoom, but with what the pools themselves say: they are not counted.
+// rooms is findRoom without countAll: the figures are those that the pools have reported.
 func (s *Store) rooms(ctx context.Context, set string, nodes []string) ([]room, error) {
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
@@ -81,7 +80,7 @@ func (s *Store) rooms(ctx context.Context, set string, nodes []string) ([]room, 
 	return found, nil
 }
 
-// countAll counts all of some pools.
+// countAll counts all pools that are not counted yet (count).
 func (s *Store) countAll(ctx context.Context, rooms []room, of volume.Requester) error {
 	for i := range rooms {
 		if rooms[i].counted {
@@ -94,10 +93,10 @@ func (s *Store) countAll(ctx context.Context, rooms []room, of volume.Requester)
 	return nil
 }
 
-// worst is the severity of the worst of what is wrong with a pool; 0: nothing is known.
+// worst returns the severity of a pool's worst problem; 0: none is reported.
 func worst(p *v1alpha1.Pool) blockdev.Severity { return worstOf(cluster.ToProblems(p.Status.Health)) }
 
-// poolsOf returns the pools of a set of some nodes, or with none of all. known: there are some on any node.
+// poolsOf returns the pools of a set on some nodes, or with no nodes on all. known reports whether any node has such a pool.
 func (s *Store) poolsOf(ctx context.Context, set string, nodes []string) (found []*v1alpha1.Pool, known bool, err error) {
 	var pools v1alpha1.PoolList
 	options := []client.ListOption{client.UnsafeDisableDeepCopy}
@@ -107,7 +106,7 @@ func (s *Store) poolsOf(ctx context.Context, set string, nodes []string) (found 
 	if err := s.kube.Client.List(ctx, &pools, options...); err != nil {
 		return nil, false, kube.APIError("list pools", err)
 	}
-	defaults := map[string]int{} // where in found the default pool of a node is
+	defaults := map[string]int{} // by node: the index in found of its default pool
 	for i := range pools.Items {
 		p := &pools.Items[i]
 		if (set == "" && !p.Spec.Default) || (set != "" && !poolset.Set(set).Has(p.Spec.Pool)) || cluster.DriverOf(p) != s.driver {
@@ -129,9 +128,8 @@ func (s *Store) poolsOf(ctx context.Context, set string, nodes []string) (found 
 	return found, known, nil
 }
 
-// preferredDefault reports whether of two default pools of a node the first is the one that counts. A node
-// has one; but if it is now started with another, and does not get to say so of the one before, there are
-// two objects: the last word is that of the agent that measured last.
+// preferredDefault reports whether a rather than b is the default pool of a node. A node has one; but if its agent was started with another one and could not
+// write that into the object of the first, two objects say so. Then the one counts that is configured, and of two such ones the one measured last.
 func preferredDefault(a, b *v1alpha1.Pool) bool {
 	configured := func(p *v1alpha1.Pool) bool {
 		healthy := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Healthy)
@@ -143,8 +141,8 @@ func preferredDefault(a, b *v1alpha1.Pool) bool {
 	return b.Status.Measured != nil && (a.Status.Measured == nil || a.Status.Measured.After(b.Status.Measured.Time))
 }
 
-// count takes off what those of some pools that are of one node have to offer what was promised of them that their figures do not have yet (what was made or is
-// being made since they were measured, and what moves there), and counts the volumes that are peers of one.
+// count corrects the figures of the rooms of one node, and marks them as counted. It takes off what is promised of a pool since it was measured: volumes and
+// snapshots that are made or being made, growth, and what moves there. It also counts the volumes that are peers of the requester.
 func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.Requester) error {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
@@ -193,7 +191,7 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 	return nil
 }
 
-// coming is how many bytes the pools of a node are to have of what moves there, by their names, as long as its copy has not begun: from then on the pool has it.
+// coming returns, by pool of a node, how many bytes are to move there and are not copied yet. Once a copy has begun, the pool's own figures have it.
 func (s *Store) coming(ctx context.Context, node string) (map[string]int64, error) {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
@@ -222,13 +220,14 @@ func (s *Store) coming(ctx context.Context, node string) (map[string]int64, erro
 	return bytes, nil
 }
 
-// isToCome reports whether something that moves, or has moved, is still to be copied, and its copy has not begun.
+// isToCome reports whether a volume or snapshot is to move and its copy has not begun.
 func isToCome(o cluster.Object) bool {
 	m, now := o.Moves()
 	return m != nil && !m.Left && (now == nil || now.Node != m.Node || now.Pool != m.Pool || now.Progress == nil && now.Copied == nil)
 }
 
-// isSucceeded reports whether something that moves is a leg whose bytes stay where they are, as its volume is used: another leg is made where it is to go (package replicator), which has room there as any new volume.
+// isSucceeded reports whether a volume that is to move is a leg of a volume in use. Its bytes do not move: a successor is made on the other node (package
+// replicator), which is counted like any new volume.
 func (s *Store) isSucceeded(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
 	if v.Spec.ReplicaOf == "" {
 		return false, nil
@@ -238,14 +237,18 @@ func (s *Store) isSucceeded(ctx context.Context, v *v1alpha1.Volume) (bool, erro
 	return r.Spec.Claim != nil, kube.APIError("read replicated volume "+v.Spec.ReplicaOf, client.IgnoreNotFound(err))
 }
 
-// schedule chooses the node and pool of a new volume: of the nodes that are allowed the first
-// that has room; of any, the one with most; on it, the pool that volume.Room says. Those in refused are not chosen. If none seems to have room, the best one is
-// asked all the same: its figures may be old, and the node's answer is not. Where there is a
-// choice, nobody has looked yet at whether pods may run on the node: nodes that are cordoned are
-// not taken, and those with taints that keep pods off are the last.
+// schedule chooses the node and pool of a new volume of size bytes. In this order it prefers
+//
+//   - pools that seem to have room;
+//   - nodes without taints that keep pods off;
+//   - nodes that come first in spec.Nodes;
+//   - pools by volume.Room (Compare).
+//
+// Pools in refused are not chosen. Nor are nodes that are cordoned, if there is a choice of nodes: then no pod was scheduled yet. If no pool seems to have
+// room, the best is returned all the same: its figures may be old, and the node decides. ErrNoSpace if no pool can have the volume.
 func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refused refusals) (best room, err error) {
 	found, err := s.rooms(ctx, spec.Pool, spec.Nodes)
-	if err == nil && spec.Spread != volume.NoSpread { // then it counts where peers are, and not only which of those that fit is best
+	if err == nil && spec.Spread != volume.NoSpread { // fitting then needs the peers of all pools
 		err = s.countAll(ctx, found, spec.For)
 	}
 	if err != nil {
@@ -260,7 +263,7 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 			return room{}, fmt.Errorf("%w: no pool %q on any of the nodes %v", errdefs.ErrNoSpace, spec.Pool, spec.Nodes)
 		}
 		slices.Sort(unfit)
-		unfit = slices.Compact(unfit) // of several pools of a node
+		unfit = slices.Compact(unfit) // several pools of a node have the same reason
 		return room{}, fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, cluster.Limited(strings.Join(unfit, "; ")))
 	}
 	better := func(a, b room) int {
@@ -268,7 +271,7 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 			cmp.Compare(slices.Index(spec.Nodes, a.Spec.NodeName), slices.Index(spec.Nodes, b.Spec.NodeName)),
 			a.Compare(b.Room, size), cmp.Compare(a.Spec.NodeName, b.Spec.NodeName))
 	}
-	// To be counted makes no pool better. So one that is the best once it is counted is the best of all, and what all nodes have is not counted each time.
+	// Counting makes no pool better. So a pool that is counted and still the best is the best of all, and not all nodes have to be counted.
 	for {
 		best := slices.MinFunc(fit, better)
 		if best.counted {
@@ -280,9 +283,9 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 	}
 }
 
-// fitting returns those of some pools that may have a new volume, whether they have room or not, their nodes, and why others may not.
+// fitting returns the pools that may have a new volume, whether they have room or not, and their nodes. unfit says why the other pools may not.
 func (s *Store) fitting(ctx context.Context, spec volume.Spec, found []room, refused refusals) (fit []room, nodes map[string]*corev1.Node, unfit []string, err error) {
-	nodes = map[string]*corev1.Node{} // nil: it is not to be taken
+	nodes = map[string]*corev1.Node{} // nil: the node was judged, and cannot be taken
 	why := func(name, why string) { nodes[name], unfit = nil, append(unfit, why) }
 	for _, r := range found {
 		name := r.Spec.NodeName
@@ -314,10 +317,10 @@ func (s *Store) fitting(ctx context.Context, spec volume.Spec, found []room, ref
 	return fit, nodes, unfit, nil
 }
 
-// unreached says of a node that it cannot have a volume that others are to use.
+// unreached is why a node cannot have a volume with access any.
 const unreached = "reaches no other node (parameter access=any): its driver has no --remote-address, or its kernel no NVMe over TCP"
 
-// refusals are the names of pools that a volume is not to be in: they have refused it, or it is to be elsewhere; and why.
+// refusals are the pools that a volume must not be in, by the names of their objects, and why: they have refused it, or it has to be elsewhere.
 type refusals map[string]error
 
 func (r refusals) has(pool string) bool { return r[pool] != nil }
@@ -329,7 +332,7 @@ func keepsPodsOff(node *corev1.Node) bool {
 	})
 }
 
-// NodesIn: see volume.Store. In which network a node is, its pools say: its label may be one of before.
+// NodesIn: see volume.Store. In which network a node is, its pools say: the label of the node may be out of date.
 func (s *Store) NodesIn(ctx context.Context, segments map[string]string) ([]string, error) {
 	networks, err := s.Networks(ctx)
 	if err != nil {
@@ -403,7 +406,7 @@ func (s *Store) Places(ctx context.Context, label string) (map[string]string, er
 	return places, nil
 }
 
-// placeOf is where a node is, beside which no other replica of a volume is to be: its value of a label, or without one the node itself.
+// placeOf returns the place of a node: its value of a label, or with an empty label its name. No two legs of a volume are in one place.
 func placeOf(node *corev1.Node, label string) string {
 	if label == "" {
 		return node.Name
@@ -411,7 +414,7 @@ func placeOf(node *corev1.Node, label string) string {
 	return node.Labels[label]
 }
 
-// reached reports whether a volume of a node can be used on one of some nodes, by a network that they are in.
+// reached reports whether a volume with access any, with its home on a node, can be used on one of spec.Nodes: that is in the network of home.
 func (s *Store) reached(ctx context.Context, spec volume.Spec, home string) (bool, error) {
 	if spec.Access != volume.AccessAny {
 		return false, nil
@@ -420,7 +423,7 @@ func (s *Store) reached(ctx context.Context, spec volume.Spec, home string) (boo
 	return networks[home] != "" && slices.ContainsFunc(spec.Nodes, func(node string) bool { return networks[node] == networks[home] }), err
 }
 
-// node is the object of a node; a liveness.NodeDown if there is none.
+// node returns the object of a node from the cache; the error is a liveness.NodeDown if there is none.
 func (s *Store) node(ctx context.Context, name string) (*corev1.Node, error) {
 	node := &corev1.Node{}
 	err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node)
@@ -430,10 +433,10 @@ func (s *Store) node(ctx context.Context, name string) (*corev1.Node, error) {
 	return node, kube.APIError("look at node "+name, err)
 }
 
-// mayBeOn is ErrNoSpace if a volume is not to be on a node. One that other nodes can use may be there if the wanted ones can. Else a copy can be on one node only, whichever the
-// scheduler has chosen for the pod that waits for it (WaitForFirstConsumer), and it has no way to know. If the
-// claim is such a one, the copy is made where it can be: then the scheduler finds that its choice does not fit the
-// PersistentVolume, and chooses again, for a claim that is bound. The class has to allow that node; ErrUnavailable if the class or the node is not there, of a node a liveness.NodeDown.
+// mayBeOn returns ErrNoSpace if a volume may not be on a node. It may be on a node of spec.Nodes; with access any also on a node from which one of these
+// reaches it. Besides, a copy whose claim has a selected node (WaitForFirstConsumer) may be on the node of its source, if the class allows that: the
+// scheduler did not know where the source is, finds that the PersistentVolume does not fit, and places the pod again. ErrUnavailable if the class is not
+// there; a liveness.NodeDown if the node is not.
 func (s *Store) mayBeOn(ctx context.Context, spec volume.Spec, node string) error {
 	if len(spec.Nodes) == 0 || slices.Contains(spec.Nodes, node) {
 		return nil
@@ -474,11 +477,10 @@ func (s *Store) mayBeOn(ctx context.Context, spec volume.Spec, node string) erro
 	return nil
 }
 
-// selectedNode is the annotation by which the scheduler tells the provisioner where the pod of a
-// claim is to run; claims that are bound at once have none.
+// selectedNode is the annotation of a claim by which the scheduler tells the provisioner where the pod is to run. Claims that are bound at once have none.
 const selectedNode = "volume.kubernetes.io/selected-node"
 
-// allows reports whether a node has the labels of any of the terms; without terms every node has.
+// allows reports whether labels match any of the terms. Without terms all labels do.
 func allows(terms []corev1.TopologySelectorTerm, labels map[string]string) bool {
 	return len(terms) == 0 || slices.ContainsFunc(terms, func(term corev1.TopologySelectorTerm) bool {
 		return !slices.ContainsFunc(term.MatchLabelExpressions, func(e corev1.TopologySelectorLabelRequirement) bool {
@@ -488,7 +490,7 @@ func allows(terms []corev1.TopologySelectorTerm, labels map[string]string) bool 
 	})
 }
 
-// granularity is what sizes in a pool of a node are multiples of; ErrUnavailable for one that no object tells of, as of a node that is gone.
+// granularity returns of which number of bytes all sizes in a pool are multiples; ErrUnavailable if the pool has no object, as its node is gone.
 func (s *Store) granularity(ctx context.Context, node, pool string) (int64, error) {
 	var p v1alpha1.Pool
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, &p)

@@ -17,9 +17,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// What the object of a new volume is to say: where the volume is made, how large, and what it is a copy of.
+// This file plans the object of a new volume: where the volume is made, how large, and what it is a copy of.
 
-// plan is the object for a new volume: its node, pool (none of those that have refused it) and size are chosen here.
+// plan returns the object of a new volume, with its node, its pool (none in refused) and its size.
 func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v *v1alpha1.Volume, err error) {
 	v = cluster.VolumeNamed(volume.KeyOf(spec.Name))
 	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning),
@@ -52,7 +52,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 		return nil, err
 	}
 	step, err := s.granularity(ctx, v.Spec.NodeName, v.Spec.Pool)
-	if err == nil && spec.ReplicaOf == v.Name { // others are to have its size
+	if err == nil && spec.ReplicaOf == v.Name { // the first leg: the others are to have its size
 		step, err = s.commonStep(ctx, poolsOfLegs(spec, v))
 	}
 	if err != nil {
@@ -62,20 +62,20 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 	return v, err
 }
 
-// planNew gives the object its node and pool, which is to keep so many bytes.
+// planNew chooses the node and pool of a volume that takes size bytes of its pool.
 func (s *Store) planNew(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume, size int64, refused refusals) error {
 	best, err := s.schedule(ctx, spec, size, refused)
 	if err != nil {
 		return err
 	}
-	if isFurther(spec) && !best.Fits(size) { // the node is asked only where nothing else can be done
+	if isFurther(spec) && !best.Fits(size) { // for a further leg no pool is asked that does not seem to have room
 		return fmt.Errorf("%w: no other node has room for %d bytes", errdefs.ErrNoSpace, size)
 	}
 	v.Spec.NodeName, v.Spec.Pool = best.Spec.NodeName, best.Spec.Pool
 	return nil
 }
 
-// mayReach is ErrPrecondition for a copy that other nodes are to use, on the node of its source, which is in no network.
+// mayReach returns ErrPrecondition for a copy with access any on the node of its source, if that is in no network.
 func (s *Store) mayReach(ctx context.Context, spec volume.Spec, home string) error {
 	if spec.Access != volume.AccessAny {
 		return nil
@@ -87,7 +87,7 @@ func (s *Store) mayReach(ctx context.Context, spec volume.Spec, home string) err
 	return err
 }
 
-// planSource gives the object of a copy its source, and the node of that.
+// planSource sets the source of a copy, and its node to that of the source.
 func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (source, error) {
 	from, err := s.findSource(ctx, spec.Source)
 	if err != nil {
@@ -97,8 +97,8 @@ func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Vo
 	return from, spec.CheckSource(from.holds)
 }
 
-// planCopy gives the object of a copy its node and pool: those of its source, if they may be. On another node, or in another pool, it
-// takes as long as its bytes.
+// planCopy chooses the node and pool of a copy that takes size bytes of its pool: those of its source, if the class allows that. Elsewhere all bytes have to
+// be copied.
 func (s *Store) planCopy(ctx context.Context, spec volume.Spec, from source, v *v1alpha1.Volume, size int64, refused refusals) error {
 	home, pool := from.node, from.pool
 	where := spec
@@ -141,8 +141,8 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, from source, v *
 	return nil
 }
 
-// stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, it takes pods, it can keep
-// the limits, there is room, and it has not refused.
+// stays reports whether a copy that may be anywhere is best made on the node of its source. That has to be ready, not cordoned, and the first of spec.Nodes
+// if there are any. It has to have a pool with room that can enforce the limits and is not in refused.
 func (s *Store) stays(ctx context.Context, spec volume.Spec, from source, size int64, refused refusals) (bool, error) {
 	home, pool := from.node, from.pool
 	if len(spec.Nodes) > 0 && spec.Nodes[0] != home || s.nodes.Ready(ctx, home) != nil {
@@ -158,15 +158,15 @@ func (s *Store) stays(ctx context.Context, spec volume.Spec, from source, size i
 	return slices.ContainsFunc(found, func(r room) bool { return r.Fits(size) && r.limits(spec.Mutable) && !refused.has(r.Name) }), err
 }
 
-// source is where what is copied is, how large, and what it holds.
+// source is the volume or snapshot that is copied: where it is, its size in bytes, and what it holds.
 type source struct {
 	node, pool string
 	size       int64
 	holds      volume.Contents
 }
 
-// findSource finds what is copied. The filesystem of a snapshot is that of
-// its volume, as long as that is there; the node knows in any case.
+// findSource returns the source with an ID. The filesystem of a snapshot is that of its volume, and unknown here if that is gone: the node knows it in any
+// case.
 func (s *Store) findSource(ctx context.Context, id volume.ID) (source, error) {
 	if id.Kind != blockdev.Snapshot {
 		v, err := s.cloned(ctx, id)
@@ -176,11 +176,12 @@ func (s *Store) findSource(ctx context.Context, id volume.ID) (source, error) {
 	if err != nil {
 		return source{}, err
 	}
-	v, _ := s.Get(ctx, snapshot.Source) // whose bytes may be lost, or have no leg that can be used: its snapshots are there all the same
+	v, _ := s.Get(ctx, snapshot.Source) // an error is ignored: the volume may be lost or gone, and its snapshots are there all the same
 	return source{snapshot.Node, id.Pool, snapshot.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: snapshot.Scheme}}, nil
 }
 
-// cloned is a volume that is to be copied: of one with several legs, the leg that has its key, which alone its ID names to a node.
+// cloned returns a volume that is to be cloned. If it has several legs, its ID names to a node only the leg with the same key: ErrPrecondition if that leg
+// is not there or not current.
 func (s *Store) cloned(ctx context.Context, id volume.ID) (volume.Volume, error) {
 	r, err := s.replicated(ctx, id)
 	if r == nil || err != nil {

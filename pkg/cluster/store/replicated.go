@@ -20,16 +20,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A volume with several legs (docs/replication.md) is a ReplicatedVolume, and a Volume for each leg. Calls name the first; what is done to the legs is what is done to any volume.
+// A volume with several legs (docs/replication.md) is a ReplicatedVolume, and a Volume for each leg. Calls name the ReplicatedVolume. Its legs are made,
+// changed and deleted like any volume.
 
 // errLeg: the ID is that of a leg.
 var errLeg = fmt.Errorf("%w: it is a part of a volume with replicas", errdefs.ErrNotFound)
 
-// errForgotten: somebody deleted the object of a volume with several legs.
+// errForgotten: somebody deleted the ReplicatedVolume, and legs of it are there.
 var errForgotten = fmt.Errorf("%w: somebody deleted its object", errdefs.ErrNotFound)
 
-// replicated returns the object of a volume with several legs; nil for any other ID, but errLeg for that of a leg, also of a volume that is not made yet, and errForgotten. As the cache knows, or the API server, where that may have made it
-// meanwhile.
+// replicated returns the ReplicatedVolume with an ID, and nil for the ID of a volume on one node, or of none. The error is errLeg for the ID of a leg, also
+// of a volume that is not made yet; errForgotten (withoutWhole); or ErrUnavailable for a volume that is getting replicas. It reads the cache, and the API
+// server if the cache has no object, or one that is not made.
 func (s *Store) replicated(ctx context.Context, id volume.ID) (*v1alpha1.ReplicatedVolume, error) {
 	if err := s.Ready(ctx); err != nil || id.Kind != blockdev.Volume {
 		return nil, err
@@ -62,7 +64,8 @@ func (s *Store) replicated(ctx context.Context, id volume.ID) (*v1alpha1.Replica
 	return r, nil
 }
 
-// withoutWhole is errForgotten for the ID of a volume with several legs that has no object, and had one: there are several, or a claim of one. Otherwise it is what else such an ID is.
+// withoutWhole returns errForgotten for an ID without a ReplicatedVolume that must have had one: there are several legs of it, or one that was claimed.
+// Otherwise it returns the given error.
 func (s *Store) withoutWhole(ctx context.Context, id volume.ID, otherwise error) error {
 	legs, err := s.legsOf(ctx, id)
 	if err != nil {
@@ -78,19 +81,19 @@ func (s *Store) withoutWhole(ctx context.Context, id volume.ID, otherwise error)
 	return otherwise
 }
 
-// legsOf are the Volumes that say that they are legs of the volume of an ID.
+// legsOf returns the Volumes that say that they are legs of the volume with an ID.
 func (s *Store) legsOf(ctx context.Context, id volume.ID) ([]v1alpha1.Volume, error) {
 	var legs v1alpha1.VolumeList
 	err := s.kube.Cache.List(ctx, &legs, client.MatchingFields{cluster.ByReplicaOf: id.Key})
 	return legs.Items, kube.APIError("list legs of "+id.String(), err)
 }
 
-// getsReplicas is the error for a volume on one node that is about to become one with several legs (package replicator), which takes a moment.
+// getsReplicas is the error for a volume on one node that is becoming one with several legs (package replicator), which takes a moment.
 func getsReplicas(id volume.ID) error {
 	return fmt.Errorf("%w: volume %s is getting replicas; ask again", errdefs.ErrUnavailable, id)
 }
 
-// liveReplicated reads an object at the API server itself; nil if there is none.
+// liveReplicated reads a ReplicatedVolume at the API server itself; nil if there is none.
 func (s *Store) liveReplicated(ctx context.Context, key string) (*v1alpha1.ReplicatedVolume, error) {
 	r := &v1alpha1.ReplicatedVolume{}
 	err := s.kube.Live.Get(ctx, client.ObjectKey{Name: key}, r)
@@ -100,7 +103,7 @@ func (s *Store) liveReplicated(ctx context.Context, key string) (*v1alpha1.Repli
 	return r, kube.APIError("read replicated volume "+key, err)
 }
 
-// thereReplicated is errdefs.ErrNotFound for a volume that is not made yet, and ErrUnavailable for one that was there before as a volume on one node.
+// thereReplicated returns errdefs.ErrNotFound for a volume that is not made yet; errdefs.ErrUnavailable if it was a volume on one node before.
 func thereReplicated(r *v1alpha1.ReplicatedVolume) error {
 	if r.Status.Made == nil && r.Spec.Numbered == 1 {
 		return getsReplicas(cluster.ReplicatedID(r))
@@ -111,7 +114,7 @@ func thereReplicated(r *v1alpha1.ReplicatedVolume) error {
 	return nil
 }
 
-// usableReplicated is thereReplicated, and errdefs.ErrPrecondition for one that is on its way out.
+// usableReplicated is thereReplicated, and errdefs.ErrPrecondition for a volume that is being deleted.
 func usableReplicated(r *v1alpha1.ReplicatedVolume) error {
 	if err := thereReplicated(r); err != nil {
 		return err
@@ -122,7 +125,7 @@ func usableReplicated(r *v1alpha1.ReplicatedVolume) error {
 	return nil
 }
 
-// changeReplicated changes the spec of a usable volume with several legs by compare-and-swap, as change does that of others.
+// changeReplicated is change for a volume with several legs.
 func (s *Store) changeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, edit func(r *v1alpha1.ReplicatedVolume) (bool, error)) (*v1alpha1.ReplicatedVolume, error) {
 	id := cluster.ReplicatedID(r)
 	for live := false; ; live = true {
@@ -147,7 +150,7 @@ func (s *Store) changeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	}
 }
 
-// legs returns the Volumes that an object names, as far as they are there, in its order.
+// legs returns the Volumes that spec.legs names, as far as they are there, in that order.
 func (s *Store) legs(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []*v1alpha1.Volume, err error) {
 	for _, name := range r.Spec.Legs {
 		v := &v1alpha1.Volume{}
@@ -162,7 +165,7 @@ func (s *Store) legs(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []
 	return legs, nil
 }
 
-// currentLegs are those of some legs that have every acknowledged write.
+// currentLegs returns the legs that are current, by status.legs.
 func currentLegs(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) (current []*v1alpha1.Volume) {
 	for _, v := range legs {
 		if l := r.Leg(v.Name); l != nil && l.Current {
@@ -172,7 +175,8 @@ func currentLegs(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) (current
 	return current
 }
 
-// stands is the leg that stands for a volume, where one node is asked for: a current one, of a node that carries out what is asked of it, if there is one. ErrUnavailable if no current one is there.
+// stands returns the leg that represents a volume where one node is needed: the first current one whose node is ready, else the first current one.
+// ErrUnavailable if no current leg is there.
 func (s *Store) stands(ctx context.Context, r *v1alpha1.ReplicatedVolume) (*v1alpha1.Volume, error) {
 	legs, err := s.legs(ctx, r)
 	if err != nil {
@@ -190,7 +194,7 @@ func (s *Store) stands(ctx context.Context, r *v1alpha1.ReplicatedVolume) (*v1al
 	return current[0], nil
 }
 
-// getReplicated is Get.
+// getReplicated is Get for a volume with several legs.
 func (s *Store) getReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) (volume.Volume, error) {
 	if err := thereReplicated(r); err != nil {
 		return volume.Volume{}, err
@@ -202,8 +206,8 @@ func (s *Store) getReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume)
 	return cluster.ToReplicated(r, leg), nil
 }
 
-// createReplicated is Create: the first leg as any volume, then the object, then the other legs; and only when all are there they are said to be. Each step finds what an earlier try has done. Where that cannot go
-// on, all of it is taken back.
+// createReplicated is Create for a volume with several legs. It makes the first leg like any volume, then the ReplicatedVolume, then the other legs, and then
+// reports the volume as made. Each step finds what an earlier try has done. If a leg can be made nowhere, all of the volume is deleted.
 func (s *Store) createReplicated(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
 	key := volume.KeyOf(spec.Name)
 	for {
@@ -224,7 +228,7 @@ func (s *Store) createReplicated(ctx context.Context, spec volume.Spec) (volume.
 		first, err := s.createFirst(ctx, spec)
 		if err == nil && r == nil {
 			if r, err = s.createObject(ctx, spec, first); r == nil && err == nil {
-				continue // another store was first
+				continue // another controller was first
 			}
 		}
 		if err != nil {
@@ -243,7 +247,7 @@ func (s *Store) createReplicated(ctx context.Context, spec volume.Spec) (volume.
 	}
 }
 
-// sameReplicated is the volume that is there already, if it is the one of a spec.
+// sameReplicated returns the volume that is there already, and an error if it is not that of the spec (volume.Spec.Check).
 func (s *Store) sameReplicated(ctx context.Context, spec volume.Spec, r *v1alpha1.ReplicatedVolume) (volume.Volume, error) {
 	have, err := s.getReplicated(ctx, r)
 	if err == nil {
@@ -252,7 +256,7 @@ func (s *Store) sameReplicated(ctx context.Context, spec volume.Spec, r *v1alpha
 	return have, err
 }
 
-// createFirst makes the first leg, if it is not there yet.
+// createFirst makes the first leg, if it is not there yet. Before it begins, there has to be room for all legs (roomForAll).
 func (s *Store) createFirst(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, error) {
 	first := spec
 	first.Replicas, first.ReplicaOf = volume.Replicas{}, volume.KeyOf(spec.Name)
@@ -267,7 +271,7 @@ func (s *Store) createFirst(ctx context.Context, spec volume.Spec) (*v1alpha1.Vo
 	return s.createAnywhere(ctx, first, unfit)
 }
 
-// createObject makes the object of a volume whose first leg is there; nil without an error if there is one.
+// createObject creates the ReplicatedVolume of a volume whose first leg is there; nil without an error if it exists.
 func (s *Store) createObject(ctx context.Context, spec volume.Spec, first *v1alpha1.Volume) (*v1alpha1.ReplicatedVolume, error) {
 	r := cluster.ReplicatedNamed(first.Name)
 	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: spec.Name, Pool: first.Named(), Pools: poolsOfLegs(spec, first), Replicas: spec.Replicas.Count, TopologyKey: spec.Replicas.TopologyKey,
@@ -285,7 +289,7 @@ func (s *Store) createObject(ctx context.Context, spec volume.Spec, first *v1alp
 	return r, kube.APIError("create replicated volume "+r.Name, err)
 }
 
-// createLegs makes the legs that an object names beside the first. If a node refuses one for good, or none has room, all of the volume is taken back.
+// createLegs makes the legs that spec.legs names, but the first. If a node refuses one for good, or no node has room, all of the volume is deleted.
 func (s *Store) createLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, first *v1alpha1.Volume) error {
 	for _, name := range r.Spec.Legs {
 		if name == r.Name {
@@ -314,7 +318,9 @@ func (s *Store) createLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, fi
 	return nil
 }
 
-// setMade writes down that all legs are there; nil without an error if the object was changed meanwhile. ErrDataLoss for an object that was restored without its status: legs that somebody has used may differ.
+// setMade reports in the status that the volume is made, with its list of current legs; of a copy only the first is current. It returns nil without an error
+// if the object was changed meanwhile. ErrDataLoss if the volume was claimed before: then its object was restored without its status, and the legs may
+// differ.
 func (s *Store) setMade(ctx context.Context, r *v1alpha1.ReplicatedVolume, copied bool) (*v1alpha1.ReplicatedVolume, error) {
 	legs, err := s.legs(ctx, r)
 	if err != nil {

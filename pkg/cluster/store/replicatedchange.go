@@ -17,8 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// expandReplicated is Expand: all legs grow, then the volume. What a leg refuses is undone there; a leg that has grown stays larger than the volume, and does no harm. One that is not current, and whose node is away, grows when that
-// is back, as it is smaller than the volume.
+// expandReplicated is Expand for a volume with several legs: all legs grow, then the volume. If a leg refuses, its spec is reverted; legs that have grown
+// stay larger than the volume, which does no harm. A leg that is not current and whose node is away grows when that is back.
 func (s *Store) expandReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, size volume.Range) (volume.Volume, error) {
 	if err := usableReplicated(r); err != nil {
 		return volume.Volume{}, err
@@ -46,7 +46,7 @@ func (s *Store) expandReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	if size.Required == 0 || want <= have {
 		return s.getReplicated(ctx, r)
 	}
-	for _, v := range slices.Backward(legs) { // the first one is the last: it may be used without a mirror still, and what is over it then grows with it
+	for _, v := range slices.Backward(legs) { // the first leg grows last: it may still be used without a mirror, and then its users see it grow
 		if s.mustFollow(ctx, r, v) {
 			w := s.hub.Open(v)
 			_, err := s.grow(ctx, w, v, max(want, v.Spec.Size))
@@ -66,7 +66,7 @@ func (s *Store) expandReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	return s.getReplicated(ctx, r)
 }
 
-// mustFollow reports whether a change of a volume waits for a leg: it is current, or its node is there.
+// mustFollow reports whether a change of a volume waits for a leg: it is current, or it is there and its node is ready.
 func (s *Store) mustFollow(ctx context.Context, r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) bool {
 	if l := r.Leg(v.Name); l != nil && l.Current {
 		return true
@@ -74,7 +74,7 @@ func (s *Store) mustFollow(ctx context.Context, r *v1alpha1.ReplicatedVolume, v 
 	return v.Status.Created != nil && !v1alpha1.Going(v) && !v1alpha1.IsLost(v) && s.nodes.Ready(ctx, v.Spec.NodeName) == nil
 }
 
-// modifyReplicated is Modify: of all legs.
+// modifyReplicated is Modify for a volume with several legs: of each leg that must follow (mustFollow).
 func (s *Store) modifyReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, mutable map[string]string) error {
 	if err := usableReplicated(r); err != nil {
 		return err
@@ -98,7 +98,8 @@ func (s *Store) modifyReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	return nil
 }
 
-// deleteReplicated is Delete: the word that the legs may go is written down where claims are, so there is none; then they go, and then the object.
+// deleteReplicated is Delete for a volume with several legs. It writes spec.delete into the ReplicatedVolume, which bars claims, by compare-and-swap; then it
+// deletes the legs, and then the object.
 func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	id := cluster.ReplicatedID(r)
 	for live := false; !r.Deleting(); live = true {
@@ -131,8 +132,8 @@ func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	return nil
 }
 
-// forgotten makes an object, for it to be deleted, of a volume with several legs that has none: somebody deleted it, or it is not made yet. Its legs say that they are. nil if the ID is that of any other volume, or of
-// none; errLeg for that of a leg.
+// forgotten creates a ReplicatedVolume for legs that have none, so that they can be deleted with it: somebody deleted it, or it was not created yet. It
+// returns nil if the ID is that of any other volume, or of none; errLeg if it is that of a leg.
 func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.ReplicatedVolume, error) {
 	first := &v1alpha1.Volume{}
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: id.Key}, first)
@@ -149,7 +150,7 @@ func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.Replicat
 		return nil, err
 	}
 	r := cluster.ReplicatedNamed(id.Key)
-	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: legs[0].Spec.Name, Pool: id.Pool, Replicas: 1, Size: legs[0].Spec.Size, Numbered: int64(len(legs)) + 1} // as of one that was made so
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: legs[0].Spec.Name, Pool: id.Pool, Replicas: 1, Size: legs[0].Spec.Size, Numbered: int64(len(legs)) + 1} // legs have been numbered up to their count, as createObject does
 	for _, v := range legs[:min(len(legs), v1alpha1.MostReplicas)] {
 		r.Spec.Legs = append(r.Spec.Legs, v.Name)
 	}
@@ -161,7 +162,7 @@ func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.Replicat
 	return r, nil
 }
 
-// mayGo is ErrInUse for a volume of which a leg is being copied, or given to somebody.
+// mayGo returns ErrInUse if a leg of a volume is being copied, and ErrUnavailable if no current leg is free (oneFree).
 func (s *Store) mayGo(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	legs, err := s.legs(ctx, r)
 	if err == nil {
@@ -173,17 +174,17 @@ func (s *Store) mayGo(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	return err
 }
 
-// removeReplicated deletes the legs of a volume that is to be deleted, and then its object. It waits for the nodes of the legs, all at once.
+// removeReplicated deletes the legs of a volume that has spec.delete, waits for their nodes, and then deletes its object.
 func (s *Store) removeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	var list v1alpha1.VolumeList
 	if err := s.kube.Client.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: r.Name}); err != nil {
 		return kube.APIError("list legs of "+r.Name, err)
 	}
 	names := map[string]bool{}
-	for _, name := range r.Spec.Legs { // the cache may not know of one yet
+	for _, name := range r.Spec.Legs { // which the cache may not have yet
 		names[name] = true
 	}
-	for i := range list.Items { // that was taken out before
+	for i := range list.Items { // which spec.legs may not name any more
 		names[list.Items[i].Name] = true
 	}
 	going := map[*kube.Watch]*v1alpha1.Volume{}
@@ -215,7 +216,8 @@ func (s *Store) removeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	return kube.APIError("delete replicated volume "+r.Name, client.IgnoreNotFound(kube.IgnoreConflict(s.kube.Client.Delete(ctx, r, client.Preconditions{UID: &r.UID}))))
 }
 
-// healthReplicated is Health: of each leg. While another current leg is well, what is wrong with one of them costs no more than that.
+// healthReplicated is Health for a volume with several legs: the problems of each leg, and those of the volume. While a current leg is well, none is worse
+// than Degraded.
 func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) (all []blockdev.Problem, _ error) {
 	if err := thereReplicated(r); err != nil {
 		return nil, err
@@ -224,7 +226,7 @@ func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	if err != nil {
 		return nil, err
 	}
-	well := false // a current leg is
+	well := false // a current leg is usable
 	for _, v := range legs {
 		problems, err := s.healthOf(ctx, v)
 		if err != nil {
@@ -265,7 +267,7 @@ func worstOf(problems []blockdev.Problem) (worst blockdev.Severity) {
 	return worst
 }
 
-// notCurrent says why a leg lacks what was written.
+// notCurrent says in words why a leg is not current. l is its entry in status.legs, or nil.
 func notCurrent(v *v1alpha1.Volume, l *v1alpha1.Leg) string {
 	switch {
 	case l != nil && l.Message != "":
@@ -276,7 +278,8 @@ func notCurrent(v *v1alpha1.Volume, l *v1alpha1.Leg) string {
 	return "it does not have all that was written; what it lacks is copied to it while the volume is used"
 }
 
-// listReplicated calls add with each volume with several legs whose ID is after one; some: there are legs.
+// listReplicated calls add with each volume with several legs whose ID is after the given one. some: there are legs, so if there is no ReplicatedVolume at
+// all, it checks that the kind is defined.
 func (s *Store) listReplicated(ctx context.Context, after volume.ID, some bool, add func(volume.Volume)) error {
 	var list v1alpha1.ReplicatedVolumeList
 	if err := s.kube.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {

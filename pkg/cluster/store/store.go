@@ -1,5 +1,5 @@
-// Package store is the volume.Store of a cluster, which the controller serves: it writes down in the objects of pkg/api
-// what is to be, and waits until the agent of the node has written down that it is.
+// Package store is the volume.Store of a cluster, which the controller serves. It writes the desired state into the specs of the objects of pkg/api, and
+// waits until the agent of the node has reported it in the status.
 package store
 
 import (
@@ -41,29 +41,29 @@ type Options struct {
 	GoneGrace, AbandonGrace time.Duration
 	// Driver is the name of the CSI driver.
 	Driver string
-	// Namespace has the Leases of the agents; empty: they have none.
+	// Namespace is where the Leases of the agents are; empty: they have none.
 	Namespace string
 	// SilentAfter is how long nothing may be heard of an agent; 0 is the usual time.
 	SilentAfter time.Duration
 	// EventsAgain is when the event of a state that lasts is written again; 0 is the usual time.
 	EventsAgain time.Duration
-	// FollowAfter is how long a volume that is to be where it is used is used on another node before it moves there; 0 is the usual time (mover.FollowAfter).
+	// FollowAfter is how long a volume that follows its pods has to be used on another node before it moves there; 0 is the usual time (mover.FollowAfter).
 	FollowAfter time.Duration
-	// Agents are called for what only they know; nil: none is.
+	// Agents calls the agents of nodes, for the blocks of snapshots; nil: they are not called.
 	Agents *port.Callers
 	// StartupTaint: the startup taint is taken off nodes on which the driver is ready (package startup).
 	StartupTaint bool
 }
 
-// Store is the volume.Store of a cluster. Any number may run at once: objects are created
-// by names that cannot be there twice, and changed by compare-and-swap.
+// Store is the volume.Store of a cluster. Any number may run at once: objects are created by names of which each can exist once, and changed by
+// compare-and-swap.
 //
-// What is nobody's decision but the node's is waited for by watching the object; the error
-// when the context ends first, or the node is down, is ErrUnavailable, and the node goes on.
+// What a node has to do is waited for by watching the object. If the context ends first, or the node is down, the error is ErrUnavailable, and the node goes
+// on.
 type Store struct {
 	kube       kube.Connection
 	hub        kube.Hub
-	informers  map[string]cache.Informer // by what they are of
+	informers  map[string]cache.Informer // by the kind of their objects
 	driver     string
 	nodes      *liveness.Monitor
 	garbage    *gc.Collector
@@ -73,17 +73,16 @@ type Store struct {
 	startup    *startup.Taints // nil: the taint is left alone
 	agents     *port.Callers   // nil: they are not called
 
-	counting chan struct{} // has room for one who counts claims
-	placing  chan struct{} // has room for one who chooses the pool of a volume that is spread
+	counting chan struct{} // a lock: claims of a node are counted one call at a time
+	placing  chan struct{} // a lock: pools of volumes that are spread are chosen one call at a time
 
 	mu       sync.Mutex
-	claiming map[claiming]bool // claims that are on their way
+	claiming map[claiming]bool // claims that are counted, and may not be in the cache yet
 }
 
 var _ volume.Reacher = (*Store)(nil)
 
-// New returns the store of the cluster behind a configuration. It does nothing, and
-// every call fails with ErrUnavailable, until Run has read the objects.
+// New returns the store of a cluster. It does nothing, and every call fails with ErrUnavailable, until Run has read the objects.
 func New(config *rest.Config, o Options) (*Store, error) {
 	if o.SilentAfter == 0 {
 		o.SilentAfter = cluster.SilentAfter
@@ -167,8 +166,8 @@ func index(c cache.Cache) error {
 	return nil
 }
 
-// watch has the events of the cache reach those who wait for them, the garbage collector, the mover and those who tell people, and with leases
-// those of the agents' Leases the monitor.
+// watch has the events of the cache handed to the hub, the garbage collector, the mover, the replicator, the events and the startup taints. With leases the
+// Leases of agents are watched too, for the monitor.
 func (s *Store) watch(leases bool) error {
 	type kind struct {
 		of   client.Object
@@ -209,10 +208,8 @@ func (s *Store) nodeChanged(o client.Object, gone bool) {
 	}
 }
 
-// Run keeps the store's knowledge up to date, runs the garbage collector, the mover and what takes startup taints off, and tells people what is
-// wrong, until the context ends.
-//
-// It fails if the cluster has another driver of this kind.
+// Run fills the cache and keeps it up to date, and runs the events, the mover, the replicator, the startup taints and the garbage collector, until the
+// context ends. It fails if the objects of the cluster are those of a driver of another name.
 func (s *Store) Run(ctx context.Context) error {
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
@@ -255,8 +252,7 @@ func (s *Store) Ready(context.Context) error {
 		errdefs.ErrUnavailable, strings.Join(missing, ", "))
 }
 
-// get reads an object; where the cache has none, or none that was made yet, the API server
-// has the last word: another store's caller may know more than this cache.
+// get reads an object from the cache. If that has none, or one without status.created, it reads at the API server: another controller may have made it.
 func (s *Store) get(ctx context.Context, key string, o cluster.Object) error {
 	if err := s.Ready(ctx); err != nil {
 		return err
@@ -270,7 +266,7 @@ func (s *Store) get(ctx context.Context, key string, o cluster.Object) error {
 
 // getNow reads an object at the API server itself.
 func (s *Store) getNow(ctx context.Context, key string, o cluster.Object) error {
-	switch o := o.(type) { // nothing of what the cache had is to stay
+	switch o := o.(type) { // Get does not clear fields that are not in the answer
 	case *v1alpha1.Volume:
 		*o = v1alpha1.Volume{}
 	case *v1alpha1.Snapshot:
@@ -279,7 +275,7 @@ func (s *Store) getNow(ctx context.Context, key string, o cluster.Object) error 
 	return kube.APIError("read "+key, s.kube.Live.Get(ctx, client.ObjectKey{Name: key}, o))
 }
 
-// volume returns the object of an ID that its node made once; ErrNotFound if there is none.
+// volume returns the object of a volume that was made; ErrNotFound if there is none, and the node's failure if its bytes are lost and were never reported.
 func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	if id.Kind != blockdev.Volume {
 		return nil, fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
@@ -297,7 +293,7 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 	return v, nil
 }
 
-// usable is volume, and ErrPrecondition for one that is on its way out.
+// usable is volume, and ErrPrecondition for a volume that is being deleted, or that its node is asked to delete if it is blank.
 func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	v, err := s.volume(ctx, id)
 	if err == nil && (v1alpha1.Going(v) || v.Spec.Abandoned) {
@@ -306,9 +302,9 @@ func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 	return v, err
 }
 
-// checkStrays is ErrUnavailable if a pool has what has this ID, but no object: it is not gone, and
-// nobody but an operator knows what is to become of it. What a node says to have of another's does not
-// count: home is the node that had it; empty, that of its PersistentVolume, if there is one.
+// checkStrays returns ErrUnavailable if a pool reports a stray with an ID: its bytes are there, and only an operator can decide about them. home is the node
+// that the volume, snapshot or group was on; empty: the node that its PersistentVolume is bound to. If either is known, strays of other nodes do not count:
+// any node can report a stray of any ID.
 func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
@@ -336,7 +332,7 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	return nil
 }
 
-// boundTo returns the node that the PersistentVolume with a handle is bound to; empty if there is none.
+// boundTo returns the node that the PersistentVolume with a handle is bound to by its node affinity; empty if there is none.
 func (s *Store) boundTo(ctx context.Context, handle string) (node string, _ error) {
 	err := kube.EachPage(ctx, s.kube.Live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
 		for i := range list.Items {
@@ -363,14 +359,14 @@ func compareIDs(a, b volume.ID) int {
 	return strings.Compare(a.Key, b.Key)
 }
 
-// firsts keeps the first of what is added, up to limit (0: all), by their IDs.
+// firsts keeps the first limit values that are added, in the order of their IDs; with limit 0 all.
 type firsts[V any] struct {
 	id    func(V) volume.ID
 	limit int
 	found []V
 }
 
-// spare is how many more than the limit are kept until they are sorted.
+// spare is how many values beyond twice the limit are kept before they are sorted and cut.
 const spare = 100
 
 func (f *firsts[V]) add(v V) {
@@ -379,7 +375,7 @@ func (f *firsts[V]) add(v V) {
 	}
 }
 
-// cut returns them in their order.
+// cut sorts the values, drops those beyond the limit, and returns the rest.
 func (f *firsts[V]) cut() []V {
 	slices.SortFunc(f.found, func(a, b V) int { return compareIDs(f.id(a), f.id(b)) })
 	if f.limit > 0 && len(f.found) > f.limit {
@@ -389,7 +385,8 @@ func (f *firsts[V]) cut() []V {
 	return f.found
 }
 
-// each calls visit with each object of a kind, one after the other, from a cache that has what this store wrote; ErrUnavailable if there are none as the kind is not defined.
+// each calls visit with each object of a kind, from the cache, once that has what this store wrote. ErrUnavailable if there are no objects because the kind
+// is not defined.
 func each[T client.Object](ctx context.Context, s *Store, of T, visit func(T)) error {
 	if err := s.kube.CaughtUp(ctx, of); err != nil {
 		return err
@@ -405,8 +402,8 @@ func each[T client.Object](ctx context.Context, s *Store, of T, visit func(T)) e
 	return s.defined(ctx, of)
 }
 
-// defined asks the API server whether it has a kind of objects; ErrUnavailable if not. All objects go with their definition, and the cache then has none: that says nothing of
-// what the nodes have.
+// defined asks the API server whether it has a kind; ErrUnavailable if not. When a definition is deleted, all its objects go: then an empty cache says
+// nothing of what the nodes have.
 func (s *Store) defined(ctx context.Context, of client.Object) error {
 	gvk, err := s.kube.Live.GroupVersionKindFor(of)
 	if err != nil {
@@ -417,7 +414,7 @@ func (s *Store) defined(ctx context.Context, of client.Object) error {
 	return kube.APIError(fmt.Sprintf("look whether there is any %s", gvk.Kind), s.kube.Live.List(ctx, &list, client.Limit(1)))
 }
 
-// told is ErrUnavailable while no node tells of any pool: nobody knows then which nodes and pools there are.
+// told returns ErrUnavailable while there is no Pool object at all: then it is not known which nodes and pools there are.
 func (s *Store) told(ctx context.Context) error {
 	var one v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &one, client.Limit(1), client.UnsafeDisableDeepCopy); err != nil {

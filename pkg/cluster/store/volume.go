@@ -24,9 +24,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Create: see volume.Store. The object is created with the word that its bytes may be made;
-// if the node refuses it for good, it is deleted again before the error is returned, so
-// that the caller may try another node. Of a set of pools the next one that seems to have room is asked here.
+// Create: see volume.Store. The object is created with spec.make. If the node refuses it for good, the object is deleted before the error is returned, so
+// that the caller may try another node. If the class names a set of pools, the next pool that seems to have room is asked in the same call.
 func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
 	if err := errors.Join(s.Ready(ctx), volume.CheckMutable(spec.Mutable)); err != nil {
 		return volume.Volume{}, err
@@ -54,7 +53,7 @@ func (s *Store) createPlain(ctx context.Context, spec volume.Spec) (volume.Volum
 	return cluster.ToVolume(have), nil
 }
 
-// createAnywhere makes a volume in the first pool of a set that does not refuse it.
+// createAnywhere makes a volume in the first pool of its set that does not refuse it. refused are pools not to be asked; those that refuse are added.
 func (s *Store) createAnywhere(ctx context.Context, spec volume.Spec, refused refusals) (*v1alpha1.Volume, error) {
 	for {
 		have, err := s.createOne(ctx, spec, refused)
@@ -69,8 +68,8 @@ func (s *Store) createAnywhere(ctx context.Context, spec volume.Spec, refused re
 	}
 }
 
-// isEncrypted is ErrPrecondition for a volume that was made without the encryption that it was to have: its node has an older driver again, of
-// which nothing of that is known.
+// isEncrypted returns ErrPrecondition for a volume that was made with another encryption than spec asks for: the driver of its node was taken back to an
+// older version, which does not know encryption.
 func isEncrypted(spec volume.Spec, made volume.Volume) error {
 	if made.Encryption == spec.Encryption {
 		return nil
@@ -79,7 +78,8 @@ func isEncrypted(spec volume.Spec, made volume.Volume) error {
 		errdefs.ErrPrecondition, spec.Name, made.ID, spec.Encryption, made.Node, made.Encryption)
 }
 
-// another notes that the pool of a volume has refused it, and reports whether there is another one of its set that seems to have room.
+// another adds the pool of a volume to refused, with its error, and reports whether another pool of the set seems to have room. It is false for copies, and
+// for classes that do not name a set.
 func (s *Store) another(ctx context.Context, spec volume.Spec, refused refusals, have *v1alpha1.Volume, err error) bool {
 	if _, one := poolset.Set(spec.Pool).One(); one || spec.Pool == "" || spec.Source != (volume.ID{}) {
 		return false
@@ -89,7 +89,7 @@ func (s *Store) another(ctx context.Context, spec volume.Spec, refused refusals,
 	return none == nil && next.Fits(cluster.Keeps(have))
 }
 
-// createOne is Create in one pool, which is none of those that have refused. The object is that of the volume, also with an error, as far as it was made.
+// createOne makes a volume in one pool, none of those in refused. With an error it may return the object as well, as it was planned or created.
 func (s *Store) createOne(ctx context.Context, spec volume.Spec, refused refusals) (*v1alpha1.Volume, error) {
 	key := volume.KeyOf(spec.Name)
 	w := s.hub.Open(cluster.VolumeNamed(key))
@@ -99,7 +99,7 @@ func (s *Store) createOne(ctx context.Context, spec volume.Spec, refused refusal
 		have, err = waitMade(ctx, s, w, have)
 	}
 	var down *liveness.NodeDown
-	if errors.As(err, &down) && have != nil && have.UID != "" { // else it is the node of its source
+	if errors.As(err, &down) && have != nil && have.UID != "" { // without a UID nothing was created: the node that is down is that of its source
 		if err = s.waitsFor(ctx, have, down); err == nil {
 			err = s.withdraw(ctx, have, down)
 		}
@@ -107,9 +107,9 @@ func (s *Store) createOne(ctx context.Context, spec volume.Spec, refused refusal
 	return have, err
 }
 
-// waitsFor is down's error for what is to be made on a node that is down and may not be made elsewhere instead, nil if it may. What is copied
-// from what the node has can be made there alone. A copy that comes from another node goes on where it was when the node is back, so that is waited for,
-// but for no longer than it had been copied: then it would have been made elsewhere. A node that is gone is not waited for.
+// waitsFor returns an error that wraps down if a volume has to wait for its node, which is down, and nil if it may be made elsewhere. A copy of what that
+// node has waits: it can be made there alone. A copy that comes from another node waits too, as it goes on when the node is back, but for no longer than it
+// had been copied; and not at all if the node is gone for good.
 func (s *Store) waitsFor(ctx context.Context, have *v1alpha1.Volume, down error) error {
 	source := have.Spec.Source
 	if source == nil {
@@ -123,7 +123,7 @@ func (s *Store) waitsFor(ctx context.Context, have *v1alpha1.Volume, down error)
 		return nil
 	}
 	silent, beats := s.nodes.Silent(have.Spec.NodeName)
-	copied := time.Since(have.CreationTimestamp.Time) - silent // by two clocks
+	copied := time.Since(have.CreationTimestamp.Time) - silent // inexact: the API server's clock and this one
 	if !beats || silent >= copied {
 		return nil
 	}
@@ -131,8 +131,8 @@ func (s *Store) waitsFor(ctx context.Context, have *v1alpha1.Volume, down error)
 		down, source.NodeName, have.CreationTimestamp.UTC().Format(time.RFC3339))
 }
 
-// place finds the object of a volume, or creates it. Those that are spread one after the other: each has to see where the others are. (Two
-// stores may still take the same pool at once, as two that count claims do; one of them serves the provisioner.)
+// place finds the object of a volume, or creates it. Volumes that are spread are placed one after the other, as each has to see where the others are. Two
+// controllers may still take the same pool at once; but only one of them serves the provisioner.
 func (s *Store) place(ctx context.Context, spec volume.Spec, w *kube.Watch, key string, refused refusals) (*v1alpha1.Volume, error) {
 	placed := func() {}
 	defer func() { placed() }()
@@ -153,9 +153,9 @@ func (s *Store) place(ctx context.Context, spec volume.Spec, w *kube.Watch, key 
 	})
 }
 
-// withdraw takes back what a node that is down was asked to make, and has not said that it
-// began with, also if it was to be deleted again. Then the error is ErrNoSpace: another node may be chosen. If the node has begun, it
-// finds that nobody wants what it made, and removes it. Otherwise it is down's error.
+// withdraw deletes the object of a volume that its node, which is down, has not reported, and returns ErrNoSpace: another node may be chosen. That includes a
+// volume that is to be deleted. If the node has begun after all, it finds the object gone, and removes what it made. withdraw returns down if the volume was
+// reported, the object changed meanwhile, or the node is alive.
 func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error) error {
 	now := &v1alpha1.Volume{}
 	err := s.kube.Live.Get(ctx, client.ObjectKeyFromObject(have), now)
@@ -173,8 +173,8 @@ func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error)
 	return fmt.Errorf("%w on node %s: %s; nothing was made there, so another node may be chosen", errdefs.ErrNoSpace, have.Spec.NodeName, down.Error())
 }
 
-// takenBack takes a volume back that was to be made in a pool of a set which cannot be used any more, as a withdrawn one is, if there is
-// another pool with room. Should it have been made, the node finds that its object says another pool, and removes it while it is blank.
+// takenBack deletes the object of a volume that is not made yet, if its pool, one of a set, cannot be used any more and another pool has room; it reports
+// whether it tried. If the node has made the volume after all, it finds that the object names another pool, and removes the volume while it is blank.
 func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.Volume, refused refusals) (bool, error) {
 	if _, one := poolset.Set(spec.Pool).One(); one || spec.Pool == "" || have.Spec.Source != nil || have.Status.Created != nil || !have.Spec.Make || v1alpha1.Going(have) {
 		return false, nil
@@ -189,7 +189,7 @@ func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.
 	}
 	best, err := s.schedule(ctx, spec, cluster.Keeps(have), refused)
 	if err != nil || !best.Fits(cluster.Keeps(have)) {
-		return false, nil // it waits for its pool
+		return false, nil // no other pool: the volume waits for this one
 	}
 	err = s.kube.Client.Delete(ctx, have, client.Preconditions{UID: &have.UID, ResourceVersion: &have.ResourceVersion})
 	if err == nil {
@@ -198,11 +198,11 @@ func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.
 	return true, kube.APIError("take back "+have.Name, client.IgnoreNotFound(kube.IgnoreConflict(err)))
 }
 
-// catchUpTime is how long a deletion waits for the cache to know of this controller's own copies.
+// catchUpTime is how long a deletion waits for the cache to have the copies that this controller has created.
 const catchUpTime = time.Second
 
-// notCopied is ErrInUse for a volume or snapshot that another node is copying, as far as the cache knows: it is not deleted meanwhile. Who
-// deletes it too early ends the copy, which has nobody's bytes yet.
+// notCopied returns ErrInUse for a volume or snapshot that another node is copying, as far as the cache knows. If the cache is behind, the deletion ends the
+// copy, which nobody uses yet.
 func (s *Store) notCopied(ctx context.Context, id volume.ID) error {
 	var copies v1alpha1.VolumeList
 	of := []client.ListOption{client.MatchingFields{cluster.ByFetched: id.Key}, client.UnsafeDisableDeepCopy}
@@ -221,7 +221,7 @@ func (s *Store) notCopied(ctx context.Context, id volume.ID) error {
 	return nil
 }
 
-// notGiven is ErrInUse for a volume that its home still gives to another node; it ends that, unless it is gone for good.
+// notGiven returns ErrInUse for a volume that its home still exports to another node. If the home is gone for good, it is nil.
 func (s *Store) notGiven(ctx context.Context, v *v1alpha1.Volume) error {
 	given := v.Given()
 	if len(given) == 0 {
@@ -234,7 +234,8 @@ func (s *Store) notGiven(ctx context.Context, v *v1alpha1.Volume) error {
 	return fmt.Errorf("%w: volume %s is given to node %s until its node %s has ended that", errdefs.ErrInUse, cluster.VolumeID(v), given[0].Node, v.Spec.NodeName)
 }
 
-// fits is for getOrCreate: it is the volume of the spec. What an earlier try left is cleared up.
+// fits is for getOrCreate: it reports whether the object that is there is the volume of a spec. It is false, without an error, if what an earlier try left
+// was removed: then the volume is to be created.
 func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have *v1alpha1.Volume, refused refusals) (bool, error) {
 	if err := spec.Check(cluster.ToVolume(have)); err != nil {
 		return false, err
@@ -268,8 +269,7 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 	return true, nil
 }
 
-// Delete: see volume.Store. A node that has the volume attached goes on trying after the
-// ErrInUse: what was written down stays so.
+// Delete: see volume.Store. If a node has the volume attached, the error is ErrInUse, spec.delete stays, and the node goes on trying.
 func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	if id.Kind != blockdev.Volume {
 		return nil
@@ -287,7 +287,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		return s.deleteReplicated(ctx, r)
 	}
 	v := cluster.VolumeNamed(id.Key)
-	return deleteByID(ctx, s, id, v, true, func(live bool) error { // a conflict is a claim, maybe
+	return deleteByID(ctx, s, id, v, true, func(live bool) error { // only if unchanged: the change may be a claim
 		claimants := v.Claimants()
 		switch {
 		case v.Deleting():
@@ -329,7 +329,7 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 		return nil, err
 	}
 	found := firsts[volume.Volume]{id: func(v volume.Volume) volume.ID { return v.ID }, limit: limit}
-	becoming := map[string]volume.Volume{} // with several legs, which are not yet
+	becoming := map[string]volume.Volume{} // volumes that are to have several legs, and may have no ReplicatedVolume yet
 	legs := false
 	err := each(ctx, s, &v1alpha1.Volume{}, func(v *v1alpha1.Volume) {
 		switch {
@@ -372,7 +372,7 @@ func (s *Store) Health(ctx context.Context, id volume.ID) ([]blockdev.Problem, e
 	return s.healthOf(ctx, v)
 }
 
-// healthOf is what is wrong with a volume, or a leg, as its node says, and if that says nothing any more.
+// healthOf returns the problems of a volume or a leg: those that its node has reported, or that the node or its agent is down.
 func (s *Store) healthOf(ctx context.Context, v *v1alpha1.Volume) ([]blockdev.Problem, error) {
 	err := s.nodes.Ready(ctx, v.Spec.NodeName)
 	var down *liveness.NodeDown

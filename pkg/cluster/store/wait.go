@@ -15,8 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// waitMade waits until the node has made an object. A refused one is removed, but for one whose
-// bytes were there once.
+// waitMade waits until the node has made an object. If the node refuses, the object is deleted, unless its bytes were made once and are lost.
 func waitMade[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T) (T, error) {
 	have, err := wait(ctx, s, w, have, isMade)
 	var refused *cluster.Refusal
@@ -36,13 +35,13 @@ func waitMade[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, ha
 	return have, err
 }
 
-// forbidMaking sees to it that what an agent of an older version has made is not made again.
+// forbidMaking takes spec.make off an object that is made. An agent of an older version does not do that itself.
 func forbidMaking[T cluster.Object](ctx context.Context, s *Store, have T) error {
 	now := have.DeepCopyObject().(T)
 	for now.May().Make && now.GetUID() == have.GetUID() {
 		before := now.DeepCopyObject().(T)
 		now.May().Make = false
-		err := s.kube.Client.Patch(ctx, now, kube.LockingPatch(before)) // so it is of no other one of the name, which is to be made still
+		err := s.kube.Client.Patch(ctx, now, kube.LockingPatch(before)) // by resourceVersion, so not of a later object of the name, which is still to be made
 		if !apierrors.IsConflict(err) {
 			return kube.APIError("write down that it was made", client.IgnoreNotFound(err))
 		}
@@ -53,7 +52,7 @@ func forbidMaking[T cluster.Object](ctx context.Context, s *Store, have T) error
 	return nil
 }
 
-// isMade is for wait: the node has made the object, or refused to.
+// isMade is for wait: it reports whether the node has made the object. If the node has refused, it returns that failure.
 func isMade[T cluster.Object](o T) (bool, error) {
 	if o.Common().Created != nil {
 		return true, nil
@@ -64,17 +63,15 @@ func isMade[T cluster.Object](o T) (bool, error) {
 	return false, nil
 }
 
-// askAgainAfter is how long a node has before it is asked again; each time after that it has twice as long. Most work takes less, so this is hardly ever done.
+// askAgainAfter is how long a node has to answer before it is asked again; each further time it has twice as long. Most work takes less, so this is rare.
 const askAgainAfter = 10 * time.Second
 
-// errGone: the object that was waited for is not there any more.
+// errGone is the error of a wait for an object that was deleted.
 var errGone = errors.New("it was deleted")
 
-// wait waits for what the node of an object says of it. It returns the first state of
-// the object, from have on, for which done is true, or done's error; errGone once the
-// object is gone. While its node is not ready, and when the context ends, the error is
-// ErrUnavailable: the work may go on. w was opened before have was read or written.
-// While the node is ready and that takes long, it is asked again now and then.
+// wait waits for the node of an object. It returns the first state of the object, from have on, for which done is true or fails. The error is errGone if the
+// object is gone, and ErrUnavailable if its node is not ready or the context ends: the node may go on. w has to watch the object from before have was read
+// or written. A node that takes long is asked again (askAgain).
 func wait[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T, done func(T) (bool, error)) (T, error) {
 	if ok, err := done(have); ok || err != nil {
 		return have, err
@@ -108,7 +105,7 @@ func wait[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T
 	}
 }
 
-// lastWord is what a node said last, of what it was asked before, to be read after that it has not answered.
+// lastWord returns the failure that a node reported of an earlier generation of an object, as the end of a message; empty if there is none.
 func lastWord(o cluster.Object) string {
 	if f := o.Common().Failure; f != nil {
 		return " (before that it said: " + f.Message + ")"
@@ -119,12 +116,12 @@ func lastWord(o cluster.Object) string {
 // state is the last state of an object that is known.
 type state[T cluster.Object] struct {
 	have T
-	seen bool // by the watch, too
+	seen bool // the watch has told of this object (its UID)
 }
 
-// askAgain writes to the object when it was asked again, so that whoever watches it is told once more of all that it says, and looks at the object itself.
-// A watch may have told of a change and left out what the change was: from a second up to two minutes after new definitions the API server goes on to serve the watches that it had by
-// the former ones, and these take off what they do not know (tearDown in k8s.io/apiextensions-apiserver); nothing tells of it later.
+// askAgain annotates the object, so that its agent gets a new event, and looks at the answer of that write. The agent may have got an event without the field
+// that changed: for a second, up to two minutes, after new definitions the API server serves existing watches by the former ones, which drop fields that they
+// do not know (tearDown in k8s.io/apiextensions-apiserver). No later event would tell of the field.
 func (s *state[T]) askAgain(ctx context.Context, store *Store, done func(T) (bool, error)) (bool, error) {
 	now := s.have.DeepCopyObject().(T)
 	cluster.Annotate(now, v1alpha1.AskedAnnotation, time.Now().UTC().Format(time.RFC3339))
@@ -133,24 +130,24 @@ func (s *state[T]) askAgain(ctx context.Context, store *Store, done func(T) (boo
 		return false, errGone
 	}
 	if err != nil {
-		return false, nil // the answer to what was asked before may come all the same
+		return false, nil // the node may still answer
 	}
 	s.have = now
 	return done(now)
 }
 
-// follow takes events in until done is true of the state, or fails; errGone once the object is gone.
+// follow applies events until done is true of the state, or fails; errGone once the object is gone.
 func (s *state[T]) follow(events []kube.Event, done func(T) (bool, error)) (bool, error) {
 	for _, e := range events {
 		switch now := e.Object.(T); {
 		case now.GetUID() != s.have.GetUID() && !s.seen:
-			// An earlier one of the name; the cache is not that far yet.
+			// An earlier object of the name: the cache is behind.
 		case now.GetUID() != s.have.GetUID(), e.Gone:
 			return false, errGone
 		case now.GetGeneration() < s.have.GetGeneration():
-			s.seen = true // the cache does not have the last change yet
+			s.seen = true // the cache is behind
 		default:
-			s.seen, s.have = true, now.DeepCopyObject().(T) // the cache's own is everybody's
+			s.seen, s.have = true, now.DeepCopyObject().(T) // the cache's own object is shared
 			if ok, err := done(s.have); ok || err != nil {
 				return ok, err
 			}
@@ -159,8 +156,7 @@ func (s *state[T]) follow(events []kube.Event, done func(T) (bool, error)) (bool
 	return false, nil
 }
 
-// waitGone waits until an object that is being deleted is gone. A node that cannot is an
-// error, but the node goes on trying.
+// waitGone waits until an object that is being deleted is gone. If the node reports a failure, that is the error, and the node goes on trying.
 func waitGone[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, o T) error {
 	_, err := wait(ctx, s, w, o, func(o T) (bool, error) {
 		if v1alpha1.Going(o) {
