@@ -19,8 +19,7 @@ import (
 
 var _ volume.Differ = (*Store)(nil)
 
-// Allocated: see volume.Differ. The agent of the snapshot's node is asked. Nothing is kept between its answers and yield: while
-// that waits, so does the agent.
+// Allocated: see volume.Differ. It asks the agent of the snapshot's node. Nothing is buffered: while yield waits, so does the agent.
 func (s *Store) Allocated(ctx context.Context, id volume.ID, from int64, yield func(blockdev.Extent) error) error {
 	snapshot, err := s.readableSnapshot(ctx, id)
 	if err != nil {
@@ -35,7 +34,7 @@ func (s *Store) Allocated(ctx context.Context, id volume.ID, from int64, yield f
 	})
 }
 
-// Changed: see volume.Differ. ErrInvalid also if the snapshots are not on one node, in one pool: nobody has the bytes of both.
+// Changed: see volume.Differ. ErrInvalid also if the snapshots are not in one pool of one node: then no agent has the bytes of both.
 func (s *Store) Changed(ctx context.Context, base, target volume.ID, from int64, yield func(blockdev.Extent) error) error {
 	before, err := s.readableSnapshot(ctx, base)
 	if err != nil {
@@ -58,7 +57,8 @@ func (s *Store) Changed(ctx context.Context, base, target volume.ID, from int64,
 	})
 }
 
-// inOrder passes on what is what volume.Differ says: an agent that says anything else is in other hands, or has a bug, and the answer would have no end.
+// inOrder returns yield with a check that ranges are in order, do not overlap, and are within the snapshot and after from, as volume.Differ demands:
+// otherwise ErrUnavailable. An agent that answers anything else has a bug or is in other hands, and its answer might never end.
 func inOrder(of volume.Snapshot, from int64, yield func(blockdev.Extent) error) func(blockdev.Extent) error {
 	end := int64(0)
 	return func(e blockdev.Extent) error {
@@ -71,11 +71,11 @@ func inOrder(of volume.Snapshot, from int64, yield func(blockdev.Extent) error) 
 	}
 }
 
-// ranges is a stream of an agent.
+// ranges is a stream of answers from an agent.
 type ranges interface{ RecvMsg(m any) error }
 
-// ask passes on what the agent of a snapshot's node answers. An agent that was started again has another key: unless it answered already,
-// it is looked for once more.
+// ask calls yield with what the agent of a snapshot's node answers. An agent that was started again has another key: so if it has not answered at all, it is
+// asked once more, at the endpoint that the API server has.
 func (s *Store) ask(ctx context.Context, snapshot volume.Snapshot, yield func(blockdev.Extent) error,
 	open func(context.Context, csi.SnapshotMetadataClient) (ranges, error), next func(ranges) ([]*csi.BlockMetadata, error),
 ) error {
@@ -85,7 +85,7 @@ func (s *Store) ask(ctx context.Context, snapshot volume.Snapshot, yield func(bl
 	if err := s.nodes.Ready(ctx, snapshot.Node); err != nil {
 		return fmt.Errorf("ask for the blocks of %s: %w", snapshot.ID, err)
 	}
-	ctx, cancel := context.WithCancel(ctx) // the agent stops when nobody listens any more
+	ctx, cancel := context.WithCancel(ctx) // so that the agent stops when this returns
 	defer cancel()
 	for again := false; ; again = true {
 		answered, err := s.askOnce(ctx, snapshot, again, yield, open, next)
@@ -95,6 +95,7 @@ func (s *Store) ask(ctx context.Context, snapshot volume.Snapshot, yield func(bl
 	}
 }
 
+// askOnce is one try of ask; with live the endpoint is read at the API server. answered: something was received.
 func (s *Store) askOnce(ctx context.Context, snapshot volume.Snapshot, live bool, yield func(blockdev.Extent) error,
 	open func(context.Context, csi.SnapshotMetadataClient) (ranges, error), next func(ranges) ([]*csi.BlockMetadata, error),
 ) (answered bool, err error) {
@@ -130,7 +131,8 @@ func (s *Store) askOnce(ctx context.Context, snapshot volume.Snapshot, live bool
 	}
 }
 
-// endpoint is where the agent of a pool is: as the cache knows, or with live as the API server does. ErrUnavailable if it does not say.
+// endpoint returns where the agent of a pool is reached, by the object of the pool: from the cache, or with live from the API server. ErrUnavailable if that
+// does not say.
 func (s *Store) endpoint(ctx context.Context, pool string, live bool) (v1alpha1.AgentEndpoint, error) {
 	var reader client.Reader = s.kube.Client
 	if live {

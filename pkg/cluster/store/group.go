@@ -14,7 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// members returns the snapshots of a group.
+// members returns the members of a group, as the cache has them.
 func (s *Store) members(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
@@ -22,8 +22,7 @@ func (s *Store) members(ctx context.Context, key string) ([]v1alpha1.Snapshot, e
 	return cluster.Members(ctx, s.kube.Client, key)
 }
 
-// membersNow is members; where the cache does not have all of them the API server has the last word:
-// another store may have made them since.
+// membersNow is members, read at the API server if the group is not whole in the cache: another controller may have made it.
 func (s *Store) membersNow(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
 	members, err := s.members(ctx, key)
 	if err != nil || whole(members) {
@@ -32,8 +31,8 @@ func (s *Store) membersNow(ctx context.Context, key string) ([]v1alpha1.Snapshot
 	return cluster.LiveMembers(ctx, s.kube.Live, key)
 }
 
-// whole: a group has no object. It is there if as many members were cut as each says that
-// there are, and none of them is on its way out.
+// whole reports whether a group exists. It has no object: it exists if there are as many members as each says (spec.group.size), all are taken, and none is
+// to be deleted.
 func whole(members []v1alpha1.Snapshot) bool {
 	for i := range members {
 		if m := &members[i]; m.Status.Created == nil || v1alpha1.Going(m) || m.Spec.Group.Size != len(members) {
@@ -43,7 +42,7 @@ func whole(members []v1alpha1.Snapshot) bool {
 	return len(members) > 0
 }
 
-// wholeWith: a group is there, and a snapshot that says so belongs to it.
+// wholeWith reports whether a group exists and a snapshot is one of its members: any snapshot may name the group (v1alpha1.OfGroup).
 func wholeWith(members []v1alpha1.Snapshot, o *v1alpha1.Snapshot) bool {
 	return whole(members) && slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return m.Name == o.Name })
 }
@@ -56,8 +55,7 @@ func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
 	return volume.NewGroup(id, snapshots)
 }
 
-// CreateGroup: see volume.Store. The sources, or legs of them that are current, have to be on one node: its agent cuts all
-// once all objects are there.
+// CreateGroup: see volume.Store. The sources, or current legs of them, have to be on one node. Its agent takes all snapshots once all objects are there.
 func (s *Store) CreateGroup(ctx context.Context, name string, sources []volume.ID) (volume.Group, error) {
 	group, err := s.createGroup(ctx, name, sources)
 	if err != nil {
@@ -73,7 +71,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		return volume.Group{}, err
 	}
 	members, err := s.members(ctx, id.Key)
-	if err == nil && whole(members) { // another store may have deleted it since
+	if err == nil && whole(members) { // by the cache; another controller may have deleted it since
 		members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 	}
 	if err != nil {
@@ -103,9 +101,11 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 	return toGroup(id, members), nil
 }
 
-// planGroup returns the objects of the members of a new group, by their names. All are cut on one node, which is ready: of a volume with several legs a current one there. Where an earlier try has begun with the group it goes on, if it can.
+// planGroup returns the objects of the members of a new group, by their names. All are taken on one node, of a volume with several legs from a current leg
+// there. begun are the members of an earlier try: it goes on on their node, if that is possible. ErrInvalid if no node has all volumes; also an error if the
+// node is not ready.
 func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID, begun []v1alpha1.Snapshot) (map[string]*v1alpha1.Snapshot, error) {
-	var nodes []string // that have all of them until now, the best one first
+	var nodes []string // that have all sources looked at so far, the best one first
 	cuts := make([]map[string]*v1alpha1.Volume, len(sources))
 	for i, source := range sources {
 		found, err := s.cutsOf(ctx, source)
@@ -135,7 +135,7 @@ func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID,
 	return wanted, err
 }
 
-// cutsOf are the Volumes of which one is cut for a snapshot of a volume: itself, or its current legs.
+// cutsOf returns the Volumes from any of which a snapshot of a volume can be taken: itself, or its current legs, the best one first.
 func (s *Store) cutsOf(ctx context.Context, source volume.ID) ([]*v1alpha1.Volume, error) {
 	r, err := s.replicated(ctx, source)
 	if err != nil {
@@ -157,7 +157,8 @@ func (s *Store) cutsOf(ctx context.Context, source volume.ID) ([]*v1alpha1.Volum
 	return append([]*v1alpha1.Volume{best}, others...), err
 }
 
-// readyOf is the node of some that is to cut a group: where that has begun, or else the first that carries out what is asked of it.
+// readyOf returns the node that is to take the snapshots of a group: that of begun, if it is ready, else the first of nodes that is. If none is ready, it
+// returns the first with its error.
 func (s *Store) readyOf(ctx context.Context, nodes []string, begun []v1alpha1.Snapshot) (node string, err error) {
 	if len(begun) > 0 && slices.Contains(nodes, begun[0].Spec.NodeName) {
 		nodes = append([]string{begun[0].Spec.NodeName}, nodes...)
@@ -173,7 +174,8 @@ func (s *Store) readyOf(ctx context.Context, nodes []string, begun []v1alpha1.Sn
 	return nodes[0], failures[0]
 }
 
-// clearGroup removes what an earlier try left of a group, unless it belongs to this one.
+// clearGroup deletes all members that an earlier try left of a group, unless all are wanted and none is refused or to be deleted. A member that was taken
+// once and is lost is an error.
 func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wanted map[string]*v1alpha1.Snapshot) error {
 	for i := range members {
 		if m := &members[i]; v1alpha1.LostUnmade(m) {
@@ -190,7 +192,7 @@ func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wan
 	return err
 }
 
-// cutGroup creates the objects of all members and waits until their node has cut them. What the node refuses is removed.
+// cutGroup creates the objects of all members and waits until their node has taken the snapshots. If the node refuses, they are deleted (groupFailed).
 func (s *Store) cutGroup(ctx context.Context, wanted map[string]*v1alpha1.Snapshot) ([]v1alpha1.Snapshot, error) {
 	watches := map[string]*kube.Watch{}
 	defer func() {
@@ -220,8 +222,8 @@ func (s *Store) cutGroup(ctx context.Context, wanted map[string]*v1alpha1.Snapsh
 	return cut, nil
 }
 
-// groupFailed is the error of a group of which a member was not cut. If its node refused, all members are removed, unless
-// that one was cut once.
+// groupFailed returns the error of a group of which a member could not be taken. If its node refused, all members are deleted, unless that member was taken
+// once and is lost.
 func (s *Store) groupFailed(ctx context.Context, begun map[string]*v1alpha1.Snapshot, member *v1alpha1.Snapshot, err error) error {
 	var refused *cluster.Refusal
 	switch {
@@ -242,8 +244,8 @@ func (s *Store) groupFailed(ctx context.Context, begun map[string]*v1alpha1.Snap
 	return refused
 }
 
-// takeBackCuts removes what an earlier try has asked for, if it can never be cut, as err says, which it returns: whoever is told that does not ask again. What
-// may have been cut stays, and so does all if err may pass.
+// takeBackCuts deletes the snapshots that an earlier try has asked for, if err is final: then the caller does not ask again. It deletes nothing if err is
+// ErrUnavailable, or any of them may have been taken. It returns err, or why the deletion failed.
 func (s *Store) takeBackCuts(ctx context.Context, begun []v1alpha1.Snapshot, err error) error {
 	if errors.Is(err, errdefs.ErrUnavailable) || slices.ContainsFunc(begun, func(m v1alpha1.Snapshot) bool { return m.Status.Created != nil || !m.Spec.Make }) {
 		return err
@@ -254,8 +256,8 @@ func (s *Store) takeBackCuts(ctx context.Context, begun []v1alpha1.Snapshot, err
 	return err
 }
 
-// removeAll deletes snapshots and waits until all are gone: a node takes the members of a
-// group away together. With behind, some were gone before, and others may have their names.
+// removeAll deletes snapshots and waits until all are gone: a node deletes the members of a group together. behind: some could not be deleted, as they were
+// gone or changed before, and objects of their names may be there.
 func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) (behind bool, err error) {
 	watches := map[int]*kube.Watch{}
 	defer func() {
@@ -295,7 +297,7 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 	if len(members) > 0 {
 		home = members[0].Spec.NodeName
 	}
-	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return m.Spec.Move != nil }) { // some may have moved since
+	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return m.Spec.Move != nil }) { // a move may have ended since
 		members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 	}
 	for behind := true; err == nil && behind; {

@@ -19,7 +19,7 @@ type counted struct {
 	state      string
 }
 
-// Samples is a metrics.Source. What it says comes from memory: it asks the API server for nothing.
+// Samples: see metrics.Source. It reads the cache, and asks the API server for nothing.
 func (s *Store) Samples() []metrics.Sample {
 	ctx, cancel := context.WithTimeout(context.Background(), metrics.ScrapeTime)
 	defer cancel()
@@ -30,7 +30,7 @@ func (s *Store) Samples() []metrics.Sample {
 	nodes := map[string]bool{}
 	legs := map[string]leg{}
 	if errors.Join(
-		kube.Each(ctx, s.kube.Cache, &v1alpha1.Pool{}, func(p *v1alpha1.Pool) { // of a node with pools all states are there, so that an alert sees a change from 0
+		kube.Each(ctx, s.kube.Cache, &v1alpha1.Pool{}, func(p *v1alpha1.Pool) { // all states of each node with pools are exposed, so that an alert sees a change from 0
 			nodes[p.Spec.NodeName] = true
 			for _, state := range v1alpha1.States {
 				for _, kind := range []string{"volume", "snapshot", "replica"} {
@@ -39,7 +39,7 @@ func (s *Store) Samples() []metrics.Sample {
 			}
 		}),
 		kube.Each(ctx, s.kube.Cache, &v1alpha1.Volume{}, func(v *v1alpha1.Volume) {
-			nodes[v.Spec.NodeName] = true // also if its Pools are gone, as of a node that is
+			nodes[v.Spec.NodeName] = true // also of a node that is gone, and has no Pools
 			kind := "volume"
 			if v.Spec.ReplicaOf != "" {
 				kind = "replica"
@@ -64,17 +64,17 @@ func (s *Store) Samples() []metrics.Sample {
 	return samples
 }
 
-// leg is what counts of a leg.
+// leg is what is needed of the Volume of a leg.
 type leg struct {
 	node string
 	lost bool
 }
 
-// replicaSamples are those of volumes with several legs, which are there by their names. Of each of some nodes all states are there.
+// replicaSamples returns the samples of volumes with several legs. legs are all Volumes that are legs, by name; for each of nodes all states are exposed.
 func (s *Store) replicaSamples(ctx context.Context, legs map[string]leg, nodes map[string]bool) (samples []metrics.Sample) {
 	var list v1alpha1.ReplicatedVolumeList
 	if s.kube.Cache.List(ctx, &list, client.UnsafeDisableDeepCopy) != nil {
-		return nil // it has stopped
+		return nil // the cache has stopped
 	}
 	type at struct{ node, state string }
 	differ := 0

@@ -16,14 +16,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// getOrCreate finds the object of a key, by the API server's own word, or creates it as planned. One that is being deleted
-// is waited for to be gone. fits says of one that is there whether it is what is wanted; with false it is to be looked at
-// anew. w watches the object.
+// getOrCreate returns the object with a key, read at the API server, or creates the one that plan returns. If the object is being deleted, it waits until
+// that is gone. fits reports whether the object that is there is the wanted one; if it is false without an error, the object is read again. w watches the
+// object.
 func getOrCreate[O any, T interface {
 	*O
 	cluster.Object
 }](ctx context.Context, s *Store, w *kube.Watch, key string, plan func() (T, error), fits func(T) (bool, error)) (T, error) {
-	// What the cache does not have is created at once. What it has, another store may have deleted or changed since.
+	// If the cache has no object, it is created at once. If it has one, another controller may have deleted or changed it since.
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: key}, T(new(O)))
 	if client.IgnoreNotFound(err) != nil {
 		return nil, kube.APIError("read "+key, err)
@@ -34,7 +34,7 @@ func getOrCreate[O any, T interface {
 				return made, err
 			}
 		}
-		have := T(new(O)) // nothing of what it was is to stay
+		have := T(new(O)) // a new one, as Get does not clear fields that are not in the answer
 		err := s.kube.Live.Get(ctx, client.ObjectKey{Name: key}, have)
 		if absent = apierrors.IsNotFound(err); absent {
 			continue
@@ -52,14 +52,15 @@ func getOrCreate[O any, T interface {
 	}
 }
 
-// create creates an object as planned; created is false without an error if there is one of its name.
+// create creates the object that plan returns. created is false without an error if an object of its name exists. ErrDefinitions if the definitions are too
+// old for the object.
 func create[T cluster.Object](ctx context.Context, s *Store, plan func() (T, error)) (want T, created bool, err error) {
 	if want, err = plan(); err != nil {
 		return want, false, err
 	}
 	cluster.Trace(ctx, want)
 	var options []client.CreateOption
-	if want.Strict() { // a field that was dropped would leave bytes that are not encrypted, or a volume that cannot be reached
+	if want.Strict() { // without a field that older definitions drop, bytes would not be encrypted, or a volume could not be reached
 		options = append(options, client.FieldValidation(metav1.FieldValidationStrict))
 	}
 	err = s.kube.Client.Create(ctx, want, options...)
@@ -71,19 +72,19 @@ func create[T cluster.Object](ctx context.Context, s *Store, plan func() (T, err
 	case err != nil:
 		return want, false, kube.APIError("create "+want.GetName(), err)
 	case !want.May().Make:
-		uid := want.GetUID() // nobody may make it, and the name is to be free
+		uid := want.GetUID() // the definitions have dropped spec.make, so no agent makes it; the name has to be free again
 		err := client.IgnoreNotFound(s.kube.Client.Delete(ctx, want, client.Preconditions{UID: &uid}))
 		return want, false, errors.Join(cluster.ErrDefinitions, err)
 	}
 	return want, true, nil
 }
 
-// discard deletes what the store itself has no use for, and waits until it is gone.
+// discard deletes an object that an earlier try left, and waits until it is gone.
 func discard[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, o T) error {
 	if !o.Deleting() {
 		err := cluster.IntendDeletion(ctx, s.kube.Client, o, false)
 		if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
-			return nil // another of the name is another's
+			return nil // it is gone, or was changed: the caller reads it again
 		}
 		if err != nil {
 			return kube.APIError("delete "+o.GetName(), err)
@@ -92,12 +93,12 @@ func discard[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, o T
 	return waitGone(ctx, s, w, o)
 }
 
-// errStale: that is only what the cache says, and another store may have changed it since.
+// errStale says that a decision needs the object as the API server has it: another controller may have changed it.
 var errStale = errors.New("the cache may be behind")
 
-// deleteByID deletes the object of an ID, and waits until it is gone. refuse says why it may not go; with errStale it is looked at
-// anew, at the API server itself. So it is if the cache says that it is being deleted, or after a conflict: another store may
-// have made anew what is being deleted here. unchanged: see cluster.IntendDeletion.
+// deleteByID deletes the object with an ID, and waits until it is gone. refuse returns why it may not be deleted; live tells it that the object was read at
+// the API server. With errStale, after a conflict, and if it is being deleted by the cache, the object is read at the API server and looked at again:
+// another controller may have created it anew. unchanged: see cluster.IntendDeletion.
 func deleteByID[T cluster.Object](ctx context.Context, s *Store, id volume.ID, o T, unchanged bool, refuse func(live bool) error) error {
 	w := s.hub.Open(o)
 	defer w.Close()

@@ -150,7 +150,8 @@ func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.Replicat
 		return nil, err
 	}
 	r := cluster.ReplicatedNamed(id.Key)
-	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: legs[0].Spec.Name, Pool: id.Pool, Replicas: 1, Size: legs[0].Spec.Size, Numbered: int64(len(legs)) + 1} // legs have been numbered up to their count, as createObject does
+	// Numbered is more than 1, as of a volume that was created with several legs: 1 is for a volume on one node that gets replicas.
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: legs[0].Spec.Name, Pool: id.Pool, Replicas: 1, Size: legs[0].Spec.Size, Numbered: int64(len(legs)) + 1}
 	for _, v := range legs[:min(len(legs), v1alpha1.MostReplicas)] {
 		r.Spec.Legs = append(r.Spec.Legs, v.Name)
 	}

@@ -16,7 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// claimReplicated is Claim: the volume is claimed, then each leg that can be now. The others are when they can (package replicator).
+// claimReplicated is Claim for a volume with several legs. It claims the ReplicatedVolume, then each leg that can be claimed now; package replicator claims
+// the others later. ErrUnavailable if no current leg can be claimed yet.
 func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, claim volume.Claim) error {
 	id := cluster.ReplicatedID(r)
 	if claim.Many() {
@@ -73,7 +74,7 @@ func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	return fmt.Errorf("%w: volume %s is claimed for node %s, and none of its %d replicas that have all that was written can be yet: their nodes have not ended what they gave before", errdefs.ErrUnavailable, id, claim.Node, len(current))
 }
 
-// mayUseAny is ErrPrecondition if a node can use no current leg of a volume.
+// mayUseAny returns ErrPrecondition if a node can use none of the current legs of a volume, and ErrUnavailable if no current leg is there.
 func (s *Store) mayUseAny(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume, node string) error {
 	var failures []error
 	current := currentLegs(r, legs)
@@ -90,7 +91,8 @@ func (s *Store) mayUseAny(ctx context.Context, r *v1alpha1.ReplicatedVolume, leg
 	return errors.Join(failures...)
 }
 
-// syncLegs claims the legs of a volume, and asks for their size, as its object does, as far as they can be now. It returns the legs that are there, each as the API server had it last.
+// syncLegs writes the claim and the size of a volume into its legs (cluster.SyncLeg), as far as that is possible now. It returns the legs that are there,
+// each as the API server had it last.
 func (s *Store) syncLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []*v1alpha1.Volume, err error) {
 	for _, name := range r.Spec.Legs {
 		v, err := s.syncLeg(ctx, r, name)
@@ -131,8 +133,8 @@ func (s *Store) syncLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	}
 }
 
-// oneFree is ErrUnavailable unless a current leg of a volume that nobody has claimed is given to nobody any more. Its last user acknowledges nothing from then on that is not on that leg. Where no current leg is
-// left that could be given to anybody, nobody is waited for.
+// oneFree is for a volume that nobody has claimed. It returns ErrUnavailable unless a current leg has no export left: from then on the last consumer cannot
+// acknowledge anything. It is nil too if there is no current leg whose node may still export it, as all these nodes are gone for good.
 func (s *Store) oneFree(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) error {
 	var waits error
 	for _, v := range currentLegs(r, legs) {
@@ -151,10 +153,11 @@ func (s *Store) oneFree(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs 
 	return waits
 }
 
-// lookAtNodes is how often it is looked whether the nodes that are waited for are there, which the legs do not tell.
+// lookAtNodes is how often a wait for legs looks whether their nodes are ready: no event of a leg tells that.
 const lookAtNodes = time.Second
 
-// releaseReplicated is Release: the claim goes, so that the node that had it cannot say any more which legs are current; then those of the legs go; and one current leg has to be free.
+// releaseReplicated is Release for a volume with several legs. It takes the claim off the ReplicatedVolume, so that the consumer cannot write its list of
+// current legs any more, then the claims off the legs, and waits until one current leg is free.
 func (s *Store) releaseReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, node string) error {
 	id := cluster.ReplicatedID(r)
 	failed := func(err error) error { return fmt.Errorf("release volume %s: %w", id, err) }
@@ -178,7 +181,7 @@ func (s *Store) releaseReplicated(ctx context.Context, r *v1alpha1.ReplicatedVol
 		}
 	}
 	if r.Spec.Claim != nil {
-		return nil // another node has it, for which one leg was free
+		return nil // another node has claimed it: so a leg was free
 	}
 	if err := s.waitFree(ctx, r); err != nil {
 		return failed(err)
@@ -186,8 +189,8 @@ func (s *Store) releaseReplicated(ctx context.Context, r *v1alpha1.ReplicatedVol
 	return nil
 }
 
-// releaseForgotten is releaseReplicated of a volume whose object somebody deleted. Which legs are current nobody says any more, so any that is free will do: who opens the legs next
-// ends at each what was given before.
+// releaseForgotten is releaseReplicated for a volume whose ReplicatedVolume was deleted. It is not known which legs are current, so any free leg will do:
+// whoever opens the legs next ends all earlier exports of them.
 func (s *Store) releaseForgotten(ctx context.Context, id volume.ID, node string) error {
 	legs, err := s.legsOf(ctx, id)
 	if err != nil {
@@ -208,7 +211,8 @@ func (s *Store) releaseForgotten(ctx context.Context, id volume.ID, node string)
 	return nil
 }
 
-// waitFree takes the claims of the legs of a volume off that nobody has claimed, and waits until one current leg is free.
+// waitFree takes the claims off the legs of a volume that nobody has claimed, and waits until one current leg is free (oneFree). It gives up with
+// ErrUnavailable when none of the nodes of current legs is ready.
 func (s *Store) waitFree(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	var watched []client.Object
 	for _, name := range r.Spec.Legs {
@@ -241,7 +245,7 @@ func (s *Store) waitFree(ctx context.Context, r *v1alpha1.ReplicatedVolume) erro
 	}
 }
 
-// anyReady reports whether the node of any leg carries out what is asked of it.
+// anyReady reports whether the node of any leg is ready, and its agent heard.
 func (s *Store) anyReady(ctx context.Context, legs []*v1alpha1.Volume) bool {
 	for _, v := range legs {
 		if s.nodes.Ready(ctx, v.Spec.NodeName) == nil {

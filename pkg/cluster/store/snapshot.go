@@ -15,7 +15,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// newSnapshot is the object of a new snapshot of the volume of an ID; of a group too, with group set. What is cut is that volume, or a leg of it.
+// newSnapshot returns the object of a new snapshot of the volume with an ID, taken from cut: that volume, or a leg of it. With group it is a member of that
+// group.
 func newSnapshot(name string, id volume.ID, cut *v1alpha1.Volume, group *v1alpha1.Group) *v1alpha1.Snapshot {
 	o := cluster.SnapshotNamed(volume.KeyOf(name))
 	if group != nil {
@@ -35,6 +36,7 @@ func newSnapshot(name string, id volume.ID, cut *v1alpha1.Volume, group *v1alpha
 	return o
 }
 
+// sameSnapshot reports whether two objects are of the same snapshot: by name, group and source.
 func sameSnapshot(a, b *v1alpha1.Snapshot) bool {
 	if (a.Spec.Group == nil) != (b.Spec.Group == nil) || (a.Spec.Group != nil && *a.Spec.Group != *b.Spec.Group) {
 		return false
@@ -42,8 +44,8 @@ func sameSnapshot(a, b *v1alpha1.Snapshot) bool {
 	return a.Spec.Name == b.Spec.Name && cluster.SnapshotSource(a) == cluster.SnapshotSource(b)
 }
 
-// getOrCreateSnapshot creates the object of a snapshot, or finds the one that is there. What an earlier
-// try left refused is removed first. ErrExists for another snapshot of the name.
+// getOrCreateSnapshot creates the object of a snapshot, or returns the one that is there. One that the node has refused is deleted first. ErrExists for
+// another snapshot of the name.
 func (s *Store) getOrCreateSnapshot(ctx context.Context, w *kube.Watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
 	return getOrCreate(ctx, s, w, want.Name,
 		func() (*v1alpha1.Snapshot, error) { return want.DeepCopy(), nil },
@@ -68,7 +70,7 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	}
 	w := s.hub.Open(cluster.SnapshotNamed(volume.KeyOf(name)))
 	defer w.Close()
-	// One that is there needs no source any more. Another store may have deleted it since.
+	// A snapshot that is taken needs no source any more. It is read at the API server, as another controller may have deleted it.
 	have := &v1alpha1.Snapshot{}
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
 	if err == nil {
@@ -101,7 +103,8 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	return cluster.ToSnapshot(have), nil
 }
 
-// planSnapshot is the object of a new snapshot, whose node carries out what is asked of it. Of a volume with several legs a current one is cut.
+// planSnapshot returns the object of a new snapshot; of a volume with several legs it is taken from a current one (stands). It fails if its node is not
+// ready.
 func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID) (*v1alpha1.Snapshot, error) {
 	r, err := s.replicated(ctx, source)
 	if err == nil && r != nil {
@@ -131,7 +134,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		return nil
 	}
 	have := cluster.SnapshotNamed(id.Key)
-	return deleteByID(ctx, s, id, have, true, func(live bool) error { // a conflict is a move, maybe
+	return deleteByID(ctx, s, id, have, true, func(live bool) error { // only if unchanged: the change may be a move
 		if group := have.Spec.Group; group != nil {
 			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, volume.GroupID{Key: group.Key})
 		}
@@ -140,7 +143,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		}
 		if err := cleared(have); err != nil {
 			if !live {
-				return errStale // it may have been given back since
+				return errStale // the old node may have given the bytes back since
 			}
 			return err
 		}
@@ -148,7 +151,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 	})
 }
 
-// cleared is ErrUnavailable for a snapshot that is not to be deleted: its old node still has its bytes, too.
+// cleared returns ErrUnavailable for a snapshot that has moved and whose bytes its old node still has: it cannot be deleted yet.
 func cleared(s *v1alpha1.Snapshot) error {
 	if m := s.Spec.Move; m != nil && m.Left {
 		return fmt.Errorf("%w: delete snapshot %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
@@ -157,7 +160,7 @@ func cleared(s *v1alpha1.Snapshot) error {
 	return nil
 }
 
-// GetSnapshot: see volume.Store. A member of a group is there if the group is complete.
+// GetSnapshot: see volume.Store. A member of a group is there if the group is whole.
 func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot, error) {
 	have, err := s.snapshot(ctx, id)
 	if err != nil {
@@ -166,7 +169,7 @@ func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot,
 	return cluster.ToSnapshot(have), nil
 }
 
-// readableSnapshot is GetSnapshot of one whose bytes are to be read: ErrUnavailable while they are about to be elsewhere.
+// readableSnapshot is GetSnapshot for a snapshot whose bytes are to be read: ErrUnavailable while it has moved and not arrived (cluster.SnapshotComes).
 func (s *Store) readableSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot, error) {
 	have, err := s.snapshot(ctx, id)
 	if err == nil {
@@ -178,7 +181,7 @@ func (s *Store) readableSnapshot(ctx context.Context, id volume.ID) (volume.Snap
 	return cluster.ToSnapshot(have), nil
 }
 
-// snapshot returns the object of a snapshot that is there.
+// snapshot returns the object of a snapshot that is taken, and whose group, if it has one, is whole; else ErrNotFound.
 func (s *Store) snapshot(ctx context.Context, id volume.ID) (*v1alpha1.Snapshot, error) {
 	if id.Kind != blockdev.Snapshot {
 		return nil, fmt.Errorf("%w: %s is no snapshot", errdefs.ErrNotFound, id)
@@ -210,7 +213,7 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 		return nil, err
 	}
 	found := firsts[volume.Snapshot]{id: func(s volume.Snapshot) volume.ID { return s.ID }, limit: limit}
-	groups := map[string][]string{} // of those that are there, the names of their members
+	groups := map[string][]string{} // by key: the names of the members, if the group is whole
 	var failure error
 	visit := func(o *v1alpha1.Snapshot) {
 		if failure != nil || o.Status.Created == nil || compareIDs(cluster.SnapshotID(o), after) <= 0 || (source != (volume.ID{}) && cluster.SnapshotSource(o) != source) {
@@ -227,7 +230,7 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	return found.cut(), failure
 }
 
-// eachSnapshot calls visit with each snapshot of a volume; without a volume, with each there is.
+// eachSnapshot calls visit with each snapshot whose source has the key of a volume; with no volume, with each snapshot.
 func (s *Store) eachSnapshot(ctx context.Context, source volume.ID, visit func(*v1alpha1.Snapshot)) error {
 	if source == (volume.ID{}) {
 		return each(ctx, s, &v1alpha1.Snapshot{}, visit)
@@ -245,7 +248,7 @@ func (s *Store) eachSnapshot(ctx context.Context, source volume.ID, visit func(*
 	return s.defined(ctx, &v1alpha1.Snapshot{})
 }
 
-// isThere reports whether the group of a snapshot is there; without a group it is true. groups is what was found out of others.
+// isThere reports whether a snapshot is in no group, or in one that is whole. groups keeps the names of the members of groups that were looked up.
 func (s *Store) isThere(ctx context.Context, o *v1alpha1.Snapshot, groups map[string][]string) (bool, error) {
 	if o.Spec.Group == nil {
 		return true, nil

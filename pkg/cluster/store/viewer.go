@@ -19,18 +19,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
-// lookAgain is how often there may be something new without a change of what is watched: an agent that is not heard.
+// lookAgain is how often Changes sends although nothing watched has changed: an agent may have become silent.
 const lookAgain = 15 * time.Second
 
-// Viewer makes overviews of the cluster from what the store watches, and from the pods, PersistentVolumes and StorageClasses,
-// which it watches itself. It asks the API server for nothing else.
+// Viewer makes overviews of the cluster from the cache of the store, and from its own cache of pods, PersistentVolumes and StorageClasses. It asks the API
+// server for nothing else.
 type Viewer struct {
 	store   *Store
 	version string
 	others  cache.Cache
-	// informers of others; until they are synced (the controller may lack the right) an overview goes without.
+	// informers are those of others. Until they are synced, which needs rights that the controller may lack, overviews have nothing of Kubernetes.
 	informers []cache.Informer
-	// objects are informers of the store. Its Leases are not among them: they change all the time.
+	// objects are the store's informers whose events are changes of the overview. That of the Leases is not among them: they change all the time.
 	objects []cache.Informer
 }
 
@@ -40,7 +40,7 @@ func NewViewer(config *rest.Config, s *Store, version string) (*Viewer, error) {
 	if err != nil {
 		return nil, err
 	}
-	mapper := meta.NewDefaultRESTMapper(nil) // so that the API server is not asked; it may be down
+	mapper := meta.NewDefaultRESTMapper(nil) // without discovery: the API server may be down
 	mapper.Add(corev1.SchemeGroupVersion.WithKind("Pod"), meta.RESTScopeNamespace)
 	mapper.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolume"), meta.RESTScopeRoot)
 	mapper.Add(storagev1.SchemeGroupVersion.WithKind("StorageClass"), meta.RESTScopeRoot)
@@ -69,7 +69,7 @@ func informers(c cache.Cache, kinds ...client.Object) ([]cache.Informer, error) 
 	return all, nil
 }
 
-// lessOfPod keeps of a pod what says which claims it uses: there may be very many, and a pod is large.
+// lessOfPod drops all of a pod but its name, phase and which claims it uses: there may be very many pods, and each is large.
 func lessOfPod(object any) (any, error) {
 	pod, ok := object.(*corev1.Pod)
 	if !ok {
@@ -84,7 +84,7 @@ func lessOfPod(object any) (any, error) {
 	return less, nil
 }
 
-// lessOfPersistentVolume keeps of a PersistentVolume which volume it is, and whose.
+// lessOfPersistentVolume drops all of a PersistentVolume but its name, phase, handle and claim.
 func lessOfPersistentVolume(object any) (any, error) {
 	pv, ok := object.(*corev1.PersistentVolume)
 	if !ok {
@@ -103,8 +103,8 @@ func (v *Viewer) Run(ctx context.Context) error {
 	return v.others.Start(ctx)
 }
 
-// Overview is what there is, as far as the watches told. It is ErrUnavailable until they did (Store.Ready); while they tell nothing any more,
-// Missing says so.
+// Overview returns the overview by the caches. ErrUnavailable until those of the store are filled (Store.Ready). While the API server does not answer,
+// Overview.Missing says that it may be old.
 func (v *Viewer) Overview(ctx context.Context) (*overview.Overview, error) {
 	if err := v.store.Ready(ctx); err != nil {
 		return nil, err
@@ -133,13 +133,13 @@ func (v *Viewer) synced() bool {
 	return true
 }
 
-// Changes returns a channel that has something to receive after something changed, until the context ends.
+// Changes returns a channel that has an element after a change, until the context ends. Several changes may be one element.
 func (v *Viewer) Changes(ctx context.Context) <-chan struct{} {
 	changes := make(chan struct{}, 1)
 	tell := func() {
 		select {
 		case changes <- struct{}{}:
-		default: // it was told already
+		default: // an element is there already
 		}
 	}
 	handler := toolscache.ResourceEventHandlerFuncs{AddFunc: func(any) { tell() }, DeleteFunc: func(any) { tell() }, UpdateFunc: func(before, after any) {

@@ -234,8 +234,8 @@ func (s *Store) notGiven(ctx context.Context, v *v1alpha1.Volume) error {
 	return fmt.Errorf("%w: volume %s is given to node %s until its node %s has ended that", errdefs.ErrInUse, cluster.VolumeID(v), given[0].Node, v.Spec.NodeName)
 }
 
-// fits is for getOrCreate: it reports whether the object that is there is the volume of a spec. It is false, without an error, if what an earlier try left
-// was removed: then the volume is to be created.
+// fits is for getOrCreate: it reports whether the object that is there is the volume of a spec. It is false, without an error, if the object has to be read
+// again: what an earlier try left was removed, or the object was changed meanwhile.
 func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have *v1alpha1.Volume, refused refusals) (bool, error) {
 	if err := spec.Check(cluster.ToVolume(have)); err != nil {
 		return false, err
