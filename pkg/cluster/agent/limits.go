@@ -17,11 +17,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// limitPause is until a volume that a call has for itself is tried again.
+// limitPause is after which time a volume whose lock is held is tried again.
 const limitPause = time.Second
 
-// limitAgain sets the limits of the volumes of other nodes that are used here, and not by many, once after a start: a change of them, or what they were lifted for, may
-// have been cut short. What they are the objects say, so no home is asked. It ends when all are set, or with ctx.
+// limitAgain sets the limits of I/O of the volumes of other nodes that are used here, but those with many readers, once after a start: a change of them, or
+// the work for which they were lifted, may have been cut short. It takes them from the objects and asks no home. It returns when all are set, or ctx ends.
 func (a *Agent) limitAgain(ctx context.Context, here UsedVolumes) {
 	used, err := a.allUsedHere(ctx)
 	if err != nil {
@@ -41,7 +41,7 @@ func (a *Agent) limitAgain(ctx context.Context, here UsedVolumes) {
 	}
 }
 
-// limitLater is limitUsed, as often as it takes.
+// limitLater calls limitUsed until it succeeds or ctx ends: again after limitPause if the volume is busy, else when its object changes.
 func (a *Agent) limitLater(ctx context.Context, here UsedVolumes, key string) {
 	w := a.hub.Open(cluster.VolumeNamed(key))
 	defer w.Close()
@@ -64,8 +64,8 @@ func (a *Agent) limitLater(ctx context.Context, here UsedVolumes, key string) {
 	}
 }
 
-// limitUsed sets the limits of a volume of another node, if it is used here still. errWaits while they are being changed: the object tells when they have been. Once the
-// home itself has said what they are, they are that. ErrBusy if a call has the volume for itself.
+// limitUsed sets the limits of a volume of another node, if it is still used here and its home has not told them since the start. errWaits while they are
+// being changed: the object changes when that is done. ErrBusy if the lock of the volume is held.
 func (a *Agent) limitUsed(ctx context.Context, here UsedVolumes, key string) error {
 	return a.withLocks([]string{keylock.Volume(key)}, func() error {
 		v, is := a.usedHere(key)
@@ -80,38 +80,38 @@ func (a *Agent) limitUsed(ctx context.Context, here UsedVolumes, key string) err
 	})
 }
 
-// settled reports whether the mutable parameters that an object has in force are those of the volume: no change of them is under way.
+// settled reports whether no change of a volume's mutable parameters is under way: spec and status agree, or the change was refused.
 func settled(v *v1alpha1.Volume) bool {
 	return maps.Equal(v.Spec.Mutable, v.Status.Mutable) || v.Common().Refused(v.Generation) != nil
 }
 
-// tell notes that the home of a volume has said what its mutable parameters are.
+// tell notes that the home of a volume has told its mutable parameters.
 func (o *others) tell(key string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.told[key] = true
 }
 
-// wasTold reports whether the home of a volume has said that since the start.
+// wasTold reports whether tell was called for a volume.
 func (o *others) wasTold(key string) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.told[key]
 }
 
-// A home has its sole user follow what is changed of a volume's mutable parameters. Many readers follow the object by themselves: their home need not reach them, and none of
-// them keeps it from changing them.
+// When a volume's mutable parameters change, its home tells its one consumer. Many readers follow the object by themselves: so the home need not reach them,
+// and none of them can hold the change up.
 
-// usedChanged looks at a volume of another node that is used here.
+// usedChanged queues a volume of another node that is used here, for moves and for followModified.
 func (a *Agent) usedChanged(o client.Object, gone bool) {
 	a.moveInUseChanged(o, gone)
 	a.others.modified.Add(o.GetName())
 }
 
-// followModified has the volumes that this node reads beside others follow the mutable parameters that their objects have in force, from the start on, until ctx ends.
+// followModified applies the mutable parameters in the status of the volumes that this node uses as one of many readers, from the start on, until ctx ends.
 func (a *Agent) followModified(ctx context.Context, here UsedVolumes) {
 	defer context.AfterFunc(ctx, a.others.modified.ShutDown)()
-	set := map[string]map[string]string{} // by the names of objects
+	set := map[string]map[string]string{} // what was applied last, by the names of objects
 	for {
 		key, ended := a.others.modified.Get()
 		if ended {
@@ -126,8 +126,8 @@ func (a *Agent) followModified(ctx context.Context, here UsedVolumes) {
 	}
 }
 
-// modifyRead has what is attached of a volume be as its object says, if this node reads it beside others, and it was not that already, which set tells. ErrBusy if a call
-// has the volume for itself.
+// modifyRead applies the mutable parameters of a volume that this node uses as one of many readers to its devices, unless set says that they were applied. It
+// keeps set up to date. ErrBusy if the lock of the volume is held.
 func (a *Agent) modifyRead(ctx context.Context, here UsedVolumes, key string, set map[string]map[string]string) error {
 	return a.withLocks([]string{keylock.Volume(key)}, func() error {
 		v, is := a.usedHere(key)

@@ -17,8 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// wantsReader reports whether a volume is to be given to a node that reads it beside others, by a claim of a generation. What no claim is for is not wanted, also where the
-// object is an older one: whom that ends, it has lost nothing.
+// wantsReader reports whether a volume is to be exported to a reader: there is a claim of that generation for many readers, of a node other than the home.
+// Without a claim it is false, also if the object was restored to before the claim: a reader that is ended loses nothing.
 func wantsReader(v *v1alpha1.Volume, generation int64) bool {
 	if generation == 0 {
 		return false
@@ -29,7 +29,8 @@ func wantsReader(v *v1alpha1.Volume, generation int64) bool {
 	return v.Spec.Claim != nil && wanted(*v.Spec.Claim) || slices.ContainsFunc(v.Spec.Readers, wanted)
 }
 
-// reportReader writes down that a node is given a volume to read, before it is. It fails with a conflict if anybody changed the object since it was read: perhaps its claims.
+// reportReader writes that a volume is exported to a reader (status.readers). It is called before the export. ErrBusy if the object was changed since it was
+// read, as its claims may have been.
 func (a *Agent) reportReader(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) error {
 	if isReader(v, to) {
 		return nil
@@ -41,12 +42,13 @@ func (a *Agent) reportReader(ctx context.Context, v *v1alpha1.Volume, to volume.
 	return kube.APIError("write to whom volume "+v.Name+" is given to read", err)
 }
 
-// isReader reports whether the object of a volume says that this is given to a node to read.
+// isReader reports whether status.readers has an export to a node and generation.
 func isReader(v *v1alpha1.Volume, to volume.Grant) bool {
 	return slices.ContainsFunc(v.Status.Readers, func(e v1alpha1.Export) bool { return e.Generation == to.Generation && e.Node == to.Node })
 }
 
-// reportReaders writes down who is given a volume to read, of which the record says that it is or not. What nobody wants any more is ended first, by the API server's own word.
+// reportReaders takes off status.readers the exports to readers that have ended. First it ends those that are not wanted by the object at the API server
+// (wantsReader). read is volume.Volume.Read: the record says that the volume is read.
 func (a *Agent) reportReaders(ctx context.Context, v *v1alpha1.Volume, read bool) error {
 	if a.options.Exporter == nil || volume.Access(v.Spec.Access) != volume.AccessAny {
 		return nil
@@ -58,7 +60,7 @@ func (a *Agent) reportReaders(ctx context.Context, v *v1alpha1.Volume, read bool
 	}
 	settled := !slices.ContainsFunc(have, func(g int64) bool { return !wantsReader(v, g) }) &&
 		!slices.ContainsFunc(v.Status.Readers, func(e v1alpha1.Export) bool { return !slices.Contains(have, e.Generation) })
-	if settled && (len(have) > 0 || !read) { // what is read by nobody has its record say so
+	if settled && (len(have) > 0 || !read) { // the record of a volume without readers has to say that it has none
 		return nil
 	}
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {

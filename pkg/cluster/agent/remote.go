@@ -30,16 +30,16 @@ import (
 
 // others is what the agent knows of volumes of other nodes that are claimed for its own.
 type others struct {
-	kube kube.Connection // those of spec.claim
-	many kube.Connection // those of spec.readers
+	kube kube.Connection // caches those with this node in spec.claim
+	many kube.Connection // caches those with this node in spec.readers
 	read atomic.Bool     // both caches have been filled once
 
-	using    chan UsedVolumes                         // has what works on them here, once that is known
-	modified workqueue.TypedDelayingInterface[string] // those that may have been (followModified)
+	using    chan UsedVolumes                         // of one element: what works on these volumes here, once Uses has been called
+	modified workqueue.TypedDelayingInterface[string] // volumes whose mutable parameters may have changed (followModified)
 
 	mu     sync.Mutex
 	agents map[string]v1alpha1.AgentEndpoint // where the agents of other nodes were found last
-	told   map[string]bool                   // those whose homes have said since the start what their mutable parameters are
+	told   map[string]bool                   // by key: the home has said since the start what the mutable parameters are
 }
 
 // connectOthers prepares the watch of the volumes of other nodes. It asks the API server nothing.
@@ -64,13 +64,14 @@ func (a *Agent) elsewhereSelector() fields.Selector {
 	return fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node())
 }
 
-// connectElsewhere connects with a cache of the volumes of other nodes that have this one in a field. It asks the API server nothing.
+// connectElsewhere returns a connection whose cache has the volumes of other nodes with this node in a field. It asks the API server nothing.
 func (a *Agent) connectElsewhere(config *rest.Config, field string) (kube.Connection, error) {
 	these := fields.AndSelectors(fields.OneTermEqualSelector(field, a.local.Node()), a.elsewhereSelector())
 	return kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Field: these}})
 }
 
-// watchOthers watches them until the context ends.
+// watchOthers watches the volumes of other nodes that are claimed for this one, until the context ends. Once the caches are filled and Uses was called, it
+// sets limits (limitAgain) and follows changes (followModified).
 func (a *Agent) watchOthers(ctx context.Context) error {
 	if a.options.Network == nil {
 		<-ctx.Done()
@@ -106,14 +107,14 @@ func (a *Agent) watchOthers(ctx context.Context) error {
 	return <-ended
 }
 
-// usedHere returns the object of a volume of another node that is claimed for this one, as the watch last told.
+// usedHere returns the object of a volume of another node that is claimed for this one, by the cache.
 func (a *Agent) usedHere(key string) (*v1alpha1.Volume, bool) {
 	if !a.others.read.Load() {
 		return nil, false
 	}
 	v := &v1alpha1.Volume{}
 	for _, c := range []kube.Connection{a.others.kube, a.others.many} {
-		err := c.Cache.Get(context.Background(), client.ObjectKey{Name: key}, v) // it is memory
+		err := c.Cache.Get(context.Background(), client.ObjectKey{Name: key}, v) // reads memory
 		if err == nil && v.ClaimOf(a.local.Node()) != nil {
 			return v, true
 		}
@@ -121,12 +122,12 @@ func (a *Agent) usedHere(key string) (*v1alpha1.Volume, bool) {
 	return v, false
 }
 
-// allUsedHere returns the objects of all volumes of other nodes that are claimed for this one, be it to read beside others, as the watch last told. One that was claimed
-// in both ways of late may be there twice.
+// allUsedHere returns the objects of all volumes of other nodes that are claimed for this one, for readers too, by the caches. A volume whose claim has just
+// changed from one kind to the other may be there twice.
 func (a *Agent) allUsedHere(ctx context.Context) (all []v1alpha1.Volume, err error) {
 	for _, c := range []kube.Connection{a.others.kube, a.others.many} {
 		var some v1alpha1.VolumeList
-		if err := c.Cache.List(ctx, &some); err != nil { // it is memory
+		if err := c.Cache.List(ctx, &some); err != nil { // reads memory
 			return nil, err
 		}
 		all = append(all, some.Items...)
@@ -134,8 +135,8 @@ func (a *Agent) allUsedHere(ctx context.Context) (all []v1alpha1.Volume, err err
 	return all, nil
 }
 
-// usedNow is usedHere, as the API server says now. ErrPrecondition if it is not claimed for this node, or not of another one; ErrUnavailable if it has become this one's, and
-// cannot be used yet.
+// usedNow is usedHere by the API server. ErrPrecondition if the volume is not claimed for this node, or is not on another one; ErrUnavailable if it has
+// moved to this node, which has not taken it over yet.
 func (a *Agent) usedNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
@@ -150,8 +151,8 @@ func (a *Agent) usedNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, er
 	return v, nil
 }
 
-// isElsewhere reports whether a volume, which no object of this node is for, is another node's: what has its ID here is a stray then. It is not known
-// if the API server does not answer.
+// isElsewhere reports whether the API server says that a volume is on another node. It is for a volume without an object on this node: what has its ID here
+// is a stray then. It is false on a node without a network, and if the API server does not answer.
 func (a *Agent) isElsewhere(ctx context.Context, id volume.ID) bool {
 	if a.options.Network == nil {
 		return false
@@ -162,7 +163,7 @@ func (a *Agent) isElsewhere(ctx context.Context, id volume.ID) bool {
 	return a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v) == nil && v.Spec.NodeName != a.local.Node()
 }
 
-// Elsewhere knows which volumes of other nodes are claimed for this one, or connected in its kernel.
+// Elsewhere returns the volumes of other nodes that this one may use: those that are claimed for it, and those that its kernel is connected to.
 func (a *Agent) Elsewhere(connected func(blockdev.Ref) bool) volume.Elsewhere {
 	return elsewhere{a, connected}
 }
@@ -181,7 +182,7 @@ func (e elsewhere) Has(id volume.ID) bool {
 	return is && cluster.VolumeID(v) == id || id.Kind == blockdev.Volume && e.connected(blockdev.Ref{Kind: id.Kind, Key: id.Key})
 }
 
-// Find: see volume.Elsewhere. The kubelet may know of a claim before the watch does.
+// Find: see volume.Elsewhere. The kubelet may know of a claim before the watch has told of it: so the API server is asked.
 func (e elsewhere) Find(ctx context.Context, id volume.ID) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, claimWait)
 	defer cancel()
@@ -197,7 +198,7 @@ func (e elsewhere) Find(ctx context.Context, id volume.ID) (bool, error) {
 	return untilHeard(ctx, w, e, id)
 }
 
-// untilHeard waits until the watch has told of a volume that is claimed for this node.
+// untilHeard waits until the watch w has told of a volume that is claimed for this node; ErrUnavailable if ctx ends before.
 func untilHeard(ctx context.Context, w *kube.Watch, known volume.Elsewhere, id volume.ID) (bool, error) {
 	for !known.Has(id) {
 		select {
@@ -210,7 +211,7 @@ func untilHeard(ctx context.Context, w *kube.Watch, known volume.Elsewhere, id v
 	return true, nil
 }
 
-// Homes asks the homes of the volumes that this node uses: it is a remotepool.Home.
+// Homes returns the homes of the volumes that this node uses, each of which is asked through its agent.
 func (a *Agent) Homes() remotepool.Home { return homes{a} }
 
 type homes struct{ *Agent }
@@ -224,7 +225,7 @@ func (h homes) Claim(ref blockdev.Ref) (remotepool.Claim, bool) {
 	return remotepool.Claim{Home: v.Spec.NodeName, Generation: h.generation(v)}, true
 }
 
-// generation is that of the claim of this node, which there is.
+// generation returns the generation of this node's claim. There has to be one.
 func (a *Agent) generation(v *v1alpha1.Volume) int64 { return v.ClaimOf(a.local.Node()).Generation }
 
 // Open: see remotepool.Home.
@@ -246,7 +247,7 @@ func (h homes) Open(ctx context.Context, pool string, ref blockdev.Ref) (remotep
 	return connectionTo(v, opened), nil
 }
 
-// connectionTo is what another node exports of a volume, as its user connects to it.
+// connectionTo returns how to connect to what another node has opened of a volume, with the homeTimeout of the volume; without one, the kernel waits forever.
 func connectionTo(v *v1alpha1.Volume, opened export.Opened) remotepool.Export {
 	loss := cluster.HomeTimeoutOf(v)
 	if loss == 0 {
@@ -306,23 +307,23 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 	}
 	c, m := v.ClaimOf(h.local.Node()), v.Spec.Move
 	switch {
-	case c == nil: // or the object is one of before the claim, and the home gives the volume still
+	case c == nil: // not so if the object was restored to before the claim, and the home still exports the volume
 		to := volume.Grant{Generation: generation, Node: h.local.Node()}
 		return !wantsExport(v, to) || !statusHasExport(v, to), nil
 	case m != nil && !m.Left && generation == c.Generation+1, m != nil && m.Left && !hasArrived(v) && generation == c.Generation:
-		return false, nil // to the node that it moves to, or has just moved to, while it is used here
+		return false, nil // the connection to the new home of a volume that moves, or has just moved, while it is used here
 	case c.Generation != generation:
 		return true, nil
 	}
-	// Without an export the home has started anew: what it gave before is never given again.
+	// Without an export the home has restarted: it never makes an earlier export again.
 	if cluster.ToClaim(c).Many() {
 		return !isReader(v, volume.Grant{Generation: generation, Node: c.Node}), nil
 	}
 	return v.Status.Export == nil, nil
 }
 
-// Close: see remotepool.Home. Where the home is, the claim says; without one the object, which may be one of before the claim. A volume that has moved meanwhile had
-// another one.
+// Close: see remotepool.Home. It asks the home of the volume that the claim is of; if there is no claim, the home by the object at the API server. An export
+// of an earlier generation of a volume that has moved is the old home's.
 func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) error {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -345,7 +346,8 @@ func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) er
 	})
 }
 
-// ask asks the home of a volume, by the claim that is known here; should the home refuse it, by the one that there is now.
+// ask calls the home of a volume with the generation of the claim in the cache. If the home refuses, it reads the claim at the API server, and calls again if
+// that has another generation.
 func (h homes) ask(ctx context.Context, id volume.ID, call func(ctx context.Context, home export.Home, generation int64) error) error {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -370,7 +372,7 @@ func (h homes) ask(ctx context.Context, id volume.ID, call func(ctx context.Cont
 	return err
 }
 
-// atHome asks the home of a volume.
+// atHome calls the home of a volume through its agent (atNode).
 func (a *Agent) atHome(ctx context.Context, v *v1alpha1.Volume, call func(export.Home) error) error {
 	err := a.atNode(ctx, v.Spec.NodeName, func(c grpc.ClientConnInterface) error { return call(export.HomeAt(c)) })
 	if err != nil {

@@ -27,35 +27,35 @@ import (
 const (
 	// mostStrays is how many strays of a pool are listed.
 	mostStrays = 100
-	// adoptAll is the value of v1alpha1.AdoptAnnotation that asks for all of them.
+	// adoptAll is the value of v1alpha1.AdoptAnnotation that asks to adopt all strays but those that are sealed.
 	adoptAll = "all"
 )
 
-// stray is a volume or snapshot that no object is for.
+// stray is a volume or snapshot in a pool of this node that has no object.
 type stray struct {
 	v1alpha1.Stray
-	object cluster.Object // that it would have
-	taken  string         // what the object says that has its name; empty: there is none
-	sealed bool           // it was about to move to another node, or has moved: that may have all that was written since
-	kept   bool           // so it is, but this is the new node, which may have that (volume.KeepLeftover)
-	left   string         // so it is, and it has moved to that node (volume.Left)
+	object cluster.Object // to create when it is adopted
+	taken  string         // where the object of its name says that it is; empty: there is no such object
+	sealed bool           // it was about to move to another node, or has moved: another node may have all that was written since
+	kept   bool           // it is sealed because it came to this node while it was used, and may have what was written last (volume.KeepLeftover)
+	left   string         // it is sealed because it has moved to this node (volume.Left)
 }
 
-// lookup is when the API server was asked for an object that the cache does not have, and what that said. It is
-// not asked for each stray whenever something changes.
+// lookup is when the API server was asked for the object of a stray, and what it answered. It is asked again after checkAgain, and not whenever something
+// changes.
 type lookup struct {
 	at    time.Time
 	taken string // as in stray
 }
 
-// straySearch is a look at the strays of a pool.
+// straySearch is one search for the strays of a pool.
 type straySearch struct {
-	lookups map[volume.ID]lookup // without those of what is not there any more
+	lookups map[volume.ID]lookup // of the strays that were found
 	silent  map[string]bool      // nodes that were asked, and did not answer
 }
 
-// strays are the volumes and snapshots of a pool that no object is for. Ephemeral volumes are
-// the node's own. What a copy left that nobody asks for any more it removes on its way.
+// strays returns the strays of a pool. Ephemeral volumes are none. It also removes what is certainly not needed any more: leftovers of copies
+// (dropLeftover), and what is left of volumes and snapshots that are elsewhere (strayOf).
 func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error) {
 	var strays []stray
 	look := straySearch{map[volume.ID]lookup{}, map[string]bool{}}
@@ -82,7 +82,8 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 	return strays, nil
 }
 
-// strayOf returns what is a stray of what a pool has; nil for what is none. What the API server says is added to look.
+// strayOf returns the stray of a volume or snapshot in a pool; nil if it has an object, is ephemeral, or was removed because it is elsewhere (dropLeft,
+// madeElsewhere, dropStray). It adds the answer of the API server to look.
 func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look straySearch) (*stray, error) {
 	var o cluster.Object = &v1alpha1.Volume{}
 	describe := a.strayVolume
@@ -99,7 +100,7 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look str
 	cached := err == nil
 	one, err := describe(ctx, pool, id)
 	if err != nil || one == nil {
-		return nil, errdefs.IgnoreNotFound(err) // it was deleted since the list, or is the node's own
+		return nil, errdefs.IgnoreNotFound(err) // it was deleted since the list, or is ephemeral
 	}
 	if one.sealed && o.Node() == a.local.Node() {
 		err := a.dropLeft(ctx, pool, id)
@@ -127,8 +128,9 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look str
 	return one, nil
 }
 
-// lookUp finds out what the object says that has the name of something in a pool; o is it, if the cache has one. It
-// is not left as a stray if that is its object after all, or if it was blank and made on another node, or in another pool, instead.
+// lookUp finds out where the object says to be that has the name of something in a pool. o is that object if cached; otherwise it is read at the API server
+// into o. left is false if there is no stray: the object is of what the pool has after all, the bytes are about to be given back, or they were removed
+// (madeElsewhere).
 func (a *Agent) lookUp(ctx context.Context, pool string, id volume.ID, o cluster.Object, cached bool) (_ lookup, left bool, err error) {
 	now := lookup{at: time.Now()}
 	if !cached {
@@ -138,18 +140,18 @@ func (a *Agent) lookUp(ctx context.Context, pool string, id volume.ID, o cluster
 		}
 	}
 	if o.Node() == a.local.Node() && o.In() == pool {
-		return now, false, nil // the cache is not that far
+		return now, false, nil // the cache is behind
 	}
 	if m, _ := o.Moves(); m != nil && m.Left && m.Node == a.local.Node() {
-		return now, false, nil // it has moved, and is given back
+		return now, false, nil // it has moved from here: giveBack deletes the bytes
 	}
 	now.taken = fmt.Sprintf("its object says pool %s of node %s", o.In(), o.Node())
 	removed, err := a.madeElsewhere(ctx, pool, id, o)
 	return now, !removed, err
 }
 
-// madeElsewhere removes a blank volume of a pool of which the object says that it is on another node, or in another pool: this
-// one was down before it could say that it had begun. One that the object was made for came with its disk.
+// madeElsewhere removes a blank volume of a pool if its object says that it is on another node, or in another pool: it was made here, and then elsewhere, as
+// this node was down before it could report it. A volume that the object was reported for stays: its disk was brought here from another node.
 func (a *Agent) madeElsewhere(ctx context.Context, pool string, id volume.ID, o cluster.Object) (removed bool, _ error) {
 	if id.Kind != blockdev.Volume {
 		return false, nil
@@ -167,13 +169,13 @@ func (a *Agent) madeElsewhere(ctx context.Context, pool string, id volume.ID, o 
 		return nil
 	})
 	if errors.Is(err, errdefs.ErrBusy) {
-		return false, nil // a later look finds it
+		return false, nil // it is tried again at the next search
 	}
 	return removed, err
 }
 
-// dropLeft removes what a pool has of a volume that left this node, and has come back to another pool while this one was closed (volume.DropLeft). ErrPrecondition and ErrExists if it may be
-// more than that.
+// dropLeft removes what a pool has of a volume that has left this node, and has come back to another pool of it while this one was closed (volume.DropLeft).
+// ErrPrecondition and ErrExists if it may be more than that.
 func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 	return a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 		v := &v1alpha1.Volume{}
@@ -191,9 +193,9 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 	})
 }
 
-// endStrayExport ends the export of a volume that is another node's by its object, once that says another claim than the one that it is given by, or has
-// counted that: what its user writes is no part of the volume. Its user goes on for as long as the object never heard of such a claim (as of wantsExport): it
-// may be one that was adopted, or went back, by mistake, and then this is what was written last.
+// endStrayExport ends the export of a stray whose object is on another node, if the object has another node's claim, or has counted the claim of the export
+// (spec.claims): then what its consumer writes is no part of the volume. If the object does not know of that claim, the consumer goes on, as with
+// wantsExport: the object may have been adopted or restored by mistake, and then the stray has what was written last.
 func (a *Agent) endStrayExport(ctx context.Context, id volume.ID) {
 	to, is, err := a.currentExport(ctx, id)
 	if err == nil && is {
@@ -215,13 +217,14 @@ func (a *Agent) endStrayExport(ctx context.Context, id volume.ID) {
 	}
 }
 
-// dropStray removes what a pool has left of what has moved from this node to another one, which was taken for gone until the move had ended: nobody gave it back. It stays unless the API server
-// says for good that it is on another node, and that one says that it has it, whole, and that it is, or came from, what is here: this may be all there is.
+// dropStray removes what is left here of a snapshot or a sealed volume that has moved to another node while this one counted as gone, so that it did not
+// give the bytes back. It needs proof that they are not the only ones: the API server says that the volume or snapshot is on the other node, and that node
+// says that it has all of it, and that it is, or came from, what is here. removed is false, and nothing is removed, without that.
 func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed bool, look straySearch) (removed bool) {
 	var o cluster.Object
 	var err error
 	switch {
-	case id.Kind == blockdev.Snapshot: // it is the same wherever it is, if it was cut at one moment
+	case id.Kind == blockdev.Snapshot: // it is known by the time at which it was taken
 		s := &v1alpha1.Snapshot{}
 		o, err = s, a.dropMoved(ctx, id, s, keylock.Snapshot(id.Key), look, func() error {
 			if err := a.isThere(ctx, s); err != nil {
@@ -247,7 +250,8 @@ func (a *Agent) dropStray(ctx context.Context, pool string, id volume.ID, sealed
 	return true
 }
 
-// dropMoved drops what is left here of something if its object, which it reads into o, says that it is whole on another node.
+// dropMoved calls drop under a lock, if the object says that what has this ID is whole on another node, which may answer. It reads the object into o.
+// Otherwise ErrPrecondition.
 func (a *Agent) dropMoved(ctx context.Context, id volume.ID, o cluster.Object, lock string, look straySearch, drop func() error) error {
 	return a.withLocks([]string{lock}, func() error {
 		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, o); err != nil {
@@ -260,12 +264,12 @@ func (a *Agent) dropMoved(ctx context.Context, id volume.ID, o cluster.Object, l
 	})
 }
 
-// wholeElsewhere reports whether an object says for good that it is on another node, and whole, and that node may answer.
+// wholeElsewhere reports whether an object is settled on another node (settledOn), and that node is not known to be silent.
 func (a *Agent) wholeElsewhere(o cluster.Object, look straySearch) bool {
 	return o.Node() != a.local.Node() && settledOn(o, o.Node()) && !look.silent[o.Node()]
 }
 
-// checkMovedTo returns nil if a node says that it has a volume, whole, and that came from what was sealed here.
+// checkMovedTo asks a node whether it has the whole volume, and that came from what was sealed here (move.Home). ErrPrecondition if not.
 func (a *Agent) checkMovedTo(ctx context.Context, id volume.ID, home string, sealed time.Time) error {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -278,7 +282,7 @@ func (a *Agent) checkMovedTo(ctx context.Context, id volume.ID, home string, sea
 	})
 }
 
-// strayVolume returns nil for an ephemeral volume.
+// strayVolume returns the stray of a volume by its record, with the object to create; nil for an ephemeral volume.
 func (a *Agent) strayVolume(ctx context.Context, pool string, id volume.ID) (*stray, error) {
 	v, err := a.local.GetIn(ctx, pool, id)
 	if err != nil || v.Ephemeral != "" {
@@ -301,6 +305,7 @@ func (a *Agent) strayVolume(ctx context.Context, pool string, id volume.ID) (*st
 		PersistentVolume: o.Spec.PersistentVolume}, object: o, sealed: v.Sealed, kept: v.Kept, left: v.Left}, nil
 }
 
+// straySnapshot is strayVolume for a snapshot. A member of a group has the group's name and ID.
 func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*stray, error) {
 	s, err := a.local.GetSnapshot(ctx, id)
 	if err != nil {
@@ -320,8 +325,8 @@ func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*
 	return one, nil
 }
 
-// adopt makes the objects of the strays that somebody asked for on the object of their pool. It
-// returns the others. What the API server refuses holds nothing else up, and is asked for again.
+// adopt creates the objects of the strays that v1alpha1.AdoptAnnotation of the pool's object names, and returns the other strays. If the API server refuses
+// some, the rest is adopted all the same; the annotation stays until none fails.
 func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) ([]stray, error) {
 	asked := pool.Annotations[v1alpha1.AdoptAnnotation]
 	if asked == "" {
@@ -340,7 +345,7 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 			err = a.kube.Client.Create(ctx, one.object)
 		}
 		switch {
-		case apierrors.IsAlreadyExists(err): // of another node or pool, or the cache is not that far
+		case apierrors.IsAlreadyExists(err): // the object is on another node or in another pool, or the cache is behind
 			left = append(left, one)
 		case err != nil:
 			left = append(left, one)
@@ -357,7 +362,7 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 	return left, a.kube.Client.Patch(ctx, pool, client.MergeFrom(before))
 }
 
-// readopt has what is here of a volume that has moved to another node be used again, as somebody adopts it by its ID.
+// readopt makes what is here of a volume that has moved to another node usable again, because somebody adopts it by its ID (volume.Readopt).
 func (a *Agent) readopt(ctx context.Context, one stray) error {
 	v, is := one.object.(*v1alpha1.Volume)
 	if !is || one.left == "" || one.taken != "" {
@@ -366,7 +371,7 @@ func (a *Agent) readopt(ctx context.Context, one stray) error {
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Readopt(ctx, v.In(), cluster.VolumeID(v)) })
 }
 
-// reportStrays says in the status of a pool what has no object.
+// reportStrays writes the strays of a pool into its status: at most mostStrays of them, and the condition Accounted.
 func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 	s := &pool.Status
 	s.StrayCount, s.Strays = len(strays), nil
@@ -396,7 +401,7 @@ func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 	}
 }
 
-// listed is a stray as an object can hold it: records may have names longer than those of Kubernetes.
+// listed returns a stray as an object can hold it, without names that are too long for Kubernetes: records may have such.
 func listed(s v1alpha1.Stray) v1alpha1.Stray {
 	const most = 253 // bytes
 	s.Name = cluster.Limited(s.Name)
