@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"slices"
-	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -65,8 +64,8 @@ const (
 
 // ReadFrom returns the leg that the kernel reads from, at an offset of a mirror that is in sync there. What the kernel does not write to all legs it
 // writes to that one, so it has all that was acknowledged. ReadFrom reads there, and sees by the kernel's counts which leg is read as often, whoever else
-// reads meanwhile. errdefs.ErrUnavailable if others read the other legs so much that the counts do not tell.
-func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
+// reads meanwhile. errdefs.ErrUnavailable if the counts do not tell, as others read the other legs as much.
+func ReadFrom(d *Device, at int64, legs []Leg) (from uint64, err error) {
 	f, err := Open(d, os.O_RDONLY|unix.O_DIRECT)
 	if err != nil {
 		return 0, err
@@ -77,8 +76,13 @@ func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
 		return 0, err
 	}
 	defer free()
+	count, err := countersOf(legs)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, count.release()) }()
 	for range rounds {
-		before, err := reads(legs)
+		before, err := count.reads()
 		if err != nil {
 			return 0, err
 		}
@@ -87,7 +91,7 @@ func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
 				return 0, fmt.Errorf("read device %s: %w", d.Name, errdefs.FromErrno(err))
 			}
 		}
-		after, err := reads(legs)
+		after, err := count.reads()
 		if err != nil {
 			return 0, err
 		}
@@ -99,47 +103,18 @@ func ReadFrom(d *Device, at int64, legs []Leg) (uint64, error) {
 			return read[0].Device, nil
 		}
 	}
-	return 0, fmt.Errorf("%w: which leg of device %s is read from cannot be told, as others read all of them", errdefs.ErrUnavailable, d.Name)
-}
-
-// reads returns how many reads the kernel counts of each leg; 0 for one that it does not have any more, as its connection has ended.
-func reads(legs []Leg) (counts []int64, err error) {
-	for _, l := range legs {
-		count, err := counted(l.Device, 0)
-		if errors.Is(err, os.ErrNotExist) {
-			count, err = 0, nil
-		}
-		if err != nil {
-			return nil, err
-		}
-		counts = append(counts, count)
-	}
-	return counts, nil
+	return 0, fmt.Errorf("%w: which leg of device %s is read from cannot be told: the kernel does not count reads of just one", errdefs.ErrUnavailable, d.Name)
 }
 
 // Written returns how many bytes were written to the device since it was made, as far as the kernel counts that (queue/iostats).
 func (d Device) Written() (int64, error) {
-	sectors, err := counted(d.Number, 6)
+	sectors, err := counted(sysfs(d.Number), 6)
 	return sectors * sector, err
-}
-
-// counted returns a field of the kernel's statistics of a device: Documentation/block/stat.rst.
-func counted(number uint64, field int) (count int64, err error) {
-	text, err := os.ReadFile("/sys/dev/block/" + Number(number) + "/stat")
-	if err != nil {
-		return 0, errdefs.FromErrno(err)
-	}
-	fields := strings.Fields(string(text))
-	if len(fields) <= field {
-		return 0, fmt.Errorf("%w: the kernel counts of device %s %q", errdefs.ErrUnsupported, Number(number), text)
-	}
-	count, err = strconv.ParseInt(fields[field], 10, 64)
-	return count, err
 }
 
 // Flushed reports whether the kernel passes flushes on to a device, by its number. It does not if the device says that it has no volatile cache. True if
 // the kernel does not tell.
 func Flushed(device uint64) bool {
-	text, _ := os.ReadFile("/sys/dev/block/" + Number(device) + "/queue/write_cache")
+	text, _ := os.ReadFile(sysfs(device) + "/queue/write_cache")
 	return strings.TrimSpace(string(text)) != "write through"
 }

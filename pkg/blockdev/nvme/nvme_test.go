@@ -557,6 +557,40 @@ func TestAway(t *testing.T) {
 	}
 }
 
+// TestReadFrom: which of two devices of another node a mirror is read from is found by the kernel's counts, also where those of the device itself stay at 0
+// (with multipath, before Linux 6.2), and where an administrator has switched them off.
+func TestReadFrom(t *testing.T) {
+	home(t)
+	const name = "ashlar-test-read-from"
+	var legs []dm.Leg
+	for n := range 2 {
+		_, c := exported(t, n+1, drivertest.Disk(t, 16*mib))
+		var st unix.Stat_t
+		check.OK(t, unix.Stat(connect(t, c).Path, &st))
+		legs = append(legs, dm.Leg{Device: st.Rdev})
+	}
+	t.Cleanup(func() { _, err := dm.Remove(name); check.OK(t, err) })
+	check.OK(t, dm.Make(name, name, []dm.Line{{Length: 16 * mib, Kind: "mirror",
+		Text: fmt.Sprintf("core 2 1024 nosync 2 %s 0 %s 0 1 handle_errors", dm.Number(legs[0].Device), dm.Number(legs[1].Device))}}))
+	mirror, err := dm.Find(name)
+	check.OK(t, err)
+	switches, err := filepath.Glob("/sys/block/nvme*/queue/iostats")
+	check.OK(t, err)
+	for _, counting := range []string{"1\n", "0\n"} {
+		for _, path := range switches {
+			check.OK(t, os.WriteFile(path, []byte(counting), 0))
+		}
+		if from, err := dm.ReadFrom(mirror, 0, legs); err != nil || from != legs[0].Device {
+			t.Errorf("counting is %q: it is read from %s, not from %s: %v", counting, dm.Number(from), dm.Number(legs[0].Device), err)
+		}
+		for _, path := range switches {
+			if now, err := os.ReadFile(path); err != nil || string(now) != counting {
+				t.Errorf("%s was %q, and is %q, %v", path, counting, now, err)
+			}
+		}
+	}
+}
+
 // TestMoves: a home starts its driver with another address. Users of what it exports do not notice, also when they have to connect again.
 func TestMoves(t *testing.T) {
 	home(t)
