@@ -32,7 +32,7 @@ type Options struct {
 	Driver string
 	// Pools of the node; the first is the default.
 	Pools []Pool
-	// Locks are those of the node's CSI calls.
+	// Locks are the table of locks that the node's CSI calls take, too.
 	Locks *keylock.Table
 	// MaxVolumes is how many volumes may be claimed for the node; 0 for any number.
 	MaxVolumes int64
@@ -40,29 +40,29 @@ type Options struct {
 	Namespace string
 	// Endpoint is where other parts of the driver reach this agent (package port); nil: nowhere.
 	Endpoint *v1alpha1.AgentEndpoint
-	// Agents connects to other agents, to copy what is on their nodes, and to use it; nil: to none.
+	// Agents connects to the agents of other nodes, to copy and to use what is on these; nil: to none.
 	Agents Agents
-	// Network is where volumes of the node are given to others, and those of others used here; nil: nowhere.
+	// Network is the network in which volumes of the node are exported to other nodes, and those of other nodes used here; nil: none.
 	Network *v1alpha1.Network
-	// Exporter gives volumes of the node to others, and ends that; nil: they are given to nobody. Without a Network it gives nothing, and ends what it gave before the machine started.
+	// Exporter exports volumes of the node to other nodes; nil: none is exported. Without a Network it only ends exports from before the machine started.
 	Exporter Exporter
 	// Schemes returns how volumes of the node can be encrypted, now; nil: not at all.
 	Schemes func() []volume.Scheme
-	// Limits reports whether the node can keep limits of I/O, now; nil: that is not told.
+	// Limits reports whether the node can enforce limits of I/O now; nil: status.limits of the pools stays empty.
 	Limits func() bool
 	// Heartbeat is how often the Lease is renewed; 0 is the usual time.
 	Heartbeat time.Duration
-	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.
+	// ProgressEvery is how often progress is written into an object; 0 is the usual time.
 	ProgressEvery time.Duration
-	// LookEvery is how often a volume that moves while it is used is looked at, and a mirror of replicas; 0 is the usual time.
+	// LookEvery is how often a move in use, and the mirror of a volume with several legs, is looked at; 0 is the usual time.
 	LookEvery time.Duration
-	// MoveCopies is how many volumes that move while they are used are copied at once; 0 is the usual number.
+	// MoveCopies is how many moves in use copy at once; 0 is the usual number.
 	MoveCopies int
-	// CopyBandwidth is how many bytes per second the kernel copies of volumes that move while this node uses them, and to legs that join; 0: no limit.
+	// CopyBandwidth is how many bytes per second the kernel copies for moves in use and for legs that join, all together; 0: no limit.
 	CopyBandwidth int64
-	// ScrubEvery is how often the legs of the volumes that the node uses are compared; 0: only when somebody asks for it.
+	// ScrubEvery is how often the legs of each volume that the node uses are compared (scrubbed); 0: only on request.
 	ScrubEvery time.Duration
-	// ScrubBandwidth is how many bytes per second of each leg are read for that; 0: as many as there are.
+	// ScrubBandwidth is how many bytes per second of each leg a scrub reads; 0: no limit.
 	ScrubBandwidth int64
 }
 
@@ -71,37 +71,37 @@ type Agents interface {
 	Agent(node string, at v1alpha1.AgentEndpoint) (grpc.ClientConnInterface, error)
 }
 
-// Agent carries out the objects of its node on the volumes of its node, and says how its
-// pools are. All that it does can be done again: it keeps nothing in mind.
+// Agent carries out the objects of its node on the volumes of the node, and reports its pools. Each step may be done again: after a restart it needs nothing
+// but the objects, the records and the kernel.
 type Agent struct {
 	kube    kube.Connection
 	hub     kube.Hub
 	local   *volume.Local
 	options Options
-	changed chan struct{}                   // the pools may have
+	changed chan struct{}                   // of one element; has it while a report of the pools is due
 	read    atomic.Bool                     // the cache has been filled once
-	lookups map[string]map[volume.ID]lookup // for the objects of strays, by pool
+	lookups map[string]map[volume.ID]lookup // of the last search for strays, by pool; used by the goroutine that reports the pools alone
 	// leftBusy: the last report of the pools found leftovers that are in use, and so could not be removed. Only the goroutine that reports the pools uses it.
 	leftBusy  bool
 	gauges    gauges    // for metrics
-	copyingIn poolSlots // of what is copied here
-	arriving  poolSlots // of what is taken over
-	leaving   poolSlots // of what is given back
-	// fetching has room for each copy from another node that is under way (fetch).
+	copyingIn poolSlots // of moves that copy to this node
+	arriving  poolSlots // of moves that this node takes over
+	leaving   poolSlots // of moves whose bytes this node gives back
+	// fetching is a semaphore: fetch holds one of its maxFetches elements.
 	fetching      chan struct{}
 	others        others
-	moves         kube.Connection // watches the volumes of other nodes that move here, or have left here
-	snapshotMoves kube.Connection // watches such snapshots
+	moves         kube.Connection // caches the volumes of other nodes that move here, or have left this node
+	snapshotMoves kube.Connection // caches the snapshots of other nodes that move here, or have left this node
 	replicas      replicas
 	movesInUse    workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (MoveInUse)
 
 	throttle copyThrottle // of the copies that the kernel makes for volumes that this node uses
 
 	mu      sync.Mutex
-	cancels map[request]context.CancelFunc // what makes an object
+	cancels map[request]context.CancelFunc // ends the making of an object (making)
 }
 
-// New returns the agent of the node that local is of. It asks the API server nothing until it runs.
+// New returns the agent of the node of local. It asks the API server nothing until Run.
 func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	if o.Heartbeat == 0 {
 		o.Heartbeat = cluster.Heartbeat
@@ -126,8 +126,8 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	return a, c.Cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup)
 }
 
-// Run works until the context ends. Without an API server it waits for one. It fails if the
-// cluster has another driver of this kind.
+// Run works until the context ends. Without an API server it waits for one. It fails if the objects of the cluster are those of a driver of another name,
+// and if a pool turns out to be another one than its object says (reportPools).
 func (a *Agent) Run(ctx context.Context) error {
 	if err := a.watch(ctx); err != nil {
 		return err
@@ -171,7 +171,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	return <-failures
 }
 
-// watch has the events of the cache reach those who wait for them, and the agent itself.
+// watch has the events of the cache handed to the hub and to the agent.
 func (a *Agent) watch(ctx context.Context) error {
 	for _, kind := range []struct {
 		of   client.Object
@@ -184,7 +184,7 @@ func (a *Agent) watch(ctx context.Context) error {
 	return nil
 }
 
-// hear has the events of a connection's cache reach those who wait for them, and also.
+// hear has the events of a kind, from the cache of a connection, handed to the hub and to also.
 func (a *Agent) hear(ctx context.Context, c kube.Connection, of client.Object, also func(client.Object, bool)) error {
 	informer, err := c.Cache.GetInformer(ctx, of, cache.BlockUntilSynced(false))
 	if err != nil {
@@ -194,24 +194,23 @@ func (a *Agent) hear(ctx context.Context, c kube.Connection, of client.Object, a
 	return err
 }
 
-// Changed tells the agent that something of its pools may have changed that it did not do
-// itself.
+// Changed has the pools reported soon, because something in them may have changed.
 func (a *Agent) Changed() {
 	select {
 	case a.changed <- struct{}{}:
-	default: // it was told
+	default: // a report is due already
 	}
 }
 
-// poolChanged: somebody deleted the object of a pool, or wants objects for what it has.
+// poolChanged has the pools reported if the object of one was deleted, or asks to adopt strays.
 func (a *Agent) poolChanged(o client.Object, gone bool) {
 	if gone || o.GetAnnotations()[v1alpha1.AdoptAnnotation] != "" {
 		a.Changed()
 	}
 }
 
-// Labels returns labels of the agent's Node, as they are now; ErrUnavailable while it has not all of them,
-// as a node that has just joined may not.
+// Labels returns the labels of the agent's Node with some keys, from the API server. ErrUnavailable if one is missing: a node that has just joined may get
+// it later.
 func (a *Agent) Labels(ctx context.Context, keys []string) (map[string]string, error) {
 	if len(keys) == 0 {
 		return nil, nil

@@ -23,24 +23,22 @@ import (
 // Pool is a pool of the agent's node.
 type Pool struct {
 	blockdev.Pool
-	Kind string // of storage, for people
+	Kind string // of storage, as it is shown to people
 }
 
-// How the figures of pools are batched: they are written after a second in which nothing
-// changed, at the latest after a few.
+// When pools are measured and reported.
 const (
-	quiet    = time.Second
-	latest   = 5 * time.Second
-	drift    = time.Minute // how often it is looked whether others filled the pool's filesystem
-	driftOf  = 100         // changes by others count from one part in so many of the pool on
-	poolWait = 5 * time.Second
+	quiet    = time.Second     // after a change: until nothing has changed for this long
+	latest   = 5 * time.Second // after a change: no later than this
+	drift    = time.Minute     // without a change: others may have filled the pool's filesystem
+	driftOf  = 100             // changes by others count from the 100th part of the pool on
+	poolWait = 5 * time.Second // after an error, and while a pool is not there or a leftover is in use
 
-	usedPause = 5 * time.Minute // how often what is used is written that nothing else is written with
+	usedPause = 5 * time.Minute // least time between two writes of a change of status.used alone
 )
 
-// reportPools keeps the objects of the node's pools up to date until the context ends. It fails
-// with ErrPrecondition if they turn out to be another driver's, or a pool to be another one: who
-// starts again does not use it.
+// reportPools keeps the objects of the node's pools up to date until the context ends. It fails with ErrPrecondition if the objects are another driver's, or
+// a pool has another identity than its object: then the agent ends, and the next start does not use that pool.
 func (a *Agent) reportPools(ctx context.Context) error {
 	for exact := true; ctx.Err() == nil; {
 		err := a.writePools(ctx, exact)
@@ -62,15 +60,15 @@ func (a *Agent) reportPools(ctx context.Context) error {
 	return nil
 }
 
-// poolPause is how long the pools are left alone to which nothing happens, after a report with an error or without.
+// poolPause returns how long to wait for the next report if nothing changes. err is that of the last one.
 func (a *Agent) poolPause(err error) time.Duration {
 	if err != nil || a.leftBusy || slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.Unwrap(p.Pool) == nil }) {
-		return poolWait // what it is asked for looks for it
+		return poolWait // asking a pool that is not there looks for it
 	}
 	return drift
 }
 
-// gatherChanges waits until nothing changes for a moment, but not for long.
+// gatherChanges waits until nothing has changed for quiet, but for latest at most.
 func (a *Agent) gatherChanges(ctx context.Context) {
 	limit := time.After(latest)
 	for {
@@ -86,17 +84,18 @@ func (a *Agent) gatherChanges(ctx context.Context) {
 	}
 }
 
+// writePools reports all pools. With exact small changes of their figures are written too.
 func (a *Agent) writePools(ctx context.Context, exact bool) error {
 	a.leftBusy = false
-	failures := []error{a.retirePools(ctx)} // first: at no moment there are two default pools
+	failures := []error{a.retirePools(ctx)} // first, so that there are never two default pools
 	for i := range a.options.Pools {
 		failures = append(failures, a.writePool(ctx, i, exact))
 	}
 	return errors.Join(failures...)
 }
 
-// declarePool writes down what a pool is: how the node was started, and which pool it is.
-// ErrPrecondition if it is another's, or another than the one that was there before.
+// declarePool writes the spec of a pool's object: the options of the agent, and the pool's identity. ErrPrecondition if the object is another driver's, or
+// has another identity (identityOf).
 func (a *Agent) declarePool(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 	pool := a.options.Pools[i]
 	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.options.MaxVolumes, Driver: a.options.Driver}
@@ -116,7 +115,7 @@ func (a *Agent) declarePool(ctx context.Context, i int) (*v1alpha1.Pool, error) 
 	return o, a.updatePool(ctx, o, spec)
 }
 
-// identifyPool returns the object of a pool, if it is there, and the identity to write down for the pool.
+// identifyPool returns the object of a pool, if it is there, and the identity to write into it (identityOf).
 func (a *Agent) identifyPool(ctx context.Context, name string, pool Pool) (o *v1alpha1.Pool, there bool, id string, err error) {
 	o, there, err = get(ctx, a, name, &v1alpha1.Pool{})
 	if err != nil {
@@ -125,14 +124,14 @@ func (a *Agent) identifyPool(ctx context.Context, name string, pool Pool) (o *v1
 	if id, err = identityOf(pool.Pool, o.Spec.UUID); err == nil {
 		return o, there, id, nil
 	}
-	// The watch may be behind whoever allowed it.
+	// The cache may not have yet that somebody allowed another identity.
 	if o, there, err = poolNow(ctx, a.kube.Live, name); err == nil {
 		id, err = identityOf(pool.Pool, o.Spec.UUID)
 	}
 	return o, there, id, err
 }
 
-// updatePool changes the spec of a pool's object. That of another driver is taken over only if no other one has older pools.
+// updatePool changes the spec of a pool's object. An object of another driver is taken over only if the cluster is this driver's (cluster.CheckOwner).
 func (a *Agent) updatePool(ctx context.Context, o *v1alpha1.Pool, spec v1alpha1.PoolSpec) error {
 	if o.Spec == spec {
 		return nil
@@ -150,7 +149,7 @@ func (a *Agent) updatePool(ctx context.Context, o *v1alpha1.Pool, spec v1alpha1.
 	return nil
 }
 
-// poolNow asks the API server for the object of a pool.
+// poolNow reads the object of a pool at the API server.
 func poolNow(ctx context.Context, live client.Reader, name string) (o *v1alpha1.Pool, there bool, err error) {
 	var pools v1alpha1.PoolList
 	if err := live.List(ctx, &pools, client.MatchingFields{"metadata.name": name}); err != nil {
@@ -162,8 +161,8 @@ func poolNow(ctx context.Context, live client.Reader, name string) (o *v1alpha1.
 	return &pools.Items[0], true, nil
 }
 
-// identityOf is the identity to write down for a pool: its own, if it is there, and the one
-// that was written down allows it.
+// identityOf returns the identity to write into the object of a pool. That is the pool's own, if written is empty, the same, or v1alpha1.NewPool;
+// ErrPrecondition if written is another one. It is written if the pool has none, or is not there.
 func identityOf(pool blockdev.Pool, written string) (string, error) {
 	var have string
 	if is, ok := blockdev.As[blockdev.Identified](pool); ok {
@@ -178,12 +177,12 @@ func identityOf(pool blockdev.Pool, written string) (string, error) {
 	return "", fmt.Errorf("%w: pool %s has the identity %s, and its object says %s; whoever has replaced the disk on purpose changes spec.uuid of the object", errdefs.ErrPrecondition, pool.Name(), have, written)
 }
 
-// writePool writes how a pool is, if it is not what was written. With exact false it lets
-// small changes be.
+// writePool measures pool number i, adopts what its object asks for, and writes its status if that is news (isNews). Without exact small changes of its
+// figures are left out.
 func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	pool := a.options.Pools[i]
 	m := measure(ctx, pool)
-	o, err := a.declarePool(ctx, i) // before anybody sees that it has room
+	o, err := a.declarePool(ctx, i) // before the status says that it has room
 	if err != nil {
 		return err
 	}
@@ -210,7 +209,7 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	return refused
 }
 
-// network is where this node gives volumes to others and takes theirs; nil: nowhere.
+// network returns the network of this node as its pools report it; nil: it is in none.
 func (a *Agent) network() *v1alpha1.Network {
 	if a.options.Network == nil {
 		return nil
@@ -220,7 +219,7 @@ func (a *Agent) network() *v1alpha1.Network {
 	return &network
 }
 
-// schemes are how volumes of the node can be encrypted.
+// schemes returns the schemes by which volumes of the node can be encrypted.
 func (a *Agent) schemes() (names []string) {
 	if a.options.Schemes != nil {
 		for _, scheme := range a.options.Schemes() {
@@ -230,7 +229,7 @@ func (a *Agent) schemes() (names []string) {
 	return names
 }
 
-// limits are whether the node keeps them, if that is told.
+// limits returns whether the node can enforce limits of I/O; nil: that is not told.
 func (a *Agent) limits() *bool {
 	if a.options.Limits == nil {
 		return nil
@@ -238,11 +237,11 @@ func (a *Agent) limits() *bool {
 	return new(a.options.Limits())
 }
 
-// measurement is how a pool was at some time.
+// measurement is what was measured of a pool at one time.
 type measurement struct {
 	pool     Pool
 	at       metav1.MicroTime
-	capacity blockdev.Capacity // nothing, if it cannot be told
+	capacity blockdev.Capacity // zero if it could not be measured
 	problems []blockdev.Problem
 }
 
@@ -260,7 +259,8 @@ func measure(ctx context.Context, pool Pool) measurement {
 	return m
 }
 
-// report writes the measurement into an object. With exact false small changes of the figures since the last one are left out.
+// report sets the status of a pool's object to the measurement. last is what was written before: without exact, figures that differ little from it stay as
+// there.
 func (m measurement) report(o *v1alpha1.Pool, last v1alpha1.PoolStatus, exact bool) {
 	s, c := &o.Status, m.capacity
 	s.Kind, s.Granularity = m.pool.Kind, m.pool.Granularity()
@@ -272,8 +272,8 @@ func (m measurement) report(o *v1alpha1.Pool, last v1alpha1.PoolStatus, exact bo
 	setHealth(&s.Conditions, &s.Health, o, m.problems)
 }
 
-// isNews reports whether a status is worth a write. What is used changes with each write to a thin volume, and decides nothing: alone it
-// is worth one only if it changed much, and seldom.
+// isNews reports whether a status is worth a write. status.used alone, which changes with each write to a thin volume, is if it has changed by a 100th of the
+// pool and the last write is usedPause ago.
 func (m measurement) isNews(last, now v1alpha1.PoolStatus) bool {
 	used := abs(now.Used - last.Used)
 	now.Used, now.Summary.Used = last.Used, last.Summary.Used
@@ -285,8 +285,8 @@ func (m measurement) isNews(last, now v1alpha1.PoolStatus) bool {
 
 func abs(n int64) int64 { return max(n, -n) }
 
-// retirePools takes the room from objects of pools that the node does not have any more, and the
-// defaults from those that are no longer the default. How many volumes the node may have all of them say.
+// retirePools updates the objects of pools that the agent was started without: they have no room, and the problem NotConfigured. It also takes spec.default
+// off all but the first pool, and keeps spec.maxVolumes the same in all objects.
 func (a *Agent) retirePools(ctx context.Context) error {
 	var pools v1alpha1.PoolList
 	if err := a.kube.Client.List(ctx, &pools); err != nil {

@@ -23,10 +23,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// poolUnavailable is the reason for a problem of what is in a pool that does not answer.
+// poolUnavailable is the reason of the problem that a pool does not answer, of the pool itself and of what is in it.
 const poolUnavailable = "PoolUnavailable"
 
-// reconcileVolume makes the volume of an object what the object says.
+// reconcileVolume carries out the spec of a Volume of this node: it deletes, judges, takes over, finds, makes or maintains the volume, and reports that.
 func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Result, error) {
 	v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
 	if err != nil || !there {
@@ -38,7 +38,7 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 		return a.deleteVolume(ctx, v)
 	case v.DeletionTimestamp != nil:
 		return reconcile.Result{}, a.dropObject(ctx, v)
-	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
+	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // the latter: the verdict is written, and the deletion may have failed
 		return reconcile.Result{}, a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.judgeAbandoned(ctx, v) })
 	case a.isArriving(v):
 		if err := a.takeOver(ctx, r, v); err != nil && !errors.Is(err, errdefs.ErrNotFound) {
@@ -54,29 +54,30 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 	}
 }
 
-// keepUp maintains a volume, and says when it is to be looked at again.
+// keepUp maintains a volume (maintainVolume), and returns when to do so again.
 func (a *Agent) keepUp(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
 	err := a.maintainVolume(ctx, v)
 	if slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool {
 		return p.Reason == poolUnavailable || p.Reason == volume.ReasonNotExported
 	}) {
-		return reconcile.Result{RequeueAfter: lastRetry}, err // nobody says when it comes, or has ended
+		return reconcile.Result{RequeueAfter: lastRetry}, err // there is no event when that problem ends
 	}
 	return reconcile.Result{RequeueAfter: checkAgain}, err
 }
 
-// makeVolume makes the volume of an object that asks for it, as long as it is wanted.
+// makeVolume makes the volume of an object with spec.make, and reports it. It stops when the object is not wanted any more, and removes what it made for an
+// object that was withdrawn.
 func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) error {
 	if v.Common().Refused(v.Generation) != nil {
-		return nil // it waits to be deleted
+		return nil // the controller deletes it
 	}
 	exclusive, shared := []string{keylock.Volume(v.Name)}, []string(nil)
 	working, end := a.making(ctx, r)
 	defer end()
 	switch source := cluster.SourceOf(v); {
-	case isFetched(v): // its own agent holds it
+	case isFetched(v): // the agent of the source's node takes its lock
 	case source.Kind == blockdev.Volume:
-		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen for the cut
+		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen while the copy is begun
 	case source.Kind == blockdev.Snapshot:
 		shared = append(shared, keylock.Snapshot(source.Key))
 	}
@@ -112,8 +113,8 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	return a.reportVolume(ctx, v, made, "Created")
 }
 
-// removeUnwanted removes what was made for an object that is gone: its controller has withdrawn it, maybe for
-// another node to make it. Nobody could use it before the object said that it was made.
+// removeUnwanted removes the blank volume that was made for an object which the controller has withdrawn meanwhile: it is gone, or names another node or
+// pool. Nobody can have used the volume, as it was not reported.
 func (a *Agent) removeUnwanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
@@ -123,8 +124,8 @@ func (a *Agent) removeUnwanted(ctx context.Context, v *v1alpha1.Volume) error {
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.removeBlank(ctx, cluster.VolumeID(v)) })
 }
 
-// removeElsewhere removes what an earlier try left in another pool of this node, which could not be used any more before it was said that
-// it was made: nobody could use it. The caller has the lock.
+// removeElsewhere removes a blank volume that an earlier try has left in another pool of this node. That pool failed before the volume was reported, so
+// nobody can have used it. The caller holds the lock of the volume.
 func (a *Agent) removeElsewhere(ctx context.Context, v *v1alpha1.Volume) error {
 	for _, pool := range a.options.Pools {
 		id := cluster.VolumeID(v)
@@ -138,8 +139,8 @@ func (a *Agent) removeElsewhere(ctx context.Context, v *v1alpha1.Volume) error {
 	return nil
 }
 
-// removeBlank removes a volume, if this node's own record says that nothing was ever on it and
-// no device of it is there. The caller has the lock.
+// removeBlank removes a volume if its record says that it is blank and no copy, and it is not attached; otherwise it does nothing. The caller holds the lock
+// of the volume.
 func (a *Agent) removeBlank(ctx context.Context, id volume.ID) error {
 	have, err := a.local.Get(ctx, id)
 	if err != nil {
@@ -153,7 +154,7 @@ func (a *Agent) removeBlank(ctx context.Context, id volume.ID) error {
 	return errdefs.IgnoreNotFound(a.local.Delete(ctx, id))
 }
 
-// reportVolume reports a volume that is there, and cannot be made any more.
+// reportVolume reports a volume that was made or found (status.created). The caller has taken spec.make off before (clearIntent).
 func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volume.Volume, reason string) error {
 	used := a.used(ctx, have)
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
@@ -164,27 +165,27 @@ func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volum
 		if isFetched(v) {
 			setCopied(v, metav1.ConditionTrue, v1alpha1.ReasonCopied, fmt.Sprintf("all of %s is here, and node %s is not needed for it any more", cluster.SourceOf(v), v.Spec.Source.NodeName))
 		}
-		setHealth(&v.Status.Conditions, &v.Status.Health, v, nil) // it was just looked at
+		setHealth(&v.Status.Conditions, &v.Status.Health, v, nil)
 	})
 }
 
-// What a volume uses is written when it changed by one part in so many of its size, and by so much at least: 20 writes while a
-// volume is filled, and none for what a journal does. It is looked at with the health, so it costs no look of its own.
+// status.used is written when it has changed by a 20th of the volume's size, and by 16 MiB at least: 20 writes while a volume is filled, and none for what a
+// journal does. It is measured together with the health.
 const (
 	usedOf    = 20
-	usedLeast = 16 << 20
+	usedLeast = 16 << 20 // bytes
 )
 
-// used is what a volume takes of its pool; nil if that is not known.
+// used returns how many bytes a volume takes of its pool; nil if that is not known.
 func (a *Agent) used(ctx context.Context, have volume.Volume) *int64 {
 	used, known, err := a.local.Used(ctx, have.ID)
-	if err != nil || !known { // why, its health says
+	if err != nil || !known { // the health says why
 		return nil
 	}
 	return &used
 }
 
-// reportUsed writes down what a volume uses, if that is worth it, or something else is written anyhow.
+// reportUsed sets status.used if it has changed by enough, or if the status is written anyhow.
 func reportUsed(v *v1alpha1.Volume, used *int64, anyhow bool) {
 	was := v.Status.Used
 	if used != nil && (was == nil || anyhow || abs(*used-*was) >= max(v.Status.Size/usedOf, usedLeast)) {
@@ -192,8 +193,8 @@ func reportUsed(v *v1alpha1.Volume, used *int64, anyhow bool) {
 	}
 }
 
-// findVolume finds the volume of an object that may not be made: it was once, and the object
-// is a copy without its status. If it is missing, it is lost.
+// findVolume is for an object that has neither spec.make nor status.created: its volume was made once, and the object was restored without its status. It
+// reports the volume if the pool has it. If not, it is lost (DataLoss); if it is another volume, that is refused.
 func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
@@ -221,8 +222,8 @@ func (a *Agent) missingVolume(v *v1alpha1.Volume) string {
 	return fmt.Sprintf("pool %s of node %s does not have this volume any more; nothing was made in its place: bring the pool's files back, restore it from a backup, or delete it", v.Spec.Pool, a.local.Node())
 }
 
-// deleteLocal deletes a volume. What is not the object's, under the same name, stays, if anything
-// was ever on it.
+// deleteLocal deletes the volume of an object. A volume of the same name that is not the object's (sameBytes) stays, unless it is blank and the object was
+// never reported.
 func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
 		if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err == nil && !sameBytes(v, have.Created) &&
@@ -234,7 +235,7 @@ func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 	})
 }
 
-// deleteVolume deletes the volume of an object that says so, and then the object.
+// deleteVolume deletes the volume of an object with spec.delete, and then the object. If that fails it is tried again.
 func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
 	err := a.deleteLocal(ctx, v)
 	if err == nil {
@@ -245,15 +246,14 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 		return reconcile.Result{}, err
 	}
 	if errors.Is(err, errdefs.ErrInUse) {
-		return reconcile.Result{RequeueAfter: inUseRetry}, errdefs.IgnoreNotFound(errors.Join(a.syncExport(ctx, v), a.reportReaders(ctx, v, true))) // perhaps that is who uses it
+		return reconcile.Result{RequeueAfter: inUseRetry}, errdefs.IgnoreNotFound(errors.Join(a.syncExport(ctx, v), a.reportReaders(ctx, v, true))) // the user may be an export that is not wanted any more
 	}
 	return reconcile.Result{RequeueAfter: lastRetry}, nil
 }
 
-// judgeAbandoned decides whether a volume that nobody knows of any more may go: only if this node's
-// own record says that nothing was ever on it, and no device of it is there. The verdict is
-// written down first, and fails if anybody changed the object meanwhile; from then on the
-// volume is nobody's. A verdict that is there is no reason to delete: anybody may have written it.
+// judgeAbandoned decides whether a volume with spec.abandoned is deleted: only if its record says that it is blank and no copy, and it is not attached. It
+// writes the verdict (the condition Abandoned) first, which fails if the object was changed meanwhile; from then on nobody can claim the volume. It judges
+// anew even if the condition is there: anybody may have written that. The caller holds the lock of the volume.
 func (a *Agent) judgeAbandoned(ctx context.Context, v *v1alpha1.Volume) error {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
@@ -285,7 +285,7 @@ func (a *Agent) judgeAbandoned(ctx context.Context, v *v1alpha1.Volume) error {
 	return cluster.RemoveObject(ctx, a.kube.Client, v)
 }
 
-// keepVolume writes down that a volume stays that nobody seems to know of.
+// keepVolume writes the verdict that an abandoned volume stays, and why.
 func (a *Agent) keepVolume(ctx context.Context, v *v1alpha1.Volume, why string) error {
 	if err := clearIntent(ctx, a, v); err != nil {
 		return err
@@ -299,8 +299,8 @@ func (a *Agent) keepVolume(ctx context.Context, v *v1alpha1.Volume, why string) 
 	})
 }
 
-// maintainVolume changes a volume that was made once to what the spec says, and reports how it is. If it is missing, it is
-// lost, and it is not made again.
+// maintainVolume brings a volume that was reported to its spec (exports, size, mutable parameters, spec.replicaOf), and reports its health. If it is missing
+// or its record is damaged, it reports the loss; it never makes the volume again.
 func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	if err := clearIntent(ctx, a, v); err != nil {
 		return err
@@ -320,7 +320,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	if err := errors.Join(a.syncExport(ctx, v), a.reportReaders(ctx, v, have.Read), a.unsealStaying(ctx, v, have)); err != nil {
-		if errors.Is(err, errdefs.ErrDataLoss) { // the record is good, and does not say to whom it is given
+		if errors.Is(err, errdefs.ErrDataLoss) { // the record can be read, but not which exports it has
 			err = errors.Join(err, a.endExportOfDamaged(ctx, v))
 		}
 		return err
@@ -358,7 +358,8 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	}))
 }
 
-// becomeLeg has a volume that is to be a leg be one for good. One that was asked to have replicas waits for its ReplicatedVolume (errAwaited): from then on the wish cannot be taken back, and before, there would be nothing that it is a leg of.
+// becomeLeg writes spec.replicaOf into the record of a volume that is to be a leg, which cannot be undone. A volume that is getting replicas (spec.replicas)
+// waits for its ReplicatedVolume first: errAwaited. From then on the request cannot be taken back.
 func (a *Agent) becomeLeg(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) error {
 	if v.Spec.ReplicaOf == "" || have.ReplicaOf == v.Spec.ReplicaOf {
 		return nil
@@ -379,8 +380,8 @@ func (a *Agent) becomeLeg(ctx context.Context, v *v1alpha1.Volume, have *volume.
 	return nil
 }
 
-// changeVolume makes the volume what the spec says, and looks what it is then. Callers ask for its size and for its parameters at the same time: what is refused of one does
-// not keep the other from being done.
+// changeVolume changes size and mutable parameters of a volume to those of the spec, and sets have to the result. Both are tried even if one fails, as
+// different callers ask for them. The caller holds the lock of the volume.
 func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) error {
 	id := cluster.VolumeID(v)
 	defer follow(ctx, a, v)()
@@ -398,7 +399,7 @@ func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volu
 	return errors.Join(grown, modified, err)
 }
 
-// setReady: what was made is ready unless its bytes are lost.
+// setReady sets the condition Ready of what was made: False with the reason DataLoss if one of the problems is a data loss, else True.
 func setReady(conditions *[]metav1.Condition, o cluster.Object, problems []blockdev.Problem) {
 	for _, p := range problems {
 		if p.Severity == blockdev.DataLoss {
@@ -406,12 +407,12 @@ func setReady(conditions *[]metav1.Condition, o cluster.Object, problems []block
 			return
 		}
 	}
-	if !o.Common().Is(v1alpha1.Ready, "True") { // else the generation that it is about does not matter
+	if !o.Common().Is(v1alpha1.Ready, "True") { // a new observedGeneration alone is worth no write
 		setCondition(conditions, o, v1alpha1.Ready, metav1.ConditionTrue, "Found", "the bytes are there")
 	}
 }
 
-// reportLost reports that a volume that was made once is lost.
+// reportLost reports that a volume which was reported before is lost.
 func (a *Agent) reportLost(ctx context.Context, v *v1alpha1.Volume, p blockdev.Problem) error {
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		if len(v.Status.Health) != 1 || v.Status.Health[0].Reason != p.Reason {
