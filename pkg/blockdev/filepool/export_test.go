@@ -2,8 +2,11 @@ package filepool
 
 import (
 	"context"
+	"os"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/frame"
@@ -65,4 +68,17 @@ const FirstStep = sparse.FirstStep
 // Frame returns a frame as it is on disk, for tests that write what this driver would not.
 func Frame(what string, version int, generation uint64, body string) string {
 	return string(frame.Frame{Version: version, Generation: generation, Body: []byte(body)}.Encode(what))
+}
+
+// FailSyncs has a file pool fail to sync a directory of its own, until that is restored.
+func FailSyncs(of blockdev.Pool, kind blockdev.Kind) (restore func() error, err error) {
+	p := of.(*pool)
+	was := p.directories[kind]
+	fd, err := unix.Open(was.Name(), unix.O_PATH|unix.O_CLOEXEC, 0) // which tells which directory it is, and takes no fsync(2)
+	if err != nil {
+		return nil, err
+	}
+	failing := os.NewFile(uintptr(fd), was.Name())
+	p.directories[kind] = failing
+	return func() error { p.directories[kind] = was; return failing.Close() }, nil
 }

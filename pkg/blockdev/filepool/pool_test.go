@@ -640,6 +640,31 @@ func TestRecordRemoved(t *testing.T) {
 	check.OK(t, pool.Delete(t.Context(), kept))
 }
 
+// TestRecordAnewUnsynced: a record that was made anew is not answered as long as its directory is not synced, as a power cut could bring the one before it back; nor is one that a failed change left.
+func TestRecordAnewUnsynced(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := filepath.Join(drivertest.Dir(t), "pool")
+	pool := pooltest.OpenFiles(t, dir)
+	ref := pooltest.Vol("a")
+	pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: 4 * pooltest.MiB})
+	claim := func(node string) error {
+		return pooltest.Second(pool.SetLabels(t.Context(), ref, func(labels map[string]string) error { labels["claim"] = node; return nil }))
+	}
+	check.OK(t, errors.Join(claim("a node"), os.Remove(path(dir, ref, ".rec"))))
+	restore, err := filepool.FailSyncs(pool, ref.Kind)
+	check.OK(t, err)
+	for i := range 2 {
+		if err := claim("another node"); !errors.Is(err, unix.EBADF) {
+			t.Errorf("claim %d without a sync: %v", i, err)
+		}
+	}
+	check.OK(t, errors.Join(restore(), claim("a node"), pool.Close()))
+	pool = pooltest.OpenedFiles(t, dir)
+	if record, err := pool.Get(t.Context(), ref); err != nil || record.Labels["claim"] != "a node" {
+		t.Errorf("after a start the record says %v, %v", record.Labels, err)
+	}
+}
+
 // TestArithmetic: reservePercent of the filesystem is never promised; of the rest, overprovision times as much is.
 func TestArithmetic(t *testing.T) {
 	mnt := mountNew(t, "tmpfs") // nothing else uses it, and it has no overhead

@@ -111,6 +111,8 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 	path, written := layout.Record(record.Ref), recordfile.New(record, state, growing)
 	at, err := recordfile.Update(p.root, path, written, o.at)
 	switch {
+	case err == nil && o.at.Alone: // its file may be a new one, of which the directory was not synced
+		at, err = p.syncName(record.Kind, at)
 	case errors.Is(err, fs.ErrNotExist):
 		if err = p.alive(); err == nil {
 			at, err = p.saveAnew(written, record.Ref, at)
@@ -137,7 +139,7 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 }
 
 // saveAnew writes a record into a new file, which takes the place of the record of ref durably. That needs space. at is the position of the present file.
-// The position that it returns is right also with an error.
+// The position that it returns is right also with an error: a record is alone as long as a power cut could bring the file before it back.
 func (p *pool) saveAnew(s *recordfile.Record, ref blockdev.Ref, at recordfile.Position) (recordfile.Position, error) {
 	path := layout.Record(ref)
 	fresh := path + freshRecord
@@ -148,7 +150,14 @@ func (p *pool) saveAnew(s *recordfile.Record, ref blockdev.Ref, at recordfile.Po
 	if err != nil {
 		return at, errors.Join(err, p.unlink(fresh))
 	}
-	return made, errdefs.FromErrno(p.directories[ref.Kind].Sync())
+	return p.syncName(ref.Kind, made)
+}
+
+// syncName syncs a directory, in which a file has the record that is at some position. The record is alone if that fails.
+func (p *pool) syncName(kind blockdev.Kind, at recordfile.Position) (recordfile.Position, error) {
+	err := p.directories[kind].Sync()
+	at.Alone = at.Alone || err != nil
+	return at, errdefs.FromErrno(err)
 }
 
 // completeSlots writes the record of o again if only one slot has it. Callers do that before they act on what it says.
