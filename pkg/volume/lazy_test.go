@@ -134,9 +134,12 @@ func TestCopiedPool(t *testing.T) {
 	fails(t, l.DeleteGroup(t.Context(), group.ID), errdefs.ErrUnavailable, "DeleteGroup, as a pool may have a part of it")
 }
 
-// TestCopyComesFirst: a pool and its copy that come at the same moment are not both used; nor is the copy used while the disk of a pool is away, which so can come back.
-func TestCopyComesFirst(t *testing.T) {
+// TestCopyComesLater: of a pool and its copy that come at the same moment the one is used that came first, and nothing of the other one is; nor while its disk is away, which so can come back.
+func TestCopyComesLater(t *testing.T) {
 	disk := memory.NewDisk(1 << 30)
+	ref := made(t)(start(t, 0, disk.Open("first", nil)).Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 8 << 20}})).ID
+	check.OK(t, second(disk.Open("first", nil).SetLabels(t.Context(), blockdev.Ref{Kind: ref.Kind, Key: ref.Key}, func(labels map[string]string) error { labels["pool"] = "old"; return nil })))
+	moved := volume.ID{Kind: ref.Kind, Pool: "old", Key: ref.Key}
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)
 	synctest.Test(t, func(t *testing.T) {
@@ -150,31 +153,36 @@ func TestCopyComesFirst(t *testing.T) {
 			})
 		}
 		held := false
-		both := []blockdev.Pool{come("first", nil), come("second", func(string, blockdev.Ref) error {
-			if !held { // it was looked at, and the other one is there
+		pool, copied := come("first", func(operation string, _ blockdev.Ref) error {
+			if operation == "Orphans" && !held { // its records were looked at, and the other one comes
 				held = true
 				<-waits
 			}
 			return nil
-		})}
-		defer func() { check.OK(t, errors.Join(both[0].Close(), both[1].Close())) }()
-		_, err := volume.NewLocal(t.Context(), node, both, mounts, 0)
+		}), come("second", nil)
+		defer func() { check.OK(t, errors.Join(pool.Close(), copied.Close())) }()
+		l, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{pool, copied}, mounts, 0)
 		check.OK(t, err)
 		there = true
 		time.Sleep(time.Minute)
 		ended := make(chan error)
-		go func() { ended <- second(both[1].Capacity(t.Context())) }()
+		go func() { ended <- second(pool.Capacity(t.Context())) }()
 		synctest.Wait()
-		check.OK(t, second(both[0].Capacity(t.Context())))
+		refused := second(copied.Capacity(t.Context()))
 		close(waits)
-		fails(t, <-ended, errdefs.ErrUnavailable, "the copy, which came at the same moment")
+		if err := <-ended; err != nil || !errors.Is(refused, errdefs.ErrUnavailable) {
+			t.Errorf("the pool: %v; its copy, which comes at the same moment: %v", err, refused)
+		}
+		if v, err := l.Get(t.Context(), moved); err != nil || v.Pool != "first" {
+			t.Errorf("what has moved to the pool: %+v, %v", v, err)
+		}
 
 		there = false
-		fails(t, second(both[0].Get(t.Context(), blockdev.Ref{})), errdefs.ErrUnavailable, "the pool, which goes")
+		fails(t, second(pool.Get(t.Context(), blockdev.Ref{})), errdefs.ErrUnavailable, "the pool, which goes")
 		there = true
 		time.Sleep(time.Minute)
-		fails(t, second(both[1].Capacity(t.Context())), errdefs.ErrUnavailable, "the copy, while the pool is away")
-		check.OK(t, second(both[0].Capacity(t.Context())))
+		fails(t, second(copied.Capacity(t.Context())), errdefs.ErrUnavailable, "the copy, while the pool is away")
+		check.OK(t, second(pool.Capacity(t.Context())))
 	})
 }
 

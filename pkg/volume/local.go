@@ -41,6 +41,7 @@ type Local struct {
 	inquiries map[string]*inquiry  // of pools that are being asked for their room
 
 	mu         sync.Mutex
+	identities map[string]string   // of the pools that have come, by their names
 	claims     map[string]int64    // how many claims the records of each pool have
 	incomplete map[string]bool     // keys of groups that are being made or undone
 	tooLong    map[ID]time.Time    // when the writers of a volume were last held back for longestFreeze in vain
@@ -74,7 +75,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, patience: patience,
 		looks: map[string]*looking{}, arrived: map[string]blockdev.Pool{}, placed: map[string]placement{}, inquiries: map[string]*inquiry{},
-		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{}, places: map[ID]string{},
+		identities: map[string]string{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{}, places: map[ID]string{},
 		exports: exports{failed: map[place]error{}, given: map[ID]map[string]string{}}}
 	for _, pool := range pools {
 		if late, ok := pool.(deferred); ok {

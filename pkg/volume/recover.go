@@ -18,10 +18,7 @@ import (
 
 // recover makes a pool ready that nobody uses yet: it finishes or undoes what a crash left half-done.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
-	l.arriving.Lock()
-	err := l.refuseCopy(pool) // before anything of it is changed
-	l.arriving.Unlock()
-	if err != nil {
+	if err := l.refuseCopy(pool); err != nil { // before anything of it is looked at, or changed
 		return err
 	}
 	if err := l.recoverPlaces(ctx, pool); err != nil { // all that follows looks volumes up by that
@@ -52,20 +49,22 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	return l.exportAgain(ctx, pool)
 }
 
-// refuseCopy returns ErrUnavailable if a pool has the identity of one that was opened before: somebody copied its bytes. The members of a group snapshot
-// would be there twice, and to delete the group would delete both. This also holds while the first pool is away, as it may come back. The caller holds
-// arriving.
+// refuseCopy returns ErrUnavailable if a pool has the identity of one that came before, or is coming just now: somebody copied its bytes. The members of a
+// group snapshot would be there twice, and to delete the group would delete both. This also holds while the first pool is away, as it may come back.
 func (l *Local) refuseCopy(pool blockdev.Pool) error {
 	is, ok := pool.(blockdev.Identified)
 	if !ok || is.ID() == "" {
 		return nil
 	}
-	for name, other := range l.arrived {
-		if one, ok := other.(blockdev.Identified); ok && name != pool.Name() && one.ID() == is.ID() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for name, identity := range l.identities {
+		if name != pool.Name() && identity == is.ID() {
 			return fmt.Errorf("%w: pool %s has the identity %s, which pool %s has too: one is a copy of the other; start the driver with one of the two (--pool)",
-				errdefs.ErrUnavailable, pool.Name(), is.ID(), name)
+				errdefs.ErrUnavailable, pool.Name(), identity, name)
 		}
 	}
+	l.identities[pool.Name()] = is.ID()
 	return nil
 }
 
@@ -125,9 +124,6 @@ func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims 
 func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
 	l.arriving.Lock()
 	defer l.arriving.Unlock()
-	if err := l.refuseCopy(come); err != nil { // the other one may have come meanwhile
-		return err
-	}
 	named := maps.Clone(l.arrived)
 	named[come.Name()] = come
 	groups, err := l.groups(ctx, slices.Collect(maps.Values(named)))
