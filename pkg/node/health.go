@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"fmt"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
@@ -86,6 +87,9 @@ func (s *Server) NodeGetStorageHealth(ctx context.Context, _ *csi.NodeGetStorage
 		}
 		entries[k] = &csi.NodeGetStorageHealthResponse_StorageBackendHealth{Status: k.status, Reason: k.reason, Message: p.Message}
 		response.BackendHealth = append(response.BackendHealth, entries[k])
+	}
+	if err := ctx.Err(); err != nil { // what does not answer in time is not well
+		return nil, fmt.Errorf("ask the pools of the node how they are: %w", err)
 	}
 	return response, nil
 }

@@ -65,8 +65,11 @@ func (p *pool) Gone() bool {
 		return true
 	}
 	p.Mu.Lock()
-	loops := maps.Clone(p.loops)
+	loops, tried := maps.Clone(p.loops), p.trial != nil
 	p.Mu.Unlock()
+	if tried { // who syncs may have to wait as that does
+		return false
+	}
 	for ref, known := range loops {
 		for _, l := range known {
 			if name, _, err := loop.BackingName(l.number); err == nil && strings.HasSuffix(name, layout.Image(ref)) {
@@ -158,7 +161,7 @@ func (p *pool) deviceHealth(ref blockdev.Ref) ([]blockdev.Problem, error) {
 	return problems, nil
 }
 
-func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
+func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	if err := p.alive(); err != nil {
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)}}
 	}
@@ -175,7 +178,7 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: errdefs.Words(err)})
 		}
 	}
-	if err := p.takesChanges(); err != nil {
+	if err := p.takesChanges(ctx); err != nil && ctx.Err() == nil {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolReadOnly", Message: errdefs.Words(err)})
 	}
 	p.Mu.Lock()
@@ -193,11 +196,60 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	return problems
 }
 
-// takesChanges returns an error unless the pool's filesystem can be written to. A full one can.
-func (p *pool) takesChanges() error {
-	// An ext4 that stopped writing after an error does not show that in statfs (Linux 6.16), and takes new times (6.1).
-	err := unix.Fsetxattr(int(p.lock.Fd()), "user.ashlar.health", []byte("ok"), 0)
-	if errors.Is(err, unix.ENOTSUP) {
+// trial is a change of the pool's filesystem that is tried, to see whether it takes any. Several callers may wait for it.
+type trial struct {
+	begun time.Time
+	ended chan struct{} // closed once err is there
+	err   error
+}
+
+// trialPatience is how long a trial may take before the filesystem counts as one that takes no changes.
+const trialPatience = 10 * time.Second
+
+// takesChanges makes sure that the pool's filesystem can be written to. The kernel may not answer for long, as of one that somebody froze (fsfreeze(8)):
+// it is waited for until the context ends, which is the error then, or for trialPatience since it was asked.
+func (p *pool) takesChanges(ctx context.Context) error {
+	t := p.try()
+	late := time.NewTimer(time.Until(t.begun.Add(trialPatience)))
+	defer late.Stop()
+	select {
+	case <-t.ended:
+		return t.err
+	case <-late.C:
+		return fmt.Errorf("%w: the filesystem of pool %s at %s has not taken a change since %s; if somebody froze it, end that (fsfreeze -u %s), else its disk does not answer: look at the kernel's log",
+			errdefs.ErrUnavailable, p.name, p.location.Path, t.begun.Format(time.RFC3339), p.location.Path)
+	case <-ctx.Done():
+		return fmt.Errorf("find out whether the filesystem of pool %s at %s takes changes: %w", p.name, p.location.Path, ctx.Err())
+	}
+}
+
+// try begins a trial, or returns the one that is under way: there is never a second one.
+func (p *pool) try() *trial {
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	if p.trial == nil {
+		t := &trial{begun: time.Now(), ended: make(chan struct{})}
+		p.trial = t
+		go func() {
+			t.err = p.change()
+			p.Mu.Lock()
+			defer p.Mu.Unlock()
+			p.trial = nil
+			close(t.ended)
+		}()
+	}
+	return p.trial
+}
+
+// change changes something of the pool's filesystem that nobody needs.
+func (p *pool) change() error {
+	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16), and takes new times (6.1).
+	var err error
+	lock, failure := p.lock.SyscallConn() // by which the file stays open until the kernel has answered, also if the pool is closed
+	if failure == nil {
+		failure = lock.Control(func(fd uintptr) { err = unix.Fsetxattr(int(fd), "user.ashlar.health", []byte("ok"), 0) })
+	}
+	if err = errors.Join(err, failure); errors.Is(err, unix.ENOTSUP) {
 		err = p.root.Chtimes(directory.LockFile, time.Now(), time.Now())
 	}
 	if err = errdefs.FromErrno(err); err == nil || errors.Is(err, errdefs.ErrNoSpace) { // a full quota as well

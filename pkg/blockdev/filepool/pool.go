@@ -63,6 +63,7 @@ type pool struct {
 	loops  map[blockdev.Ref][]knownLoop // loop devices last seen over each object; the slices are replaced, never changed
 	seen   uint64                       // the last number of a knownLoop.seen
 	space  space
+	trial  *trial // the one under way
 
 	// How many such objects there are, so that PoolHealth need not look at each:
 	alone   int // whose record is in one of its two slots only

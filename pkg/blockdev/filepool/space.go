@@ -245,12 +245,18 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	if err := p.alive(); err != nil {
 		return blockdev.Capacity{}, err
 	}
-	p.sweep(ctx)
+	changes := p.takesChanges(ctx)
+	if changes != nil && ctx.Err() != nil {
+		return blockdev.Capacity{}, changes
+	}
+	if changes == nil {
+		p.sweep(ctx)
+	}
 	c, err := p.capacity(false)
 	if err == nil && p.surveySoon(ctx) {
 		c, err = p.capacity(false)
 	}
-	if err == nil && (p.checkInodes() != nil || p.takesChanges() != nil) { // with an error, whoever places volumes would go on with the last answer
+	if err == nil && (changes != nil || p.checkInodes() != nil) { // no error: whoever places volumes would go on with what was said before
 		c.Available, c.MaxVolume = 0, 0
 	}
 	return c, err
