@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -15,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/directory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/ground"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Examine: see blockdev.Examiner. A file pool needs a directory, and what its filesystem can do.
@@ -60,6 +63,7 @@ func (l Location) Examine(ctx context.Context, report blockdev.Report) {
 	if m.FsType == "tmpfs" || m.FsType == "overlay" {
 		report.Warning("what is on %s goes with the machine's restart or with the container; give the pool a directory on a disk", m.FsType)
 	}
+	l.examineParts(report)
 	examineFilesystem(report, at)
 	l.examineSpace(report, st)
 }
@@ -71,6 +75,24 @@ func (l Location) examineIdentity(ctx context.Context, report blockdev.Report) {
 		report.Warning("%v", err)
 	case id != "":
 		report.OK("it has the identity %s", id)
+	}
+}
+
+// examineParts tells which of the pool's directories cannot be used, as when something is mounted over one.
+func (l Location) examineParts(report blockdev.Report) {
+	root, err := os.OpenRoot(l.Path)
+	if err != nil {
+		return // there is no pool yet
+	}
+	defer root.Close()
+	for _, name := range slices.Sorted(maps.Values(layout.Directories)) {
+		part, err := directory.Part(root, name)
+		switch {
+		case err == nil:
+			part.Close()
+		case !errors.Is(err, fs.ErrNotExist):
+			report.Failure("%s", errdefs.Words(err))
+		}
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -189,6 +190,9 @@ func TestMountedOver(t *testing.T) {
 				over := filepath.Join(dir, hidden)
 				check.OK(t, unix.Mount("tmpfs", over, "tmpfs", 0, ""))
 				t.Cleanup(func() { _ = unix.Unmount(over, unix.MNT_DETACH) })
+				if said := failures(t, dir); len(said) != 1 || !strings.Contains(said[0], "tmpfs (tmpfs) is mounted at "+over) || !strings.Contains(said[0], "umount "+over) {
+					t.Errorf("doctor: %q", said)
+				}
 				if start {
 					pool, err = pools.OpenLazy(t.Context(), "test", url, nil)
 					check.OK(t, err)
@@ -218,6 +222,42 @@ func TestMountedOver(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestMountedOverItself: a directory of a pool that is a mount of itself, as systemd's ReadWritePaths= makes it, hides nothing: the pool is used.
+func TestMountedOverItself(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := filepath.Join(drivertest.Dir(t), "pool")
+	pool := pooltest.OpenFiles(t, dir)
+	kept := pooltest.Vol("a")
+	pooltest.Create(t, pool, blockdev.Spec{Ref: kept, Name: "a", Size: pooltest.MiB})
+	check.OK(t, pool.Close())
+	for _, part := range []string{"volumes", "snapshots"} {
+		at := filepath.Join(dir, part)
+		check.OK(t, unix.Mount(at, at, "", unix.MS_BIND, ""))
+		t.Cleanup(func() { drivertest.Unmount(t, at) })
+	}
+	if said := failures(t, dir); len(said) > 0 {
+		t.Errorf("doctor: %q", said)
+	}
+	pool, err := pools.Open(t.Context(), "test", "file://"+dir+"?reservePercent=0")
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	check.OK(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Snap("b"), Name: "b", Size: pooltest.MiB, Origin: kept})))
+	check.OK(t, errors.Join(pool.Delete(t.Context(), pooltest.Snap("b")), pool.Delete(t.Context(), kept)))
+}
+
+// failures are those that doctor finds with a pool.
+func failures(t *testing.T, dir string) (said []string) {
+	t.Helper()
+	location, err := filepool.Parse(&url.URL{Scheme: "file", Path: dir})
+	check.OK(t, err)
+	location.Examine(t.Context(), func(verdict blockdev.Verdict, message string) {
+		if verdict == blockdev.Failure {
+			said = append(said, message)
+		}
+	})
+	return said
 }
 
 // TestKnownPool: a caller that remembers a pool decides whether one is made, and does not get another one.

@@ -200,21 +200,30 @@ func beginIn(root *os.Root, id string) error {
 	return makePool(root, id)
 }
 
-// Part opens a directory of a pool. errdefs.ErrUnavailable if something is mounted there: that hides what the pool has, and does not go with the pool's
-// filesystem.
+// Part opens a directory of a pool. errdefs.ErrUnavailable if something is mounted there that hides what the pool has: it does not go with the pool's filesystem.
 func Part(root *os.Root, name string) (*os.File, error) {
 	f, err := root.Open(name)
 	if err != nil {
 		return nil, errdefs.FromErrno(err)
 	}
-	mounted, err := mountpoint.At(f)
-	if err == nil && mounted {
-		err = fmt.Errorf("%w: something is mounted at its directory %s, and hides what the pool has there; unmount it, or, if the pool's volumes are on it, have all of the pool on one filesystem: then they can be counted", errdefs.ErrUnavailable, name)
-	}
-	if err != nil {
+	if err := checkHidden(root, f, name); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
+}
+
+func checkHidden(root *os.Root, part *os.File, name string) error {
+	parent, err := root.Open(".")
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	defer parent.Close()
+	over, err := mountpoint.Over(parent, part, name)
+	if err != nil || over == "" {
+		return err
+	}
+	return fmt.Errorf("%w: %s is mounted at %s, and hides what the pool has there; unmount it (umount %s), or, if the pool's volumes are on it, have all of the pool on one filesystem: then they can be counted",
+		errdefs.ErrUnavailable, over, part.Name(), part.Name())
 }
 
 // Lock locks the pool against other processes, until the file is closed. errdefs.ErrInUse if another one has the lock.

@@ -34,11 +34,33 @@ func Shared(path string) (bool, error) {
 	return false, nil
 }
 
-// At reports whether something is mounted at an open directory.
-func At(directory *os.File) (bool, error) {
-	var st unix.Statx_t
-	err := unix.Statx(int(directory.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_INO, &st)
-	return st.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0, errdefs.FromErrno(err)
+// Over says what is mounted at an open directory that parent has under some name, and hides what parent has there; empty if nothing is mounted there, or just that directory once more.
+func Over(parent, directory *os.File, name string) (what string, err error) {
+	var here unix.Statx_t
+	if err := unix.Statx(int(directory.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_INO|unix.STATX_MNT_ID, &here); err != nil {
+		return "", errdefs.FromErrno(err)
+	}
+	if here.Attributes&unix.STATX_ATTR_MOUNT_ROOT == 0 {
+		return "", nil
+	}
+	if below, err := statBelow(parent, name); err == nil && below.Ino == here.Ino && below.Dev_major == here.Dev_major && below.Dev_minor == here.Dev_minor {
+		return "", nil
+	}
+	at, _, err := find(here)
+	if err != nil {
+		return "", errdefs.FromErrno(err)
+	}
+	return fmt.Sprintf("%s (%s)", at.source, at.fs), nil
+}
+
+// statBelow looks at what a directory has under a name, whatever is mounted there: in a copy of its mount, with nothing mounted in it (open_tree(2)).
+func statBelow(directory *os.File, name string) (st unix.Statx_t, err error) {
+	alone, err := unix.OpenTree(int(directory.Fd()), "", unix.AT_EMPTY_PATH|unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return st, err
+	}
+	err = unix.Statx(alone, name, unix.AT_SYMLINK_NOFOLLOW, unix.STATX_INO, &st)
+	return st, errors.Join(err, unix.Close(alone))
 }
 
 // IsFilesystem reports whether the root of a filesystem is mounted at a directory, or that of a btrfs subvolume. In a container other directories are
@@ -55,6 +77,8 @@ type mount struct {
 	root   string // the directory of the filesystem that is mounted
 	// subvolume: the root of a subvolume of btrfs is mounted.
 	subvolume bool
+
+	fs, source string // its type, and what it is on
 }
 
 // btrfsRoot is the inode of the root of each subvolume (BTRFS_FIRST_FREE_OBJECTID).
@@ -69,20 +93,26 @@ func mountAt(path string) (at mount, all []mount, err error) {
 	if st.Attributes&unix.STATX_ATTR_MOUNT_ROOT == 0 {
 		return mount{}, nil, nil
 	}
+	return find(st)
+}
+
+// find returns the mount of which something is the root, and all that there are.
+func find(st unix.Statx_t) (at mount, all []mount, err error) {
 	text, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		return mount{}, nil, err
 	}
 	for line := range strings.Lines(string(text)) {
-		// ID, parent, device, root within the filesystem, ...
-		fields := strings.Fields(line)
-		if len(fields) < 4 {
+		// ID, parent, device, root within the filesystem, ... - type, source, ...
+		head, tail, _ := strings.Cut(line, " - ")
+		fields, of := strings.Fields(head), strings.Fields(tail)
+		if len(fields) < 4 || len(of) < 2 {
 			continue
 		}
-		m := mount{id: fields[0], device: fields[2], root: fields[3]}
+		m := mount{id: fields[0], device: fields[2], root: fields[3], fs: of[0], source: of[1]}
 		if m.id == fmt.Sprint(st.Mnt_id) {
 			at = m
-			at.subvolume = st.Ino == btrfsRoot && strings.Contains(line, " - btrfs ")
+			at.subvolume = st.Ino == btrfsRoot && m.fs == "btrfs"
 		}
 		all = append(all, m)
 	}
