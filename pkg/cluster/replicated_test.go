@@ -897,6 +897,22 @@ func TestReplicatedRestored(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicatedClaimsCountedOn: an object that was restored, and has counted fewer claims than the records of its legs, is put right by the patch of the runbook (replicas-missing): the
+// claims of its legs follow it, and the next claim is a later one.
+func TestReplicatedClaimsCountedOn(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, w.Patch(w.ctx, w.whole("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claims":9,"claim":{"generation":9}}}`))))
+	w.eventually("the legs are claimed by it", func() bool { return slices.Equal(w.claims("v"), []string{"node-1 9", "node-1 9"}) })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	w.eventually("it is claimed anew", func() bool { return s.Claim(w.ctx, v.ID, on("node-1")) == nil })
+	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 10", "node-1 10"}) {
+		t.Errorf("its legs are claimed for %q", claims)
+	}
+}
+
 // TestReplicatedOlder: of an object that is restored with its status from before its legs were replaced, the legs that are there stay: they alone have what was written. What was cut
 // of it can be restored meanwhile.
 func TestReplicatedOlder(t *testing.T) {

@@ -45,6 +45,27 @@ func TestRestoredWithinClaim(t *testing.T) {
 	}
 }
 
+// TestRestoredBeforeClaims: an object is put back to before claims by which legs were opened. A leg that says so is not passed over, as if it did not answer: the other one lacks what
+// was written by those claims. Once the object's claims are counted from there on, the volume is used with what has everything.
+func TestRestoredBeforeClaims(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	before := f.v.DeepCopy()
+	f.leaves("a")
+	check.OK(t, f.opens(2))
+	check.OK(t, f.opens(3))
+	f.v = before
+	if err := f.opens(2); !errors.Is(err, errdefs.ErrUnavailable) || !slices.Equal(f.v.Current(), []string{"a", "b"}) {
+		t.Fatalf("it is used: %v, %v", f.v.Current(), err)
+	}
+	if waits := f.v.Status.Waits; !strings.Contains(waits, "opened by claim 3") || !strings.Contains(waits, "spec.claims") {
+		t.Errorf("it is said that %q", waits)
+	}
+	check.OK(t, f.opens(4))
+	if s := f.v.Status; !slices.Equal(f.v.Current(), []string{"b"}) || s.Waits != "" {
+		t.Errorf("%v are current; it is said that %q", f.v.Current(), s.Waits)
+	}
+}
+
 // TestRestoredAndNotAllThere: of the last list that a leg knows not all legs answer: one that does not may have gone on alone.
 func TestRestoredAndNotAllThere(t *testing.T) {
 	f := newObject(t, 3, "c", "b", "a")
@@ -599,6 +620,21 @@ func TestAheadStays(t *testing.T) {
 			f.mu.Unlock()
 			f.current("a", "b")
 		})
+	}
+}
+
+// TestAheadByClaims: a leg that is to join, and was opened by a claim of which the object knows nothing, is Ahead as well, if it was on a later list: it is not replaced.
+func TestAheadByClaims(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.leaves("b")
+	f.legs["b"].state = volume.LegState{Sound: 9, Opened: 9, List: 7, Listed: 1}
+	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}}
+	check.OK(t, f.endJoin(t.Context(), now, "b", f.joinLeg(t.Context(), now, "b", 0)))
+	if leg := f.v.Leg("b"); leg.State != v1alpha1.LegAhead || !strings.Contains(leg.Message, "may have what the others lack") {
+		t.Errorf("it is said that %+v", leg)
+	}
+	if s := f.state("b"); s.Opened != 9 || s.Sound != 9 {
+		t.Errorf("its record says %+v", s)
 	}
 }
 

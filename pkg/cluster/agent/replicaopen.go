@@ -54,6 +54,11 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 			}
 		}
 	}()
+	if errors.Is(failed, errLaterClaim) { // such a leg may have what those that were opened lack
+		err := errdefs.Recast(errdefs.ErrUnavailable, failed, "the replicated volume %s cannot be used", ref.Key)
+		l.reportOpenWaits(ctx, v, err)
+		return replicapool.Opened{}, err
+	}
 	if len(opened) == 0 || ctx.Err() != nil {
 		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
@@ -90,7 +95,7 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 }
 
 // openAll opens the current legs, and returns that of this node first. Those that fail are tried again for legPatience, and then until one is open. failed is
-// why some are not open; away are the names of those of them that may have everything all the same.
+// why some are not open, errLaterClaim at once; away are the names of those of them that may have everything all the same.
 func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, away []string, failed error) {
 	left := v.Current()
 	var end time.Time // also over several calls: a caller has less time, and calls again
@@ -127,7 +132,7 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 			}
 		}
 		left, failed = again, errors.Join(failures...)
-		if len(away) == 0 || time.Now().After(end) || pause(ctx, l.options.LookEvery) != nil {
+		if len(away) == 0 || errors.Is(failed, errLaterClaim) || time.Now().After(end) || pause(ctx, l.options.LookEvery) != nil {
 			break
 		}
 	}
@@ -222,7 +227,11 @@ func (l *ReplicaLegs) noteBoot(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	})
 }
 
-// attach attaches a leg, and checks that it is one of the volume, was opened by no later claim, and is large enough.
+// errLaterClaim: a leg was opened by a claim of which the object of its volume knows nothing. The object is read before the leg, so it was restored.
+var errLaterClaim = errors.New("the object was put back to what it was before")
+
+// attach attaches a leg, and checks that it is one of the volume, was opened by no later claim (errLaterClaim), and is large enough. An error comes with what
+// is known of the leg, without the device.
 func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, id volume.ID) (leg openedLeg, err error) {
 	leg.name = id.Key
 	if leg.device, err = l.volumes.OpenLeg(ctx, id); err != nil {
@@ -234,7 +243,8 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 		case leg.Of != v.Name:
 			err = fmt.Errorf("%w: %s is a leg of the volume %q, not of %s", errdefs.ErrPrecondition, id, leg.Of, v.Name)
 		case leg.Opened > v.Spec.Claim.Generation:
-			err = fmt.Errorf("%w: leg %s was opened by claim %d, which is later than %d", errdefs.ErrPrecondition, id, leg.Opened, v.Spec.Claim.Generation)
+			err = fmt.Errorf("%w: leg %s was opened by claim %d, which is later than claim %d of the replicated volume %s: %w; have its claims counted from there on (spec.claims; docs/runbooks/replicas-missing.md)",
+				errdefs.ErrPrecondition, id, leg.Opened, v.Spec.Claim.Generation, v.Name, errLaterClaim)
 		case leg.device.Size < size:
 			err = fmt.Errorf("%w: leg %s has %d bytes, and is to have %d", errdefs.ErrUnavailable, id, leg.device.Size, size)
 		}
