@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -143,22 +145,48 @@ func SetLegs(r *v1alpha1.ReplicatedVolume, copied bool) {
 	SummarizeLegs(r)
 }
 
-// RemoveLeg writes down that a leg may be deleted, and that nobody has it; nil if it is not there. Its volume is to be deleted, or does not have it any more, by the API server's own word after the leg was read: else it may be a leg
-// of another volume of the name, which is made when this one is gone.
-func RemoveLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
+// Leaving returns ErrUnavailable for a volume that has moved, and whose bytes its old node still has: deleted now, it would leave them there without an object.
+func Leaving(v *v1alpha1.Volume) error {
+	if m := v.Spec.Move; m == nil || !m.Left {
+		return nil
+	}
+	return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
+		errdefs.ErrUnavailable, VolumeID(v), v.Spec.Move.Node)
+}
+
+// RemoveLeg writes down that a leg may be deleted, and that nobody has it; nil if it is not there. ErrUnavailable while its old node has its bytes (Leaving).
+// Its volume is to be deleted, or does not have it any more, by the API server's own word after the leg was read: else it may be a leg of another volume of
+// the name, which is made when this one is gone.
+func RemoveLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (v *v1alpha1.Volume, err error) {
+	for {
+		v, err = removeLeg(ctx, c, r, name)
+		if !apierrors.IsConflict(err) { // the change may be a move
+			break
+		}
+	}
+	if errors.Is(err, errdefs.ErrUnavailable) {
+		return nil, err
+	}
+	return v, kube.APIError("delete leg "+name, client.IgnoreNotFound(err))
+}
+
+func removeLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
 	v, now := &v1alpha1.Volume{}, &v1alpha1.ReplicatedVolume{}
 	err := c.Live.Get(ctx, client.ObjectKey{Name: name}, v)
 	if err == nil {
 		err = c.Live.Get(ctx, client.ObjectKey{Name: r.Name}, now)
 	}
-	if err == nil && (now.UID != r.UID || !now.Deleting() && slices.Contains(now.Spec.Legs, name)) {
-		return nil, nil
+	if err != nil || v.Spec.ReplicaOf != r.Name || now.UID != r.UID || !now.Deleting() && slices.Contains(now.Spec.Legs, name) {
+		return nil, err // or another one of its name
 	}
-	if err == nil && v.Spec.ReplicaOf == r.Name && !v.Deleting() {
-		err = IntendDeletion(ctx, c.Client, v, false)
+	if v.Deleting() {
+		return v, nil
 	}
-	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) || err == nil && v.Spec.ReplicaOf != r.Name {
-		return nil, nil // or another one of its name
+	if err := Leaving(v); err != nil {
+		return nil, err
 	}
-	return v, kube.APIError("delete leg "+name, err)
+	if err := IntendDeletion(ctx, c.Client, v, true); err != nil {
+		return nil, err
+	}
+	return v, nil
 }

@@ -145,6 +145,45 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicaDeletedAsItLeft: a volume of which a leg has moved, and the old node still has its bytes, is deleted once that node has given them back: else they would stay there.
+func TestReplicaDeletedAsItLeft(t *testing.T) {
+	drivertest.NeedRoot(t)
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a, b, c := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network}), w.begin(&machine{name: "node-3", ported: true, network: network})
+	s := w.calling(b)
+	w.pooled(s, a)
+	w.pooled(s, c)
+	w.cordoned(c.name, true)
+	w.places(s, "", map[string]string{a.name: a.name, b.name: b.name})
+	v, err := s.Create(w.ctx, replicas("v", 2, a.name))
+	check.OK(t, err)
+	w.cordoned(c.name, false)
+	leg := w.legsOf("v")[0]
+	now := func() *v1alpha1.Volume {
+		v := &v1alpha1.Volume{}
+		check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(leg), v))
+		return v
+	}
+	w.legMovesTo(leg, c.name)
+	for m := now().Status.Move; m == nil || m.Copied == nil; m = now().Status.Move {
+		time.Sleep(time.Millisecond)
+	}
+	a.stop()
+	w.eventually("it has moved", func() bool { m := now().Spec.Move; return m != nil && m.Left })
+	w.eventually("it is said what the deletion waits for", func() bool {
+		err := s.Delete(soon(t), v.ID)
+		return errors.Is(err, errdefs.ErrUnavailable) && strings.Contains(err.Error(), "it has moved from node node-1, which has not given its bytes back yet")
+	})
+	if v := now(); v.Deleting() || v.Spec.Move == nil {
+		t.Errorf("it is %+v", v.Spec)
+	}
+	w.start(a)
+	w.eventually("it is deleted", func() bool { return s.Delete(soon(t), v.ID) == nil })
+	for _, m := range []*machine{a, b, c} {
+		w.tally(m)
+	}
+}
+
 // TestReplicaBesideMoving: where a leg is to move to, no other one is placed, nor in the zone of that; where it moves away from, one is.
 func TestReplicaBesideMoving(t *testing.T) {
 	w, _, s := legCluster(t, 4)

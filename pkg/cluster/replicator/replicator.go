@@ -161,17 +161,15 @@ func (p *Replicator) convertAsked(ctx context.Context, key string) (again time.D
 // remove takes the next step of a deletion.
 func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	left := 0
+	var failures []error
 	for _, name := range union(r.Spec.Legs, legs) {
 		v, err := cluster.RemoveLeg(ctx, p.kube, r, name)
-		if err != nil {
-			return err
-		}
-		if v != nil {
+		if failures = append(failures, err); v != nil {
 			left++
 		}
 	}
-	if left > 0 {
-		return nil // its event comes
+	if err := errors.Join(failures...); err != nil || left > 0 {
+		return err // of one that goes an event comes
 	}
 	err := p.kube.Client.Delete(ctx, r, client.Preconditions{UID: &r.UID})
 	return kube.APIError("delete replicated volume "+r.Name, kube.IgnoreConflict(err))
@@ -369,16 +367,17 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current {
 			continue
 		}
-		v, err := cluster.RemoveLeg(ctx, p.kube, r, name)
-		if err != nil {
-			return dropped, err
+		if v := legs[name]; v != nil && cluster.Leaving(v) != nil {
+			continue // an event tells when its old node has given the bytes back
 		}
+		v, failure := cluster.RemoveLeg(ctx, p.kube, r, name)
+		err = errors.Join(err, failure)
 		if v != nil && !legs[name].Deleting() {
 			dropped = true
 			klog.FromContext(ctx).Info("Deleting a replica that its volume does without", "volume", cluster.ReplicatedID(r).String(), "replica", name, "node", v.Spec.NodeName)
 		}
 	}
-	return dropped, nil
+	return dropped, err
 }
 
 // staleStatus reports whether the status has legs that are not in spec.legs any more, beside a current one that is.

@@ -194,20 +194,20 @@ func (s *Store) removeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 			w.Close()
 		}
 	}()
+	var failures []error
 	for name := range names {
 		w := s.hub.Open(cluster.VolumeNamed(name))
 		v, err := cluster.RemoveLeg(ctx, s.kube, r, name)
-		if err != nil || v == nil {
+		failures = append(failures, err)
+		if v == nil {
 			w.Close()
+			continue
 		}
-		if err != nil {
-			return err
-		}
-		if v != nil {
-			going[w] = v
-		}
+		going[w] = v
 	}
-	var failures []error
+	if err := errors.Join(failures...); err != nil {
+		return err // the others go meanwhile
+	}
 	for w, v := range going {
 		failures = append(failures, waitGone(ctx, s, w, v))
 	}

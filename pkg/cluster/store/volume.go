@@ -294,10 +294,10 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 			return nil
 		case !live && v.IsUsed():
 			return errStale // it may have been released since
-		case len(claimants) == 0 && v.Spec.Move != nil && v.Spec.Move.Left:
-			return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
-				errdefs.ErrUnavailable, id, v.Spec.Move.Node)
 		case len(claimants) == 0:
+			if err := cluster.Leaving(v); err != nil {
+				return err
+			}
 			if err := s.notGiven(ctx, v); err != nil {
 				return err
 			}
