@@ -12,14 +12,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// claimWait is how long a claim that the kubelet has seen, by way of a VolumeAttachment, may take to
-// reach the agent's watch before the API server is asked for it, and how long that may take.
+// claimWait is how long a claim may take to reach the agent's watch, after the kubelet has seen it by way of a VolumeAttachment. Then the API server is
+// asked, for claimWait at most.
 const claimWait = 2 * time.Second
 
-// Claimed returns how a volume is claimed by its object's last known state. It is not known if
-// no API server has answered since the start, or there is no such object. A claim that does not allow what
-// is to be done (on this node, and with readOnly false more than reading) is waited for a moment, and then
-// asked for: it may be one of before.
+// Claimed returns how a volume is claimed, by its object in the cache. known is false if no API server has answered since the start, or there is no such
+// object. If that claim is not for this node, or allows only reading and readOnly is false, it may be out of date: Claimed waits for the watch for
+// claimWait, and then asks the API server.
 func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ volume.Claim, known bool) {
 	if !a.read.Load() {
 		return volume.Claim{}, false
@@ -33,7 +32,7 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 	defer w.Close()
 	for {
 		v := &v1alpha1.Volume{}
-		// As the watch has it: what the agent itself is writing, perhaps to a server that does not answer, is no claim.
+		// From the cache itself: the client would wait for the agent's own writes, perhaps to an API server that does not answer.
 		err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: id.Key}, v)
 		if other, is := a.usedHere(id.Key); err != nil && is {
 			v, err = other, nil
@@ -60,7 +59,7 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 	}
 }
 
-// liveClaim asks the API server how a volume is claimed. Where that does not answer it is as it was.
+// liveClaim returns how a volume is claimed by the API server; if that does not answer, by was.
 func (a *Agent) liveClaim(ctx context.Context, was *v1alpha1.Volume) volume.Claim {
 	ctx, cancel := context.WithTimeout(ctx, claimWait)
 	defer cancel()

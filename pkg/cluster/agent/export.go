@@ -20,13 +20,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Exports answers the agents of nodes that use volumes of this one: it is an export.Home. A node may use a volume if the volume's object says so at
-// the API server, now: that is asked before anything is exported. What it was exported to may read and write the record without that.
+// Exports returns the export.Home that answers the agents of nodes which use volumes of this one. Before it exports a volume, it asks the API server whether
+// the caller has claimed it. A node that a volume is exported to may read and write its record without that.
 func (a *Agent) Exports() export.Home { return exports{a} }
 
 type exports struct{ *Agent }
 
-// check is ErrUnavailable if this node exports nothing.
+// check returns ErrUnavailable if this node exports nothing.
 func (e exports) check() error {
 	if e.options.Exporter != nil && e.options.Network != nil {
 		return nil
@@ -34,7 +34,8 @@ func (e exports) check() error {
 	return fmt.Errorf("%w: node %s exports no volumes: start its driver with --remote-address", errdefs.ErrUnavailable, e.local.Node())
 }
 
-// claimed returns the object of a volume that is claimed for the caller by a generation; ErrPrecondition if it is not.
+// claimed returns the object of a volume, from the API server, that is claimed for the caller with a generation. ErrPrecondition if it is not claimed so,
+// ErrNotFound if it is no volume of this node, ErrUnavailable if it has moved here and is not taken over yet.
 func (e exports) claimed(ctx context.Context, id volume.ID, generation int64) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	err := e.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)
@@ -54,7 +55,7 @@ func (e exports) claimed(ctx context.Context, id volume.ID, generation int64) (*
 	return v, nil
 }
 
-// exported fails unless a volume is exported to the caller for a generation, or is claimed for it. many: for one of many who read it.
+// exported returns an error unless a volume is exported to the caller for a generation, or claimed for it. many: the caller is one of many readers.
 func (e exports) exported(ctx context.Context, id volume.ID, generation int64) (many bool, err error) {
 	if err := e.check(); err != nil {
 		return false, err
@@ -69,12 +70,12 @@ func (e exports) exported(ctx context.Context, id volume.ID, generation int64) (
 	}
 	v, err := e.claimed(ctx, id, generation)
 	if err != nil {
-		return false, err // which says more than that it is missing
+		return false, err // it says more than missing
 	}
 	return cluster.ToClaim(v.ClaimOf(caller.Node)).Many(), missing
 }
 
-// Open: see export.Home. That it is exported is in the object's status before it is: who takes the claim away sees it there, and waits for the end of it.
+// Open: see export.Home. The export is written into the object's status before it is made: so who takes the claim away sees it, and waits for its end.
 func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (opened export.Opened, err error) {
 	if err := e.check(); err != nil {
 		return export.Opened{}, err
@@ -97,13 +98,13 @@ func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (open
 	return opened, err
 }
 
-// opened is where this node exports what, without a record.
+// opened returns an export as the caller connects to it, without the record.
 func (e exports) opened(out volume.Exported) (export.Opened, error) {
 	at, err := netip.ParseAddrPort(e.options.Network.Address)
 	return export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size, Otherwise: out.Otherwise}, err
 }
 
-// give exports a volume to a node that has a claim, after that is in the object's status.
+// give exports a volume to a node that has claimed it. It writes the export into the object's status first.
 func (e exports) give(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) (volume.Exported, error) {
 	if cluster.ToClaim(v.ClaimOf(to.Node)).Many() {
 		if err := e.reportReader(ctx, v, to); err != nil {
@@ -125,7 +126,7 @@ func (e exports) Record(ctx context.Context, id volume.ID, generation int64) (bl
 	return e.local.Record(ctx, id)
 }
 
-// SetLabels: see export.Home. One of many who read a volume changes nothing of it.
+// SetLabels: see export.Home. ErrPrecondition for one of many readers: it must not change the volume.
 func (e exports) SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (record blockdev.Record, err error) {
 	err = e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 		many, err := e.exported(ctx, id, generation)
@@ -141,7 +142,8 @@ func (e exports) SetLabels(ctx context.Context, id volume.ID, generation int64, 
 	return record, err
 }
 
-// marksFor answers what is asked of the marks of a volume by who it is exported to.
+// marksFor calls answer, which is about the marks of a volume, with the volume's lock, if the volume is exported to the caller. ErrPrecondition for one of
+// many readers.
 func (e exports) marksFor(ctx context.Context, id volume.ID, generation int64, answer func() error) error {
 	return e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 		many, err := e.exported(ctx, id, generation)
@@ -191,7 +193,7 @@ func (e exports) Close(ctx context.Context, id volume.ID, generation int64) erro
 	})
 }
 
-// reportExport writes down to whom a volume is given. It fails with a conflict if anybody changed the object since it was read: perhaps its claim.
+// reportExport writes that a volume is exported to a node (status.export). ErrBusy if the object was changed since it was read, as its claim may have been.
 func (a *Agent) reportExport(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) error {
 	if statusHasExport(v, to) {
 		return nil

@@ -13,8 +13,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// clearIntent takes from an object what allows its bytes to be made: they are there, or were. A deletion that was meant
-// for another object, of which this is a copy, goes too, and so does the finalizer of older versions.
+// clearIntent takes spec.make off an object whose bytes are made, or were once. It also takes off a spec.delete with another UID, as of a restored copy of an
+// object, and the finalizer of older versions.
 func clearIntent[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	before := o.DeepCopyObject().(T)
 	may := o.May()
@@ -30,8 +30,8 @@ func clearIntent[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	return a.kube.Client.Patch(ctx, o, kube.LockingPatch(before))
 }
 
-// dropObject takes the finalizer of older versions off an object that somebody deleted without asking the driver to delete
-// the volume or snapshot. Its bytes stay, whoever uses them goes on, and they are reported as strays.
+// dropObject takes the finalizer of older versions off an object that was deleted without spec.delete. Its bytes stay, who uses them goes on, and they are
+// reported as strays.
 func (a *Agent) dropObject(ctx context.Context, o cluster.Object) error {
 	defer a.Changed()
 	if !controllerutil.ContainsFinalizer(o, v1alpha1.Finalizer) {
@@ -41,10 +41,9 @@ func (a *Agent) dropObject(ctx context.Context, o cluster.Object) error {
 	return cluster.RemoveFinalizer(ctx, a.kube.Client, o)
 }
 
-// sameBytes: what a pool has is what an object was about when it was reported, and not
-// something of the same name that was made after it. Of an object that was not reported, and may
-// be made, it is what was made since there is that object: what was there before (its object was
-// deleted, or etcd went back) is somebody's.
+// sameBytes reports whether what a pool has, made at a time, is the volume or snapshot of an object, and not another one of its name. If the object was
+// reported, the times have to be the same. If it has spec.make and was not reported, what the pool has must have been made since the object was created:
+// what is older belongs to an object that was deleted, or lost in a restore of etcd.
 func sameBytes(o cluster.Object, made time.Time) bool {
 	status := o.Common()
 	if status.Created != nil {
@@ -54,7 +53,7 @@ func sameBytes(o cluster.Object, made time.Time) bool {
 	return !o.May().Make || !differs && !made.Before(o.GetCreationTimestamp().Time)
 }
 
-// madeAt is for status.created.
+// madeAt returns a time as status.created has it.
 func madeAt(made time.Time) *metav1.MicroTime {
 	created := metav1.NewMicroTime(made)
 	return &created

@@ -16,8 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// dropLeftover removes what a copy from one pool to another left, if its object does not ask for it any more. Nobody ever had the bytes. What
-// cannot be removed now, a later look finds: it keeps nothing else of the pool from being told.
+// dropLeftover removes what an unfinished copy or move has left in a pool, if no object asks for it any more: nobody has used it. The exception is a copy
+// that may be the volume itself (mayHaveMoved), which it keeps as a stray (volume.KeepLeftover). Errors are logged, and the next search tries again.
 func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 	kept := false
 	wanted, err := a.stillMade(ctx, left)
@@ -30,7 +30,7 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 			lock = keylock.Snapshot(left.For)
 		}
 		err = a.withLocks([]string{lock}, func() error {
-			if wanted, err = a.stillMade(ctx, left); wanted || err != nil { // since then
+			if wanted, err = a.stillMade(ctx, left); wanted || err != nil { // now under the lock
 				return err
 			}
 			if kept, err = a.mayHaveMoved(ctx, left); err != nil {
@@ -56,7 +56,8 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 	}
 }
 
-// stillMade reports whether the volume that a leftover is of is still to be made, or what it is of still moves here. Before that is denied the API server is asked.
+// stillMade reports whether a leftover is still needed: its volume is still to be made, or its volume or snapshot still moves here. It is false only if the
+// cache and the API server both say so.
 func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, error) {
 	for _, reader := range []client.Reader{a.kube.Cache, a.kube.Live} {
 		var o cluster.Object = &v1alpha1.Volume{}
@@ -75,8 +76,9 @@ func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, erro
 	return false, nil
 }
 
-// mayHaveMoved reports whether a leftover may be what a volume is: its user went on, and the object is gone that would say that the volume has not moved here. Another one, of the same name, was
-// made since, perhaps for what the old node has; or it went back with the API server to before the move: it has an earlier generation, or the old node says that the volume has left it.
+// mayHaveMoved reports whether a leftover may be the volume itself: the volume moved here while it was used (Carried), and the object that would say whether
+// the move has ended is not there any more. Either it is gone, or another one of its name was created, or it was restored to before the move: then it has an
+// earlier generation, or the old node reports that the volume has left it (volume.ReasonMovedAway).
 func (a *Agent) mayHaveMoved(ctx context.Context, left volume.Leftover) (bool, error) {
 	if left.Carried == "" {
 		return false, nil

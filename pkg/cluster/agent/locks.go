@@ -8,9 +8,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// withLocks works on the volumes of the node with the locks that its CSI calls take, each for itself;
-// ErrBusy if it cannot have them. What is only looked at or written down needs none, and
-// takes none: a call that comes because of what was written must not find it locked.
+// withLocks calls work with exclusive locks of the table that the node's CSI calls use; ErrBusy if one of them is held. A look or a report alone takes no
+// lock, so that a CSI call which follows on what was written is not refused as busy.
 func (a *Agent) withLocks(locks []string, work func() error) error {
 	unlock, busy := a.options.Locks.TryLock(locks, nil)
 	if unlock == nil {
@@ -20,12 +19,11 @@ func (a *Agent) withLocks(locks []string, work func() error) error {
 	return work()
 }
 
-// errGaveWay ends a copy that goes on later.
+// errGaveWay is the error of a copy that was ended for a call, and goes on later.
 var errGaveWay = fmt.Errorf("%w: a call needs what is being copied", errdefs.ErrBusy)
 
-// withYieldingLocks is withLocks for what may last. A copy of a volume gives way when somebody needs the
-// volume: nobody waits for hours to stage or unstage it. How much of the copy stays is the
-// pool's business.
+// withYieldingLocks is withLocks for work that may take hours. When a call wants one of the locks, the context of work ends, and the error is errGaveWay.
+// How much of a copy stays for the next try, the pool decides.
 func (a *Agent) withYieldingLocks(ctx context.Context, exclusive, shared []string, work func(context.Context) error) error {
 	unlock, wanted, busy := a.options.Locks.TryYielding(exclusive, shared)
 	if unlock == nil {

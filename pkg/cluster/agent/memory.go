@@ -18,31 +18,30 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// How long the opening of a pool waits for the API server, and how long that one is then left
-// alone: several pools are opened one after the other.
+// How long the opening of a pool waits for the API server, and for how long its failure stands for the next pools, which are opened one after the other.
 const (
 	memoryTimeout = 2 * time.Second
 	memoryPause   = 2 * time.Second
 )
 
-// Memory is what the objects of a cluster tell of the pools of a node, before they are open.
+// Memory tells which identity each pool of a node has by the objects of the cluster, before the pools are open.
 type Memory struct {
 	live client.Client
 	node string
 
 	mu     sync.Mutex
 	failed time.Time
-	why    error // of that failure
+	why    error // the last failure, at the time failed; nil: the last call succeeded
 }
 
-// NewMemory does not ask the API server yet.
+// NewMemory returns the Memory of a node. It asks the API server nothing yet.
 func NewMemory(config *rest.Config, node string) (*Memory, error) {
 	c, err := kube.Connect(config, nil)
 	return &Memory{live: c.Live, node: node}, err
 }
 
-// Of returns what is known of a pool: see blockdev.Known. Without an API server, and while
-// objects tell of volumes in a pool whose identity nobody wrote down, it cannot be told.
+// Of returns what is known of a pool: see blockdev.Known. It fails with ErrUnavailable without an API server, and with ErrPrecondition if objects tell of
+// volumes or snapshots in a pool whose object has no identity.
 func (m *Memory) Of(pool string) blockdev.Known {
 	return func(ctx context.Context) (string, error) {
 		m.mu.Lock()
@@ -76,7 +75,7 @@ func (m *Memory) recall(ctx context.Context, pool string) (string, error) {
 	return "", m.unused(ctx, pool)
 }
 
-// unused is ErrPrecondition if an object tells of something that was in a pool.
+// unused returns ErrPrecondition if there is an object of a volume or snapshot that was made in a pool.
 func (m *Memory) unused(ctx context.Context, pool string) error {
 	var found cluster.Object
 	match := func(o cluster.Object, in string) {

@@ -15,17 +15,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// gauges is what the agent keeps in mind for its metrics.
+// gauges is what the agent remembers for its metrics.
 type gauges struct {
 	mu     sync.Mutex
 	queues []interface{ Len() int }
 	wishes map[wish]time.Time // those that are not carried out, and since when
 
-	mirrors  map[string]int64 // volumes that are being mirrored to their new homes, by their keys, and how many bytes were then
-	mirrored int64            // bytes, since the start
+	mirrors  map[string]int64 // by key of a volume that moves while it is used: how many bytes were mirrored at the last look
+	mirrored int64            // bytes that were mirrored since the start, of all volumes
 }
 
-// wish is a spec of an object.
+// wish is one generation of an object's spec.
 type wish struct {
 	uid        types.UID
 	generation int64
@@ -37,7 +37,7 @@ func (m *gauges) add(queue interface{ Len() int }) {
 	m.queues = append(m.queues, queue)
 }
 
-// Samples is a metrics.Source. What it says comes from memory: it asks the API server for nothing.
+// Samples: see metrics.Source. It reads the cache, and asks the API server for nothing.
 func (a *Agent) Samples() []metrics.Sample {
 	if !a.read.Load() {
 		return nil
@@ -76,7 +76,7 @@ func (a *Agent) Samples() []metrics.Sample {
 		metrics.AgentOldestWish.At(a.gauges.oldest(open, time.Now()).Seconds(), node))
 }
 
-// unserved are samples of the pools that the node was started without, and that something is in: nobody else measures them.
+// unserved returns samples of the pools that the agent was started without, and that objects say to be in: no other source has them.
 func (a *Agent) unserved(objects cluster.Objects) (samples []metrics.Sample) {
 	node, said := a.local.Node(), map[string]bool{}
 	for i := range a.options.Pools {
@@ -104,8 +104,8 @@ func (a *Agent) unserved(objects cluster.Objects) (samples []metrics.Sample) {
 	return samples
 }
 
-// mirror notes how many bytes of a volume are mirrored, of so many, and returns how many that is more than at the last look. Those that were before the first look
-// are no news: they are none that were copied.
+// mirror notes how many bytes of a volume are mirrored (synced, of total), and returns how many more that is than at the last look; 0 at the first look. A
+// volume that is all mirrored is forgotten.
 func (m *gauges) mirror(key string, synced, total int64) (copied int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -122,7 +122,7 @@ func (m *gauges) mirror(key string, synced, total int64) (copied int64) {
 	return copied
 }
 
-// mirroring is how many volumes are being mirrored, and how many bytes were since the start.
+// mirroring returns how many volumes are being mirrored, and how many bytes were mirrored since the start.
 func (m *gauges) mirroring() (volumes int, bytes int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -138,8 +138,8 @@ func (m *gauges) length() (n int) {
 	return n
 }
 
-// oldest is the age of the oldest of the wishes that are not carried out. Objects do not say when their spec was
-// changed last, so a change counts from when it was first seen here.
+// oldest returns the age of the oldest spec of open, the objects that are not carried out; 0 if there are none. Objects do not say when their spec was
+// changed, so a change counts from when it was first seen here.
 func (m *gauges) oldest(open []cluster.Object, now time.Time) (age time.Duration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -163,7 +163,7 @@ func (m *gauges) oldest(open []cluster.Object, now time.Time) (age time.Duration
 	return age
 }
 
-// carriedOut reports whether a volume is what its spec says, or the agent has refused to make it so.
+// carriedOut reports whether the spec of a volume is carried out or refused.
 func carriedOut(v *v1alpha1.Volume) bool {
 	switch {
 	case v1alpha1.Going(v):
@@ -178,7 +178,7 @@ func carriedOutSnapshot(s *v1alpha1.Snapshot) bool {
 	return !v1alpha1.Going(s) && (s.Status.Created != nil || s.Common().Refused(s.Generation) != nil)
 }
 
-// copies: the bytes of an object are being copied or zeroed.
+// copies reports whether the bytes of an object are being copied or zeroed.
 func (a *Agent) copies(o cluster.Object) bool {
 	_, copying := a.progress(o)
 	return copying

@@ -14,16 +14,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// How this agent reaches those of other nodes.
+// This file has how an agent reaches the agents of other nodes.
 
-// How long the agent of another node may take for an answer. To export a volume takes it a few steps.
+// How long the agent of another node may take for an answer: homeTime for most, openTime for an export, which takes several steps.
 const (
 	homeTime = 10 * time.Second
 	openTime = time.Minute
 )
 
-// atNode calls the agent of a node: where it was found last, and if nobody answers there, where it is now. So an API server that is away keeps nobody from
-// it.
+// atNode calls the agent of a node at the endpoint where it was found last. If that does not answer, it reads the endpoint at the API server and calls again
+// there. So it works without an API server for an agent that was found before.
 func (a *Agent) atNode(ctx context.Context, node string, call func(grpc.ClientConnInterface) error) error {
 	if a.options.Agents == nil {
 		return fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
@@ -53,7 +53,7 @@ func (a *Agent) atNode(ctx context.Context, node string, call func(grpc.ClientCo
 	return at(now)
 }
 
-// last is where the agent of a node was found last.
+// last returns the endpoint where the agent of a node was found last.
 func (o *others) last(node string) (at v1alpha1.AgentEndpoint, known bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -61,14 +61,14 @@ func (o *others) last(node string) (at v1alpha1.AgentEndpoint, known bool) {
 	return at, known
 }
 
-// found notes where the agent of a node was found.
+// found notes the endpoint where the agent of a node was found.
 func (o *others) found(node string, at v1alpha1.AgentEndpoint) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.agents[node] = at
 }
 
-// endpoint is where the agent of a node is, as the objects of its pools say.
+// endpoint returns the endpoint of the agent of a node, by the objects of its pools at the API server. ErrUnavailable if they have none.
 func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoint, error) {
 	var pools v1alpha1.PoolList
 	if err := a.kube.Live.List(ctx, &pools, client.MatchingFields{"spec.nodeName": node}); err != nil {
@@ -82,7 +82,7 @@ func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoi
 	return v1alpha1.AgentEndpoint{}, fmt.Errorf("%w: the agent of node %s has no port: start its driver with --agent-endpoint", errdefs.ErrUnavailable, node)
 }
 
-// agentOf connects to the agent of another node. ErrUnavailable if it does not say where it is: it may do so later.
+// agentOf returns a connection to the agent of another node. ErrUnavailable if its endpoint is not known yet.
 func (a *Agent) agentOf(ctx context.Context, node string) (grpc.ClientConnInterface, error) {
 	if a.options.Agents == nil {
 		return nil, fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())

@@ -17,20 +17,20 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// How far something is, is written when it took this long, then no more often than that, and only if it went on by one part in
-// so many: what is done in less costs no write, and what takes a day costs a hundred.
+// status.progress is written progressEvery after the start, then no more often than that, and only if it went on by a 100th: short work costs no write, and
+// what takes a day costs a hundred.
 const (
 	progressEvery = 5 * time.Second
 	progressOf    = 100
 )
 
-// followed are objects while they are made or grown.
+// followed writes the progress of objects while they are made or grown.
 type followed struct {
 	agent   *Agent
 	objects []cluster.Object
 }
 
-// follow writes down how far objects are until end is called. Then they are as they were last written.
+// follow writes the progress of objects into their status until end is called. Then end sets the objects to what was last written.
 func follow[T cluster.Object](ctx context.Context, a *Agent, objects ...T) (end func()) {
 	f := &followed{agent: a}
 	for _, o := range objects {
@@ -68,7 +68,7 @@ func (f *followed) run(ctx context.Context) {
 	}
 }
 
-// write writes down how far an object is, if that is news. After an error it is written from what the object is then.
+// write writes the progress of object number i, if that is news. After an error it reads the object, so that the next write can succeed.
 func (f *followed) write(ctx context.Context, i int) error {
 	o := f.objects[i]
 	far, running := f.agent.progress(o)
@@ -82,7 +82,7 @@ func (f *followed) write(ctx context.Context, i int) error {
 		setCopied(v, metav1.ConditionFalse, v1alpha1.ReasonCopying, fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), v.Spec.Source.NodeName))
 	}
 	f.agent.summarize(ctx, o)
-	// Without the context that ends with the work: a write that is cut off may have been done, and the work has to know.
+	// Not with ctx, which ends with the work: a write that is cut off may have been done, and end has to know that.
 	writing, cancel := context.WithTimeout(context.WithoutCancel(ctx), progressEvery)
 	defer cancel()
 	err := f.agent.kube.Client.Status().Patch(writing, o, kube.LockingPatch(before))
@@ -99,12 +99,12 @@ func (f *followed) write(ctx context.Context, i int) error {
 	return err
 }
 
-// progress is how far the bytes of an object are; false if nothing is being copied or zeroed for it.
+// progress returns how far the copying or zeroing of an object's bytes is; false if none is under way.
 func (a *Agent) progress(o cluster.Object) (progress.Copy, bool) {
 	return a.progressIn(o.In(), o)
 }
 
-// progressIn is progress of what moves to a pool here.
+// progressIn is progress for an object whose bytes are copied to a given pool of this node: that of a move.
 func (a *Agent) progressIn(pool string, o cluster.Object) (progress.Copy, bool) {
 	kind := blockdev.Volume
 	if _, is := o.(*v1alpha1.Snapshot); is {

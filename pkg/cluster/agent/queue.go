@@ -24,7 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// request names what is to be made what its objects say: a volume, a snapshot or a group snapshot.
+// request names what is reconciled: a volume, a snapshot, a group snapshot, or the move of a volume or snapshot.
 type request struct{ kind, key string }
 
 const (
@@ -33,30 +33,29 @@ const (
 	aGroup    = "group"
 )
 
-// How often the agent tries again what failed.
+// When the agent tries again what failed, and how much it does at once.
 const (
 	firstRetry = 20 * time.Millisecond
 	lastRetry  = 30 * time.Second
 	busyRetry  = 20 * time.Millisecond
 	inUseRetry = time.Second
-	// conflictRetry is when what somebody else has changed is looked at again. The change itself comes earlier, unless
-	// the watch is behind: then each try before it has come is refused too.
+	// conflictRetry is for a write that had a conflict. The event of the other change comes earlier, unless the watch is behind: then each try before that
+	// fails too.
 	conflictRetry = time.Second
-	// yieldRetry is when a copy goes on that gave way to a call: the kubelet asks again
-	// within seconds.
+	// yieldRetry is for a copy that gave way to a call: the kubelet asks again within seconds.
 	yieldRetry = 5 * time.Second
-	// checkAgain is how often a volume is looked at that nothing happens to.
+	// checkAgain is how often a volume is reconciled without a change.
 	checkAgain = 5 * time.Minute
-	// workers is how many objects are worked on at once; makers is how many are made. That
-	// may take hours (a copy, zeroing), and nothing else is to wait for it.
+	// workers is how many objects are reconciled at once; makers is how many are made at once. To make one may take hours (a copy, zeroing), so the two have
+	// queues of their own.
 	workers = 16
 	makers  = 64
 )
 
-// errAwaited is of what waits for an object that is not there yet.
+// errAwaited is the error of a step that needs an object which is not there yet.
 var errAwaited = errors.New("an object is not there yet")
 
-// requestOf is the request of an object: that of its group, if it has one.
+// requestOf returns the request of an object; of a member of a group, that of the group.
 func requestOf(o client.Object) request {
 	s, ok := o.(*v1alpha1.Snapshot)
 	switch {
@@ -68,7 +67,7 @@ func requestOf(o client.Object) request {
 	return request{aSnapshot, s.Name}
 }
 
-// queue returns the queue of requests that make something, or of all others.
+// queue returns a queue of the requests of this node's objects: with makes of those that are still to be made (unmade), otherwise of all others.
 func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool) (controller.TypedController[request], error) {
 	log := klog.FromContext(ctx)
 	queue, err := controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
@@ -102,7 +101,7 @@ func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool)
 		queue.Watch(source.TypedKind(a.kube.Cache, &v1alpha1.Snapshot{}, snapshots)))
 }
 
-// unmade reports whether what a request names is still to be made.
+// unmade reports whether an object of a request is still to be made: it has no status.created, and is not to be deleted.
 func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
 	unmade := func(o cluster.Object) bool { return o.Common().Created == nil && !v1alpha1.Going(o) }
 	switch r.kind {
@@ -117,7 +116,8 @@ func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
 	return slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return unmade(&m) }), err
 }
 
-// reconcile makes what a request names what its objects say. An error is tried again later, and later each time.
+// reconcile carries out the objects that a request names. After an error that it returns, the request is tried again, later each time; for some errors it
+// returns a fixed time instead.
 func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Result, err error) {
 	ctx, end := a.traced(ctx, r)
 	defer func() { end(err) }()
@@ -151,12 +151,12 @@ func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Resu
 	return result, err
 }
 
-// countsAsFailure reports whether an error is more than that it was not the time for it.
+// countsAsFailure reports whether an error counts in the metric of failures: those that only mean "not now" do not.
 func countsAsFailure(ctx context.Context, err error) bool {
 	return err != nil && ctx.Err() == nil && !errors.Is(err, errGaveWay) && !errors.Is(err, errPoolBusy) && !errors.Is(err, errAwaited) && !errors.Is(err, errdefs.ErrBusy) && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err)
 }
 
-// objectChanged ends the making of what nobody wants any more.
+// objectChanged ends the making of an object (making) that is gone or to be deleted.
 func (a *Agent) objectChanged(o client.Object, gone bool) {
 	a.moveInUseChanged(o, gone)
 	if gone {
@@ -171,7 +171,8 @@ func (a *Agent) objectChanged(o client.Object, gone bool) {
 	}
 }
 
-// making returns a context that ends when nobody wants the object of a request any more.
+// making returns a context that objectChanged, moveChanged or snapshotMoveChanged cancels when the object of a request is not wanted any more. The caller
+// calls the function that it returns when the work has ended.
 func (a *Agent) making(ctx context.Context, r request) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	a.mu.Lock()
@@ -185,8 +186,8 @@ func (a *Agent) making(ctx context.Context, r request) (context.Context, func())
 	}
 }
 
-// stillWanted is ErrBusy if nobody wants an object any more that was read before its lock was taken:
-// then its bytes may be deleted already.
+// stillWanted returns ErrBusy if an object, by the cache, is gone, to be deleted, or another one of its name. It is called with the lock that its bytes are
+// deleted under, for an object that was read before.
 func stillWanted[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	now := o.DeepCopyObject().(T)
 	now, there, err := get(ctx, a, o.GetName(), now)

@@ -20,8 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// report writes the status of an object, if edit changes it. It fails with a conflict if
-// anybody changed the object since it was read.
+// report writes the status of an object, with its summary, if edit changes it. It fails with a conflict if the object was changed since it was read.
 func report[T cluster.Object](ctx context.Context, a *Agent, o T, edit func(T)) error {
 	before := o.DeepCopyObject().(T)
 	edit(o)
@@ -32,7 +31,8 @@ func report[T cluster.Object](ctx context.Context, a *Agent, o T, edit func(T)) 
 	return a.kube.Client.Status().Patch(ctx, o, kube.LockingPatch(before))
 }
 
-// setCondition sets a condition of an object; of its message as much as an object holds. One that says the same of a later generation stays as it is: that is no news.
+// setCondition sets a condition of an object. The message is cut to what an object may hold. A condition that says the same already stays as it is, also of
+// an earlier generation: it would be no news.
 func setCondition(conditions *[]metav1.Condition, o client.Object, kind string, status metav1.ConditionStatus, reason, message string) {
 	message = cluster.Limited(message)
 	if have := meta.FindStatusCondition(*conditions, kind); have != nil && have.Status == status && have.Reason == reason && have.Message == message {
@@ -41,7 +41,7 @@ func setCondition(conditions *[]metav1.Condition, o client.Object, kind string, 
 	meta.SetStatusCondition(conditions, metav1.Condition{Type: kind, Status: status, Reason: reason, Message: message, ObservedGeneration: o.GetGeneration()})
 }
 
-// summarize makes the summary of an object. A snapshot is of the claim of its volume, as long as that is known.
+// summarize sets the summary of an object. A snapshot has the PersistentVolumeClaim of its volume there, once that was known.
 func (a *Agent) summarize(ctx context.Context, o cluster.Object) {
 	if s, ok := o.(*v1alpha1.Snapshot); ok && s.Status.Summary.Claim == "" {
 		source := &v1alpha1.Volume{}
@@ -52,8 +52,8 @@ func (a *Agent) summarize(ctx context.Context, o cluster.Object) {
 	cluster.Summarize(o)
 }
 
-// setHealth writes down what is wrong with an object: all of it in health, and the worst as a condition. Once nothing is, the
-// condition says that something was.
+// setHealth sets the health of an object to its problems, and the condition Healthy to the worst of them. When there are none any more, the condition says
+// what was (setWell).
 func setHealth(conditions *[]metav1.Condition, health *[]v1alpha1.Problem, o client.Object, problems []blockdev.Problem) {
 	*health = cluster.FromProblems(problems, *health)
 	if len(*health) == 0 {
@@ -67,24 +67,23 @@ func setHealth(conditions *[]metav1.Condition, health *[]v1alpha1.Problem, o cli
 	setCondition(conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, (*health)[0].Reason, strings.Join(messages, "; "))
 }
 
-// setWell makes a condition True: for this reason, unless it was False before. That it was stays written down.
+// setWell makes a condition True with a reason. If it was False, the reason is Recovered, and the message names the former reason; both stay from then on.
 func setWell(conditions *[]metav1.Condition, o client.Object, kind, reason, message string) {
 	if have := meta.FindStatusCondition(*conditions, kind); have != nil {
 		if have.Status == metav1.ConditionTrue {
-			return // the generation that it is about does not matter
+			return // a new observedGeneration alone is worth no write
 		}
 		reason, message = v1alpha1.Recovered, message+" any more; what was: "+have.Reason
 	}
 	setCondition(conditions, o, kind, metav1.ConditionTrue, reason, message)
 }
 
-// refuse writes down that the node cannot do what the spec says. Errors that may pass are
-// returned, to be tried again.
+// refuse writes the error of what a spec asks for as the node's final answer (status.failure). A transient error is returned instead, to be tried again.
 func refuse[T cluster.Object](ctx context.Context, a *Agent, o T, err error) error {
 	return refuseRest(ctx, a, o, err, func(T) {})
 }
 
-// refuseRest is refuse of what is left of a change; done writes down what is carried out of it.
+// refuseRest is refuse for a change of which a part was carried out: done sets that part in the status.
 func refuseRest[T cluster.Object](ctx context.Context, a *Agent, o T, err error, done func(T)) error {
 	if isTransient(err) {
 		return err
@@ -108,7 +107,7 @@ func refuseRest[T cluster.Object](ctx context.Context, a *Agent, o T, err error,
 	})
 }
 
-// transient are errors after which the node tries again by itself, without telling.
+// transient are the errors after which the node tries again by itself, and writes nothing.
 var transient = []error{context.Canceled, errdefs.ErrBusy, errdefs.ErrUnavailable,
 	syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE, syscall.EAGAIN}
 
