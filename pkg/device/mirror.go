@@ -146,7 +146,7 @@ func flushes(seat *dm.Device, to blockdev.Device) error {
 
 // sectorOf returns the logical sector of a device, in bytes.
 func sectorOf(d blockdev.Device) (string, error) {
-	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(d.Number) + "/queue/logical_block_size")
+	text, err := os.ReadFile(dm.Sysfs(d.Number) + "/queue/logical_block_size")
 	if err != nil {
 		return "", fmt.Errorf("sectors of %s: %w", d.Path, errdefs.FromErrno(err))
 	}

@@ -220,7 +220,7 @@ func (s Stack) Open() (bool, error) {
 
 // present reports whether the kernel still has a device; what a process holds open may be gone for all others.
 func present(number uint64) bool {
-	_, err := os.Stat("/sys/dev/block/" + dm.Number(number))
+	_, err := os.Stat(dm.Sysfs(number))
 	return !errors.Is(err, os.ErrNotExist)
 }
 

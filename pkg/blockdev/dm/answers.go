@@ -42,7 +42,7 @@ func answered(name string) {
 // Documentation/block/stat.rst.
 func underWay(device uint64) (now, ended int64) {
 	var reads, writes int64
-	text, err := os.ReadFile(sysfs(device) + "/inflight")
+	text, err := os.ReadFile(Sysfs(device) + "/inflight")
 	if err != nil {
 		return 0, 0
 	}
@@ -50,7 +50,7 @@ func underWay(device uint64) (now, ended int64) {
 		return 0, 0
 	}
 	for _, field := range []int{0, 4, 11, 15} { // reads, writes, discards, flushes
-		if count, err := counted(sysfs(device), field); err == nil { // older kernels count fewer
+		if count, err := counted(Sysfs(device), field); err == nil { // older kernels count fewer
 			ended += count
 		}
 	}

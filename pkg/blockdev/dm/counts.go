@@ -45,7 +45,7 @@ const iostats = "/queue/iostats"
 // countedBy returns the directories in sysfs of the disks that count the I/O of a device: its own, and, of an NVMe namespace with several paths, those of the
 // paths. Linux counts the I/O of such a namespace itself only since 6.2. None for a device that is gone.
 func countedBy(number uint64) ([]string, error) {
-	disk, err := filepath.EvalSymlinks(sysfs(number))
+	disk, err := filepath.EvalSymlinks(Sysfs(number))
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, nil
 	}
@@ -84,9 +84,6 @@ func (c *counters) reads() ([]int64, error) {
 	}
 	return all, nil
 }
-
-// sysfs is the directory of a device there.
-func sysfs(device uint64) string { return "/sys/dev/block/" + Number(device) }
 
 // counted returns a field of the kernel's statistics of a disk, by its directory in sysfs: Documentation/block/stat.rst.
 func counted(disk string, field int) (count int64, err error) {

@@ -309,6 +309,9 @@ func Number(device uint64) string {
 	return fmt.Sprintf("%d:%d", unix.Major(device), unix.Minor(device))
 }
 
+// Sysfs returns the directory of a block device in sysfs: sysfs-block of Documentation/ABI.
+func Sysfs(device uint64) string { return "/sys/dev/block/" + Number(device) }
+
 // Show makes a device that shows the first size bytes of another one, and passes no ioctls down. If a device of that name is there, it gets that table,
 // also while it is in use; its UUID stays as it is.
 func Show(name, uuid string, under uint64, size int64, readOnly bool) error {

@@ -108,13 +108,13 @@ func ReadFrom(d *Device, at int64, legs []Leg) (from uint64, err error) {
 
 // Written returns how many bytes were written to the device since it was made, as far as the kernel counts that (queue/iostats).
 func (d Device) Written() (int64, error) {
-	sectors, err := counted(sysfs(d.Number), 6)
+	sectors, err := counted(Sysfs(d.Number), 6)
 	return sectors * sector, err
 }
 
 // Flushed reports whether the kernel passes flushes on to a device, by its number. It does not if the device says that it has no volatile cache. True if
 // the kernel does not tell.
 func Flushed(device uint64) bool {
-	text, _ := os.ReadFile(sysfs(device) + "/queue/write_cache")
+	text, _ := os.ReadFile(Sysfs(device) + "/queue/write_cache")
 	return strings.TrimSpace(string(text)) != "write through"
 }

@@ -308,13 +308,13 @@ func tableOf(name string) (t table, err error) {
 
 // pathOf returns the path of a block device.
 func pathOf(number uint64) (string, error) {
-	path, err := os.Readlink("/sys/dev/block/" + dm.Number(number))
+	path, err := os.Readlink(dm.Sysfs(number))
 	return "/dev/" + filepath.Base(path), errdefs.FromErrno(err)
 }
 
 // sizeOf returns the size of a block device, in bytes.
 func sizeOf(number uint64) (int64, error) {
-	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(number) + "/size")
+	text, err := os.ReadFile(dm.Sysfs(number) + "/size")
 	if err != nil {
 		return 0, errdefs.FromErrno(err)
 	}

@@ -373,7 +373,7 @@ func nodesBelow(name string) (forget func() error, err error) {
 	}
 	below, err := dm.Below(name)
 	for _, number := range below {
-		text, failure := os.ReadFile("/sys/dev/block/" + dm.Number(number) + "/dm/name")
+		text, failure := os.ReadFile(dm.Sysfs(number) + "/dm/name")
 		if errors.Is(failure, os.ErrNotExist) { // no device of the device mapper
 			continue
 		}

@@ -139,7 +139,7 @@ func Flush(leg uint64) error {
 
 // openNumber opens a block device by its number, for reads past the page cache. errdefs.ErrUnavailable if the device's node is another one's.
 func openNumber(number uint64) (*os.File, error) {
-	name, err := os.Readlink("/sys/dev/block/" + dm.Number(number))
+	name, err := os.Readlink(dm.Sysfs(number))
 	if err != nil {
 		return nil, fmt.Errorf("leg %s: %w", dm.Number(number), errdefs.FromErrno(err))
 	}

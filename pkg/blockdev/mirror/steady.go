@@ -15,7 +15,7 @@ import (
 // kept from it. Kernels before 5.10 have no such setting.
 func requireStableWrites(legs []uint64) error {
 	for _, leg := range legs {
-		err := os.WriteFile("/sys/dev/block/"+dm.Number(leg)+"/queue/stable_writes", []byte("1"), 0)
+		err := os.WriteFile(dm.Sysfs(leg)+"/queue/stable_writes", []byte("1"), 0)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("have leg %s keep what is being written as it is: %w", dm.Number(leg), errdefs.FromErrno(err))
 		}
