@@ -18,10 +18,21 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // ErrDefinitions: the API server dropped a field that it does not know.
 var ErrDefinitions = fmt.Errorf("%w: the definitions of ashlar.dev in this cluster are older than this driver: apply those of its version (deploy/kubernetes/crds)", errdefs.ErrUnavailable)
+
+// Leaving returns ErrUnavailable for a volume or snapshot that has moved, and whose bytes its old node still has: deleted now, it would leave them there
+// without an object. The move is that of its object.
+func Leaving(kind string, id volume.ID, move *v1alpha1.Move) error {
+	if move == nil || !move.Left {
+		return nil
+	}
+	return fmt.Errorf("%w: delete %s %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
+		errdefs.ErrUnavailable, kind, id, move.Node)
+}
 
 // IntendDeletion writes down that the bytes of an object may go, that nobody has claimed it, and that it moves nowhere. With
 // unchanged it fails with a conflict if anybody changed the object since it was read; a conflict

@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -14,7 +13,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
-	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -145,29 +143,16 @@ func SetLegs(r *v1alpha1.ReplicatedVolume, copied bool) {
 	SummarizeLegs(r)
 }
 
-// Leaving returns ErrUnavailable for a volume that has moved, and whose bytes its old node still has: deleted now, it would leave them there without an object.
-func Leaving(v *v1alpha1.Volume) error {
-	if m := v.Spec.Move; m == nil || !m.Left {
-		return nil
-	}
-	return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
-		errdefs.ErrUnavailable, VolumeID(v), v.Spec.Move.Node)
-}
-
 // RemoveLeg writes down that a leg may be deleted, and that nobody has it; nil if it is not there. ErrUnavailable while its old node has its bytes (Leaving).
 // Its volume is to be deleted, or does not have it any more, by the API server's own word after the leg was read: else it may be a leg of another volume of
 // the name, which is made when this one is gone.
-func RemoveLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (v *v1alpha1.Volume, err error) {
+func RemoveLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
 	for {
-		v, err = removeLeg(ctx, c, r, name)
+		v, err := removeLeg(ctx, c, r, name)
 		if !apierrors.IsConflict(err) { // the change may be a move
-			break
+			return v, err
 		}
 	}
-	if errors.Is(err, errdefs.ErrUnavailable) {
-		return nil, err
-	}
-	return v, kube.APIError("delete leg "+name, client.IgnoreNotFound(err))
 }
 
 func removeLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
@@ -176,17 +161,17 @@ func removeLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVol
 	if err == nil {
 		err = c.Live.Get(ctx, client.ObjectKey{Name: r.Name}, now)
 	}
-	if err != nil || v.Spec.ReplicaOf != r.Name || now.UID != r.UID || !now.Deleting() && slices.Contains(now.Spec.Legs, name) {
-		return nil, err // or another one of its name
+	if err == nil && (v.Spec.ReplicaOf != r.Name || now.UID != r.UID || !now.Deleting() && slices.Contains(now.Spec.Legs, name)) {
+		return nil, nil // or another one of its name
 	}
-	if v.Deleting() {
-		return v, nil
+	if err == nil && !v.Deleting() {
+		if err := Leaving("volume", VolumeID(v), v.Spec.Move); err != nil {
+			return nil, err
+		}
+		err = IntendDeletion(ctx, c.Client, v, true)
 	}
-	if err := Leaving(v); err != nil {
-		return nil, err
-	}
-	if err := IntendDeletion(ctx, c.Client, v, true); err != nil {
-		return nil, err
+	if err != nil {
+		return nil, kube.APIError("delete leg "+name, client.IgnoreNotFound(err))
 	}
 	return v, nil
 }

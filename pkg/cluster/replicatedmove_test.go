@@ -17,7 +17,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // legMovesTo asks for a leg to move to a node; empty: not any more.
@@ -101,12 +103,14 @@ func TestReplicaMovesUsed(t *testing.T) {
 	}
 }
 
-// TestReplicaMovesAtRest: a leg whose volume nobody uses is moved with its bytes, stays the leg that it is, and is as current as before; never to where another leg of its volume is. Who claims the volume while it is copied gets another one.
-func TestReplicaMovesAtRest(t *testing.T) {
+// legsAtRest has a volume with legs on the first two of three nodes, which nobody uses.
+func legsAtRest(t *testing.T) (w *environment, v volume.Volume, s *store.Store, a, b, c *machine) {
+	t.Helper()
 	drivertest.NeedRoot(t)
 	w, network := newEnvironment(t), &remotetest.Network{}
-	a, b, c := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network}), w.begin(&machine{name: "node-3", ported: true, network: network})
-	s := w.calling(a)
+	begin := func(name string) *machine { return w.begin(&machine{name: name, ported: true, network: network}) }
+	a, b, c = begin("node-1"), begin("node-2"), begin("node-3")
+	s = w.calling(a)
 	w.pooled(s, b)
 	w.pooled(s, c)
 	w.cordoned(c.name, true)
@@ -114,6 +118,12 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	v, err := s.Create(w.ctx, replicas("v", 2, a.name))
 	check.OK(t, err)
 	w.cordoned(c.name, false)
+	return w, v, s, a, b, c
+}
+
+// TestReplicaMovesAtRest: a leg whose volume nobody uses is moved with its bytes, stays the leg that it is, and is as current as before; never to where another leg of its volume is. Who claims the volume while it is copied gets another one.
+func TestReplicaMovesAtRest(t *testing.T) {
+	w, v, s, a, b, c := legsAtRest(t)
 	first, second := w.legsOf("v")[0], w.legsOf("v")[1]
 	w.write(a, legID(first), 0)
 	want := w.content(a, legID(first))
@@ -147,17 +157,7 @@ func TestReplicaMovesAtRest(t *testing.T) {
 
 // TestReplicaDeletedAsItLeft: a volume of which a leg has moved, and the old node still has its bytes, is deleted once that node has given them back: else they would stay there.
 func TestReplicaDeletedAsItLeft(t *testing.T) {
-	drivertest.NeedRoot(t)
-	w, network := newEnvironment(t), &remotetest.Network{}
-	a, b, c := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network}), w.begin(&machine{name: "node-3", ported: true, network: network})
-	s := w.calling(b)
-	w.pooled(s, a)
-	w.pooled(s, c)
-	w.cordoned(c.name, true)
-	w.places(s, "", map[string]string{a.name: a.name, b.name: b.name})
-	v, err := s.Create(w.ctx, replicas("v", 2, a.name))
-	check.OK(t, err)
-	w.cordoned(c.name, false)
+	w, v, s, a, b, c := legsAtRest(t)
 	leg := w.legsOf("v")[0]
 	now := func() *v1alpha1.Volume {
 		v := &v1alpha1.Volume{}

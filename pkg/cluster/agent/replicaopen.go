@@ -227,7 +227,8 @@ func (l *ReplicaLegs) noteBoot(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	})
 }
 
-// errLaterClaim: a leg was opened by a claim of which the object of its volume knows nothing. The object is read before the leg, so it was restored.
+// errLaterClaim: a leg was opened by a later claim than the object of its volume has, as that was read before. The object was restored, or another node has
+// claimed the volume since; what is written into the object then is refused, as it has changed.
 var errLaterClaim = errors.New("the object was put back to what it was before")
 
 // attach attaches a leg, and checks that it is one of the volume, was opened by no later claim (errLaterClaim), and is large enough. An error comes with what

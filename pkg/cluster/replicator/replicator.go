@@ -367,7 +367,7 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current {
 			continue
 		}
-		if v := legs[name]; v != nil && cluster.Leaving(v) != nil {
+		if v := legs[name]; v != nil && v.Spec.Move != nil && v.Spec.Move.Left {
 			continue // an event tells when its old node has given the bytes back
 		}
 		v, failure := cluster.RemoveLeg(ctx, p.kube, r, name)

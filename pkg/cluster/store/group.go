@@ -303,7 +303,7 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 	for behind := true; err == nil && behind; {
 		for i := range members {
 			if m := &members[i]; !m.Deleting() {
-				err = errors.Join(err, cleared(m), s.notCopied(ctx, cluster.SnapshotID(m)))
+				err = errors.Join(err, cluster.Leaving("snapshot", cluster.SnapshotID(m), m.Spec.Move), s.notCopied(ctx, cluster.SnapshotID(m)))
 			}
 		}
 		if err != nil {

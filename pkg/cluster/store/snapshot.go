@@ -141,7 +141,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		if have.Deleting() {
 			return nil
 		}
-		if err := cleared(have); err != nil {
+		if err := cluster.Leaving("snapshot", id, have.Spec.Move); err != nil {
 			if !live {
 				return errStale // the old node may have given the bytes back since
 			}
@@ -149,15 +149,6 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		}
 		return s.notCopied(ctx, id)
 	})
-}
-
-// cleared returns ErrUnavailable for a snapshot that has moved and whose bytes its old node still has: it cannot be deleted yet.
-func cleared(s *v1alpha1.Snapshot) error {
-	if m := s.Spec.Move; m != nil && m.Left {
-		return fmt.Errorf("%w: delete snapshot %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
-			errdefs.ErrUnavailable, cluster.SnapshotID(s), m.Node)
-	}
-	return nil
 }
 
 // GetSnapshot: see volume.Store. A member of a group is there if the group is whole.

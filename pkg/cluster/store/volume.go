@@ -295,7 +295,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		case !live && v.IsUsed():
 			return errStale // it may have been released since
 		case len(claimants) == 0:
-			if err := cluster.Leaving(v); err != nil {
+			if err := cluster.Leaving("volume", id, v.Spec.Move); err != nil {
 				return err
 			}
 			if err := s.notGiven(ctx, v); err != nil {
