@@ -229,7 +229,7 @@ func (m *mirrorReconciler) joinLeg(ctx context.Context, now *mirrorView, name st
 	return m.withLegs(ctx, v, append(now.names(), name), func(legs map[string]volume.ID) error {
 		leg, err := m.attach(ctx, v, legs[name])
 		if errors.Is(err, errLaterClaim) {
-			return cmp.Or(isAhead(v, leg), err)
+			return m.whyLater(ctx, v, cmp.Or(isAhead(v, leg), err))
 		}
 		if err != nil {
 			return err

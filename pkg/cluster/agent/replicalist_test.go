@@ -66,6 +66,51 @@ func TestRestoredBeforeClaims(t *testing.T) {
 	}
 }
 
+// TestRestoredBeforeClaimsAndCutShort: as TestRestoredBeforeClaims; the first to open its legs after their claims were counted on gets no further than to their
+// records. The next one is not misled by what those say then.
+func TestRestoredBeforeClaimsAndCutShort(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	before := f.v.DeepCopy()
+	f.leaves("a")
+	check.OK(t, f.opens(3))
+	f.v = before
+	if err := f.opens(2); !errors.Is(err, errdefs.ErrUnavailable) {
+		t.Fatalf("it is used: %v, %v", f.v.Current(), err)
+	}
+	cut := errors.New("cut short")
+	f.patches = func() error { return cut }
+	for _, generation := range []int64{4, 5} {
+		if err := f.opens(generation); !errors.Is(err, cut) || f.state("a").Opened != generation {
+			t.Fatalf("%v; the record says %+v", err, f.state("a"))
+		}
+	}
+	f.patches = func() error { return nil }
+	check.OK(t, f.opens(6))
+	if now := f.v.Current(); !slices.Equal(now, []string{"b"}) {
+		t.Errorf("%v are current", now)
+	}
+}
+
+// TestClaimedAnewMeanwhile: a volume is claimed anew, and its legs are opened for that, between the reads of its object and of its legs. That is no object that was put back.
+func TestClaimedAnewMeanwhile(t *testing.T) {
+	for _, elsewhere := range []bool{false, true} {
+		f := newObject(t, 2, "a", "b")
+		f.legs["a"].state.Opened = 3
+		f.openings = func() {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.v.Spec.Claim.Generation = 3
+			if elsewhere {
+				f.v.Spec.Claim.Node = "another"
+			}
+		}
+		err := f.opens(2)
+		if !errors.Is(err, errdefs.ErrBusy) || strings.Contains(err.Error(), "put back") || f.v.Status.Waits != "" {
+			t.Errorf("%v; it is said that %q", err, f.v.Status.Waits)
+		}
+	}
+}
+
 // TestRestoredAndNotAllThere: of the last list that a leg knows not all legs answer: one that does not may have gone on alone.
 func TestRestoredAndNotAllThere(t *testing.T) {
 	f := newObject(t, 3, "c", "b", "a")

@@ -47,6 +47,7 @@ type tended struct {
 	v  *v1alpha1.ReplicatedVolume
 	// looks is called before the object is read; begins when an era of a leg is begun, marks when its marks are asked for.
 	looks         func()
+	openings      func() // is called before a leg is opened; nil: nothing
 	begins, marks func(name string) error
 	patches       func() error                               // is called before the object is written
 	answers       func() error                               // and after it; nil: nothing
@@ -366,6 +367,9 @@ func (f tendedVolumes) Leg(ctx context.Context, id volume.ID) (volume.Leg, error
 }
 
 func (f tendedVolumes) OpenLeg(ctx context.Context, id volume.ID) (blockdev.Device, error) {
+	if f.openings != nil {
+		f.openings()
+	}
 	if f.legs[id.Key].silent {
 		<-ctx.Done()
 	}

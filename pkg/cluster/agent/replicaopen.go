@@ -55,6 +55,9 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 		}
 	}()
 	if errors.Is(failed, errLaterClaim) { // such a leg may have what those that were opened lack
+		if err := l.whyLater(ctx, v, failed); !errors.Is(err, errLaterClaim) {
+			return replicapool.Opened{}, err
+		}
 		err := errdefs.Recast(errdefs.ErrUnavailable, failed, "the replicated volume %s cannot be used", ref.Key)
 		l.reportOpenWaits(ctx, v, err)
 		return replicapool.Opened{}, err
@@ -227,9 +230,21 @@ func (l *ReplicaLegs) noteBoot(ctx context.Context, v *v1alpha1.ReplicatedVolume
 	})
 }
 
-// errLaterClaim: a leg was opened by a later claim than the object of its volume has, as that was read before. The object was restored, or another node has
-// claimed the volume since; what is written into the object then is refused, as it has changed.
+// errLaterClaim: a leg was opened by a later claim than the object of its volume has, as that was read before: see whyLater.
 var errLaterClaim = errors.New("the object was put back to what it was before")
+
+// whyLater returns later, an errLaterClaim, if the object still has the claim that v has: then it was restored. Otherwise ErrBusy: the volume was claimed
+// anew, and the leg opened for that, after v was read.
+func (l *ReplicaLegs) whyLater(ctx context.Context, v *v1alpha1.ReplicatedVolume, later error) error {
+	now, err := l.replicatedNow(ctx, v.Name)
+	if err == nil && now.Spec.Claim.Generation == v.Spec.Claim.Generation {
+		return later
+	}
+	if err == nil || errors.Is(err, errdefs.ErrPrecondition) { // it is not claimed for this node any more
+		return fmt.Errorf("%w: the replicated volume %s was claimed anew while its legs were opened for claim %d", errdefs.ErrBusy, v.Name, v.Spec.Claim.Generation)
+	}
+	return err
+}
 
 // attach attaches a leg, and checks that it is one of the volume, was opened by no later claim (errLaterClaim), and is large enough. An error comes with what
 // is known of the leg, without the device.
