@@ -13,7 +13,9 @@ kernel=${VM_KERNEL:-$("$(dirname "${BASH_SOURCE[0]}")/kernel.sh")}
 init=$1
 shift
 accel=(-accel tcg,tb-size=512)
-[ ! -w /dev/kvm ] || accel=(-accel kvm "${accel[@]}") # the second where the first does not work
+if [ -w /dev/kvm ] && grep -qwE 'vmx|svm' /proc/cpuinfo; then # KVM without the processor's help (PVM) does not run an ordinary kernel
+	accel=(-accel kvm "${accel[@]}") # the second where the first does not work
+fi
 common=trans=virtio,version=9p2000.L,msize=524288
 share=()
 [ -z "${VM_SHARE-}" ] || share=(-fsdev "local,id=share,path=$VM_SHARE,security_model=passthrough,multidevs=remap" -device virtio-9p-pci,fsdev=share,mount_tag=share)
