@@ -323,6 +323,10 @@ func (a reply) read() (rows []Row, status string, failures []string) {
 			status = line["log_message"]
 		case "error":
 			failures = append(failures, line["log_message"])
+		case "warn":
+			if strings.Contains(line["log_message"], unexpectedID) { // the error that follows speaks of free space
+				failures = append(failures, line["log_message"])
+			}
 		}
 	}
 	return rows, status, failures
@@ -343,11 +347,17 @@ var ErrParts = fmt.Errorf("%w: parts of the thin pool are up without it", errdef
 // ErrSnapshotMade is for a message to make a snapshot that lvm2 does not send, as the thin pool has made it already.
 var ErrSnapshotMade = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", errdefs.ErrUnavailable)
 
+// ErrDisagree is for a thin pool that has not noted the last change that lvm2 wrote down, and is not going to be told of it: lvm2 refuses every change.
+var ErrDisagree = fmt.Errorf("%w: lvm2 and the thin pool disagree about its last change; see docs/runbooks/thin-pool-failed.md", errdefs.ErrUnavailable)
+
 // ErrHeld is for a volume that lvm2 could not have the thin pool remove: the kernel lets go of it a moment after its device is gone.
 var ErrHeld = fmt.Errorf("%w: the thin pool still holds it", errdefs.ErrUnavailable)
 
 // ErrNoLV is for a logical volume that is not there.
 var ErrNoLV = errors.New("no such logical volume")
+
+// unexpectedID is what lvm2 warns of where it refuses a thin pool with ErrDisagree.
+const unexpectedID = "unexpected transaction id"
 
 // complaints maps lvm2's messages (lib/ of its source) to errors. The first one that is found counts.
 var complaints = []struct {
@@ -356,6 +366,8 @@ var complaints = []struct {
 }{
 	{"already contain thin device", ErrSnapshotMade},
 	{"is prohibited while", ErrParts},
+	{unexpectedID, ErrDisagree},
+	{"transaction_id is", ErrDisagree},
 	{"device or resource busy; failed to process message", ErrHeld},
 	{"manual intervention required", ErrHalfDone},
 	{"insufficient free space", errdefs.ErrNoSpace},

@@ -110,7 +110,12 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		return o, err
 	}
 	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		_, err := run(p.lvcreate(spec, made, o.tags)...)
+		release, err := p.keepActive(spec.Origin)
+		if err != nil {
+			return err
+		}
+		defer release()
+		_, err = run(p.lvcreate(spec, made, o.tags)...)
 		switch {
 		case err == nil:
 			p.countAllocated(spec.Size)
@@ -140,6 +145,28 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		}
 	}
 	return o, nil
+}
+
+// keepActive holds the device of a thin volume or snapshot open, if it has one, until release is called. A device that is to be removed when it is closed
+// must not go while lvm2 makes a snapshot: lvm2 has the thin pool make it by suspending the origin's device, and takes it for made if there is none any
+// more (_lv_suspend in lib/activate/activate.c of 2.03.16). Then the snapshot has no bytes, and lvm2 refuses every change of the thin pool (ErrDisagree).
+func (p *pool) keepActive(origin blockdev.Ref) (release func(), err error) {
+	release = func() {}
+	if p.location.Thin == "" || origin == (blockdev.Ref{}) {
+		return release, nil
+	}
+	d, err := p.base(origin)
+	if err != nil || d == nil || !d.Live {
+		return release, err
+	}
+	f, err := dm.Open(d, os.O_RDONLY)
+	if dm.Vanished(err) {
+		return release, nil
+	}
+	if err != nil {
+		return release, fmt.Errorf("hold the device of %s: %w", origin, err)
+	}
+	return func() { _ = f.Close() }, nil
 }
 
 // lvcreate returns the command that makes the logical volume of a spec; made is the size that it then has, in bytes.
