@@ -119,7 +119,9 @@ func (l *Local) unlimitGone(ctx context.Context) {
 		if unix.Major(device) != loop.Major {
 			continue
 		}
-		if _, err := os.Stat(fmt.Sprintf("/sys/dev/block/%d:%d/loop/backing_file", unix.Major(device), unix.Minor(device))); errors.Is(err, fs.ErrNotExist) {
+		name, err := os.ReadFile(fmt.Sprintf("/sys/dev/block/%d:%d/loop/backing_file", unix.Major(device), unix.Minor(device)))
+		// It is empty while the kernel takes the file away (__loop_clr_fd in drivers/block/loop.c), when the device is no longer attached.
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) || err == nil && len(name) == 0 {
 			_ = l.Unlimit(ctx, device)
 		}
 	}
