@@ -39,20 +39,27 @@ func answered(name string) {
 }
 
 // underWay returns how many requests are under way to a device, and how many have ended since it was made, as far as the kernel counts them:
-// Documentation/block/stat.rst.
+// Documentation/block/stat.rst. Of an NVMe namespace with several paths a request may count twice in both: for the path, and for the namespace.
 func underWay(device uint64) (now, ended int64) {
-	var reads, writes int64
-	text, err := os.ReadFile(Sysfs(device) + "/inflight")
+	disks, err := countedBy(device)
 	if err != nil {
 		return 0, 0
 	}
-	if _, err := fmt.Sscan(string(text), &reads, &writes); err != nil {
-		return 0, 0
-	}
-	for _, field := range []int{0, 4, 11, 15} { // reads, writes, discards, flushes
-		if count, err := counted(Sysfs(device), field); err == nil { // older kernels count fewer
-			ended += count
+	for _, disk := range disks {
+		var reads, writes int64
+		text, err := os.ReadFile(disk + "/inflight")
+		if err == nil {
+			_, err = fmt.Sscan(string(text), &reads, &writes)
+		}
+		if err != nil {
+			continue
+		}
+		now += reads + writes
+		for _, field := range []int{0, 4, 11, 15} { // reads, writes, discards, flushes
+			if count, err := counted(disk, field); err == nil { // older kernels count fewer
+				ended += count
+			}
 		}
 	}
-	return reads + writes, ended
+	return now, ended
 }

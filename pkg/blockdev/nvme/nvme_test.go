@@ -572,8 +572,7 @@ func TestReadFrom(t *testing.T) {
 	t.Cleanup(func() { _, err := dm.Remove(name); check.OK(t, err) })
 	check.OK(t, dm.Make(name, name, []dm.Line{{Length: 16 * mib, Kind: "mirror",
 		Text: fmt.Sprintf("core 2 1024 nosync 2 %s 0 %s 0 1 handle_errors", dm.Number(legs[0].Device), dm.Number(legs[1].Device))}}))
-	mirror, err := dm.Find(name)
-	check.OK(t, err)
+	mirror := found(t, name)
 	switches, err := filepath.Glob("/sys/block/nvme*/queue/iostats")
 	check.OK(t, err)
 	for _, counting := range []string{"1\n", "0\n"} {
@@ -589,6 +588,52 @@ func TestReadFrom(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestHoldWaits: what waits for an answer of a home is waited for before a mirror is suspended, not while the kernel suspends it, also where that does not
+// count the requests of the device itself (with multipath, before Linux 6.2).
+func TestHoldWaits(t *testing.T) {
+	home(t)
+	const name, below = "ashlar-test-hold", "ashlar-test-hold-disk"
+	var disk, other, leg unix.Stat_t
+	check.OK(t, errors.Join(unix.Stat(drivertest.Disk(t, 16*mib), &disk), unix.Stat(drivertest.Disk(t, 16*mib), &other)))
+	check.OK(t, dm.Make(below, below, []dm.Line{{Length: 16 * mib, Kind: "linear", Text: dm.Number(disk.Rdev) + " 0"}}))
+	t.Cleanup(func() { _, err := dm.Remove(below); check.OK(t, err) })
+	file, err := dm.Open(found(t, below), os.O_RDONLY) // it makes the node
+	check.OK(t, err)
+	check.OK(t, file.Close())
+	_, c := exported(t, 1, file.Name())
+	check.OK(t, unix.Stat(connect(t, c).Path, &leg))
+	check.OK(t, dm.Make(name, name, []dm.Line{{Length: 16 * mib, Kind: "mirror", Text: fmt.Sprintf("core 2 1024 nosync 2 %s 0 %s 0 1 handle_errors", dm.Number(leg.Rdev), dm.Number(other.Rdev))}}))
+	t.Cleanup(func() { _, err := dm.Remove(name); check.OK(t, err) })
+	mirror, err := dm.Open(found(t, name), os.O_WRONLY|unix.O_SYNC)
+	check.OK(t, err)
+
+	check.OK(t, dm.Suspend(below))
+	written, suspended := make(chan error, 1), make(chan error, 1)
+	go func() { _, err := mirror.WriteAt(make([]byte, 4096), 0); written <- errors.Join(err, mirror.Close()) }()
+	time.Sleep(500 * time.Millisecond) // it is under way
+	go func() { suspended <- dm.Hold(name) }()
+	time.Sleep(500 * time.Millisecond)
+	calls, err := filepath.Glob("/proc/self/task/*/syscall")
+	check.OK(t, err)
+	for _, path := range calls {
+		if text, _ := os.ReadFile(path); strings.Contains(string(text), " 0xc138fd06 ") { // DM_DEV_SUSPEND
+			t.Errorf("the kernel is asked to suspend it while a write is under way: %s", text)
+		}
+	}
+	check.OK(t, dm.Resume(below, 0))
+	check.OK(t, <-suspended)
+	check.OK(t, dm.Resume(name, 0))
+	check.OK(t, <-written)
+}
+
+// found returns a device of the device mapper by its name.
+func found(t *testing.T, name string) *dm.Device {
+	t.Helper()
+	d, err := dm.Find(name)
+	check.OK(t, err)
+	return d
 }
 
 // TestMoves: a home starts its driver with another address. Users of what it exports do not notice, also when they have to connect again.
