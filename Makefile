@@ -70,7 +70,7 @@ test-models:
 	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
 
 # Two at once, as each machine has one processor; those that take longest come first. But test-machines has two, and all that it has beside them.
-VMS = test-lvm-driver test-any test-lvm-pools test-kernel
+VMS = test-lvm-pools test-lvm-driver test-any test-kernel
 .PHONY: test-vms timed-test-machines $(VMS:%=timed-%)
 test-vms: # Run what needs a virtual machine
 	@hack/install-tools.sh lvm
