@@ -233,8 +233,8 @@ func (l *ReplicaLegs) noteBoot(ctx context.Context, v *v1alpha1.ReplicatedVolume
 // errLaterClaim: a leg was opened by a later claim than the object of its volume has, as that was read before: see whyLater.
 var errLaterClaim = errors.New("the object was put back to what it was before")
 
-// whyLater returns later, an errLaterClaim, if the object still has the claim that v has: then it was restored. Otherwise ErrBusy: the volume was claimed
-// anew, and the leg opened for that, after v was read.
+// whyLater tells the two reasons of errLaterClaim apart. If the object still has the claim that v has, it was restored: then it returns later, the error for
+// that. Otherwise ErrBusy: the volume was claimed anew, and the leg opened for that, after v was read. Or an error of the API server.
 func (l *ReplicaLegs) whyLater(ctx context.Context, v *v1alpha1.ReplicatedVolume, later error) error {
 	now, err := l.replicatedNow(ctx, v.Name)
 	if err == nil && now.Spec.Claim.Generation == v.Spec.Claim.Generation {
