@@ -590,6 +590,36 @@ func TestReadFrom(t *testing.T) {
 	}
 }
 
+// TestDisconnectAtOnce: both sides end a connection at once, the home a moment after it has taken the namespace away. The kernel's farewell to a home that does
+// not answer any more would take a minute.
+func TestDisconnectAtOnce(t *testing.T) {
+	home(t)
+	for round := range 12 {
+		e, c := exported(t, 1, drivertest.Disk(t, 16*mib))
+		connect(t, c)
+		ended := make(chan struct{})
+		cmd, out := order{Remove: e.NQN}.command(t)
+		go func() {
+			defer close(ended)
+			if err := cmd.Run(); err != nil {
+				t.Errorf("the home: %v: %s", err, out)
+			}
+		}()
+		for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+			if found, _ := filepath.Glob("/sys/class/nvme/*/nvme*n*"); len(found) == 0 {
+				break
+			}
+		}
+		time.Sleep(time.Duration(170+10*round) * time.Millisecond)
+		began := time.Now()
+		check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+		if took := time.Since(began); took > 20*time.Second {
+			t.Errorf("round %d: disconnected in %s", round, took.Round(time.Millisecond))
+		}
+		<-ended
+	}
+}
+
 // TestHoldWaits: what waits for an answer of a home is waited for before a mirror is suspended, not while the kernel suspends it, also where that does not
 // count the requests of the device itself (with multipath, before Linux 6.2).
 func TestHoldWaits(t *testing.T) {

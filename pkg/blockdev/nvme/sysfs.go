@@ -35,13 +35,25 @@ func attributeOf(folder, attribute string) string {
 	return strings.TrimSpace(string(value))
 }
 
+// farewell bounds the wait for a target that has removed its namespace, and so is about to end the connection (nvmet's grace is a part of it).
+const farewell = time.Second
+
 // end has the kernel end a controller, and waits for it. It does nothing to one that is ending already, which has no such attribute any more.
+//
+// The kernel first tells the target, and waits for the answer for a minute (nvme_core.admin_timeout), also if the connection ends meanwhile. So a target
+// that is away, or is about to end the connection, is waited for until the kernel knows.
 func (c controller) end(ctx context.Context) error {
-	if c.get("state") == live && c.ask() != nil {
-		for deadline := time.Now().Add(2 * keepAlive * time.Second); c.get("state") == live && time.Now().Before(deadline); {
-			if err := wait(ctx); err != nil {
-				return err
-			}
+	var patience time.Duration
+	switch {
+	case c.get("state") != live:
+	case c.ask() != nil:
+		patience = 2 * keepAlive * time.Second
+	case c.namespace() == "":
+		patience = farewell
+	}
+	for deadline := time.Now().Add(patience); c.get("state") == live && time.Now().Before(deadline); {
+		if err := wait(ctx); err != nil {
+			return err
 		}
 	}
 	err := write(filepath.Join(string(c), "delete_controller"), "1")
