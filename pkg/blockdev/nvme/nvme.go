@@ -40,6 +40,9 @@ const (
 // pause is the time between two looks at what the kernel finishes only after it has answered.
 const pause = 10 * time.Millisecond
 
+// nodeTime is how long devtmpfs has to make a node; the kernel shows a device in sysfs a moment before (device_add).
+const nodeTime = 100 * time.Millisecond
+
 // patience is how long Connect waits for the device of a target that answers.
 const patience = 15 * time.Second
 
@@ -316,15 +319,23 @@ func wait(ctx context.Context) error {
 	}
 }
 
-// node makes the node of a device where no devtmpfs keeps /dev. errdefs.ErrUnavailable if something else is there.
+// node makes the node of a device where no devtmpfs keeps /dev. devtmpfs gets a moment for it, as it never removes a node that it did not make. Such a node,
+// of an earlier device of the name, is replaced. errdefs.ErrUnavailable if something that is no block device is there.
 func node(d Device) error {
 	var st unix.Stat_t
 	err := unix.Stat(d.Path, &st)
-	if err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK && st.Rdev == d.Number {
-		return nil
+	for end := time.Now().Add(nodeTime); errors.Is(err, unix.ENOENT) && time.Now().Before(end); err = unix.Stat(d.Path, &st) {
+		time.Sleep(pause)
 	}
-	if err == nil {
-		return fmt.Errorf("%w: %s is not the device %d:%d", errdefs.ErrUnavailable, d.Path, unix.Major(d.Number), unix.Minor(d.Number))
+	switch {
+	case err == nil && st.Mode&unix.S_IFMT != unix.S_IFBLK:
+		return fmt.Errorf("%w: %s is not the device %d:%d; remove or rename it", errdefs.ErrUnavailable, d.Path, unix.Major(d.Number), unix.Minor(d.Number))
+	case err == nil && st.Rdev == d.Number:
+		return nil
+	case err == nil:
+		if err := unix.Unlink(d.Path); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("remove the node %s of an earlier device: %w", d.Path, errdefs.FromErrno(err))
+		}
 	}
 	if err := unix.Mknod(d.Path, unix.S_IFBLK|0o660, int(d.Number)); err != nil && !errors.Is(err, unix.EEXIST) {
 		return fmt.Errorf("mknod %s: %w", d.Path, errdefs.FromErrno(err))

@@ -620,6 +620,33 @@ func TestDisconnectAtOnce(t *testing.T) {
 	}
 }
 
+// TestEarlierNode: a node of an earlier device stayed, which devtmpfs had not made. A device of that name is used by its own number; a file that is no node
+// is left alone.
+func TestEarlierNode(t *testing.T) {
+	home(t)
+	e, c := exported(t, 1, drivertest.Disk(t, 16*mib))
+	path := connect(t, c).Path
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+	t.Cleanup(func() { _ = os.Remove(path) })
+	for what, makes := range map[string]func() error{
+		"node": func() error { return unix.Mknod(path, unix.S_IFBLK|0o660, int(unix.Mkdev(259, 1<<19))) },
+		"file": func() error { return os.WriteFile(path, nil, 0o600) },
+	} {
+		check.OK(t, makes())
+		device, err := nvme.Connect(t.Context(), c)
+		var st unix.Stat_t
+		check.OK(t, unix.Stat(path, &st))
+		switch {
+		case what == "file" && (!errors.Is(err, errdefs.ErrUnavailable) || st.Mode&unix.S_IFMT != unix.S_IFREG):
+			t.Errorf("beside a file: %v; its mode is %o", err, st.Mode)
+		case what == "node" && (err != nil || device.Path != path || st.Rdev != device.Number):
+			t.Errorf("%v; the device %+v has the node %s of %s", err, device, path, dm.Number(st.Rdev))
+		}
+		check.OK(t, nvme.Disconnect(t.Context(), e.NQN))
+		check.OK(t, os.RemoveAll(path))
+	}
+}
+
 // TestHoldWaits: what waits for an answer of a home is waited for before a mirror is suspended, not while the kernel suspends it, also where that does not
 // count the requests of the device itself (with multipath, before Linux 6.2).
 func TestHoldWaits(t *testing.T) {
