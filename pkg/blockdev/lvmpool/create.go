@@ -110,12 +110,11 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		return o, err
 	}
 	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		release, err := p.keepActive(spec.Origin)
-		if err != nil {
-			return err
+		var snapshotOf blockdev.Ref
+		if p.location.Thin != "" {
+			snapshotOf = spec.Origin
 		}
-		defer release()
-		_, err = run(p.lvcreate(spec, made, o.tags)...)
+		err := p.runHolding(run, snapshotOf, p.lvcreate(spec, made, o.tags)...)
 		switch {
 		case err == nil:
 			p.countAllocated(spec.Size)
@@ -147,26 +146,27 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 	return o, nil
 }
 
-// keepActive holds the device of a thin volume or snapshot open, if it has one, until release is called. A device that is to be removed when it is closed
-// must not go while lvm2 makes a snapshot: lvm2 has the thin pool make it by suspending the origin's device, and takes it for made if there is none any
-// more (_lv_suspend in lib/activate/activate.c of 2.03.16). Then the snapshot has no bytes, and lvm2 refuses every change of the thin pool (ErrDisagree).
-func (p *pool) keepActive(origin blockdev.Ref) (release func(), err error) {
-	release = func() {}
-	if p.location.Thin == "" || origin == (blockdev.Ref{}) {
-		return release, nil
+// runHolding runs a command that suspends the device of an object, if it has one, and holds that open meanwhile; the zero Ref: none. A device goes with its
+// last user, at any time, and lvm2 does not expect that: it may be unable to go on, with the thin pool suspended; and it has a thin pool make a snapshot by
+// suspending the origin's device, and takes it for made if there is none any more (_lv_suspend in lib/activate/activate.c of 2.03.16). Then the snapshot has
+// no bytes, and lvm2 refuses every change of the thin pool (ErrDisagree). The caller has the turn.
+func (p *pool) runHolding(run lvm2.Run, ref blockdev.Ref, command ...string) error {
+	if ref != (blockdev.Ref{}) {
+		base, err := p.own(p.device(ref.String()))
+		if err != nil {
+			return err
+		}
+		if base != nil && base.Live {
+			held, err := dm.Open(base, os.O_RDONLY)
+			if err == nil {
+				defer held.Close()
+			} else if !dm.Vanished(err) {
+				return err
+			}
+		}
 	}
-	d, err := p.base(origin)
-	if err != nil || d == nil || !d.Live {
-		return release, err
-	}
-	f, err := dm.Open(d, os.O_RDONLY)
-	if dm.Vanished(err) {
-		return release, nil
-	}
-	if err != nil {
-		return release, fmt.Errorf("hold the device of %s: %w", origin, err)
-	}
-	return func() { _ = f.Close() }, nil
+	_, err := run(command...)
+	return err
 }
 
 // lvcreate returns the command that makes the logical volume of a spec; made is the size that it then has, in bytes.
@@ -254,22 +254,9 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	return nil
 }
 
-// extend makes a logical volume larger, by the extents where, or by any. Its device is held open meanwhile: if it went with its last user, lvm2 would find
-// that out with the thin pool suspended, and could not go on. The caller has the turn.
+// extend makes a logical volume larger, by the extents where, or by any. The caller has the turn.
 func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, where ...string) error {
-	base, err := p.own(p.device(ref.String()))
-	if err != nil {
-		return err
-	}
-	if base != nil && base.Live {
-		held, err := dm.Open(base, os.O_RDONLY)
-		if err == nil {
-			defer held.Close()
-		} else if !dm.Vanished(err) {
-			return err
-		}
-	}
-	_, err = run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+	err := p.runHolding(run, ref, append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
 	if err == nil {
 		p.Mu.Lock()
 		o.size = size
@@ -347,7 +334,7 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 	name := cutPrefix + spec.Ref.String()
 	o.cut = time.Now().UTC()
 	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		_, err := run("lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
+		err := p.runHolding(run, spec.Origin, "lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
 			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
 		if err == nil {
 			p.countAllocated(size)

@@ -50,7 +50,7 @@ func TestLVMErasesNoOther(t *testing.T) {
 // TestLVMEraseNotices: nothing is overwritten if somebody makes a snapshot of a thin volume, or releases the snapshot of the metadata, between the look at
 // the metadata and the first write. During the writes lvm2 makes no snapshots.
 func TestLVMEraseNotices(t *testing.T) {
-	f := thinFixture(t)
+	f := thinFixture(t, 400*pooltest.MiB)
 	const size = 8 * pooltest.MiB
 	f.make(pooltest.Vol("a"), size)
 	f.head(pooltest.Vol("a"), size)

@@ -60,9 +60,10 @@ func dmsetup(t testing.TB, argv ...string) string {
 	return drivertest.Run(t, append([]string{"dmsetup"}, argv...)...)
 }
 
-func thinFixture(t *testing.T) *lvmFixture {
-	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 512*pooltest.MiB), thin: true}
-	f.url = f.group.ThinPool(t, "tp", "-L", "400M", "--poolmetadatasize", "8M") + "?reservePercent=0"
+// thinFixture has a thin pool of a size, in bytes.
+func thinFixture(t *testing.T, size int64) *lvmFixture {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, size+112*pooltest.MiB), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", strconv.FormatInt(size, 10)+"b", "--poolmetadatasize", "8M") + "?reservePercent=0"
 	f.start()
 	return f
 }
@@ -70,7 +71,7 @@ func thinFixture(t *testing.T) *lvmFixture {
 // TestLVMChanged: between snapshots, a thin volume is written to, discarded and grown. Whatever differs is among the changed ranges, and whatever has data
 // among the allocated ones. Ranges that do not fit into memory at once are reported the same.
 func TestLVMChanged(t *testing.T) {
-	f := thinFixture(t)
+	f := thinFixture(t, 400*pooltest.MiB)
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
@@ -175,7 +176,7 @@ func inOrder(all []blockdev.Extent, size int64) error {
 
 // TestLVMMetadataLeft: a start releases the snapshot of the metadata that a crash left. One of somebody else stays, and then the volumes are read.
 func TestLVMMetadataLeft(t *testing.T) {
-	f := thinFixture(t)
+	f := thinFixture(t, 400*pooltest.MiB)
 	v := pooltest.Vol("a")
 	f.make(v, 8*pooltest.MiB)
 	f.copy(pooltest.Snap("1"), v, 8*pooltest.MiB)
@@ -226,7 +227,7 @@ func TestLVMMetadataLeft(t *testing.T) {
 
 // TestLVMMetadataEnds: a caller that goes, or wants no more ranges, leaves no snapshot of the metadata. Several callers wait for each other.
 func TestLVMMetadataEnds(t *testing.T) {
-	f := thinFixture(t)
+	f := thinFixture(t, 400*pooltest.MiB)
 	v := pooltest.Vol("a")
 	f.make(v, 8*pooltest.MiB)
 	f.write(v, 0, marked("a", pooltest.MiB))
