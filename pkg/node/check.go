@@ -21,19 +21,21 @@ const checkTime = 24 * time.Hour
 // caller. The call goes on meanwhile with its locks, so all others of the volume get ABORTED. A retry after that finds the filesystem checked, or gets the
 // error of the check.
 type checks struct {
-	driver context.Context // of the driver
+	driver context.Context // ends with the driver
 
 	mu      sync.Mutex
 	running map[string]check // by the volume's key
-	failed  map[string]error // errors of checks whose caller was gone
+	failed  map[string]error // errors of checks whose caller was gone, by the volume's key; kept for the next run
 }
 
+// check is a check that runs.
 type check struct {
-	caller context.Context
-	stop   context.CancelFunc
+	caller context.Context    // of the call that began it
+	stop   context.CancelFunc // ends the check
 }
 
-// run checks the volume of a key. If an earlier check failed after its caller was gone, it returns that error, once, and does not check again.
+// run does the work of a check for the volume of a key, and waits for it. If an earlier check failed after its caller was gone, it returns that error, once,
+// and does not check again. ErrDataLoss if the check takes longer than checkTime; the error of ctx if the caller has gone meanwhile.
 func (c *checks) run(ctx context.Context, key string, work func(context.Context) error) error {
 	if err := c.forget(key); err != nil {
 		return err
@@ -57,7 +59,7 @@ func (c *checks) begin(key string, one check) {
 	c.running[key] = one
 }
 
-// end returns what the caller is told, and keeps an error that nobody is there to be told.
+// end returns the error for the caller. If the caller is gone, it keeps the error of the check for the next run, unless the check was stopped.
 func (c *checks) end(ctx context.Context, key string, err error, stopped bool) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -74,7 +76,7 @@ func (c *checks) end(ctx context.Context, key string, err error, stopped bool) e
 	return fmt.Errorf("its filesystem was checked for longer than the caller waited (%w)", ctx.Err())
 }
 
-// forget returns the error that was kept of a volume, and keeps it no longer.
+// forget returns the error that was kept for a volume, and keeps it no longer.
 func (c *checks) forget(key string) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -15,17 +15,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Ephemeral says which inline ephemeral volumes the node makes. Whoever may make a pod asks for them, and no
-// quota of claims counts them.
+// Ephemeral says which inline ephemeral volumes the node makes. Everybody who may make a pod can ask for one, and no quota of claims counts it.
 type Ephemeral struct {
-	// Pools are those that they may be made in; the first is taken if none is named. None: no such volume is made.
+	// Pools are the pools where such volumes may be; the first is taken if a request names none. Empty: no such volume is made.
 	Pools []string
-	// MaxSize of one, in bytes; 0 is any.
+	// MaxSize is the largest size of one, in bytes; 0: any.
 	MaxSize int64
 }
 
-// admit completes the specification of a new ephemeral volume: ErrPrecondition if none are made, ErrInvalid for a
-// pool that is for others, ErrOutOfRange for too large a size.
+// admit sets the pool and the largest size in the specification of a new ephemeral volume. ErrPrecondition if the node makes none, ErrInvalid if the pool is
+// not among Pools, ErrOutOfRange if the size is above MaxSize.
 func (e Ephemeral) admit(spec *volume.Spec) error {
 	if len(e.Pools) == 0 {
 		return fmt.Errorf("%w: inline ephemeral volumes are switched off on this node (--ephemeral-pools); use a claim, or a generic ephemeral volume, which is one", errdefs.ErrPrecondition)
@@ -41,7 +40,8 @@ func (e Ephemeral) admit(spec *volume.Spec) error {
 	return nil
 }
 
-// publishEphemeral makes a volume for one pod, under the ID that the CO gave it.
+// publishEphemeral makes an inline ephemeral volume by the ID of the CO, and mounts it at the target. If that fails, a volume that was not formatted before
+// is removed again, unless the caller is gone or something else is mounted there. ErrExists if it was made before for another target or in another way.
 func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, how mountRequest) error {
 	if how.block {
 		return fmt.Errorf("%w: an inline ephemeral volume is for mount access", errdefs.ErrInvalid)
@@ -64,7 +64,7 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	}
 	spec := volume.Spec{Name: r.GetVolumeId(), Pool: parameters.Pool, Provisioning: parameters.Provisioning,
 		Size: size, Filesystem: how.fs, Encryption: parameters.Encryption, Ephemeral: r.GetTargetPath()}
-	// What was made before stays its pod's, whatever is allowed now.
+	// A volume that was made before stays its pod's, also if the options would not admit it now.
 	if have, err := s.volumes.Ephemeral(ctx, spec.Name); err == nil {
 		spec.Pool = cmp.Or(spec.Pool, have.ID.Pool)
 	} else if !errors.Is(err, errdefs.ErrNotFound) {
@@ -77,11 +77,10 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 		return err
 	}
 	if _, err = mount.MakeTarget(target, false); err == nil {
-		// A new filesystem has to be written once, also one for reading only: it is mounted
-		// for writing to nobody.
+		// For reading only, too, the filesystem is made; it is mounted read-only.
 		err = s.mountVolume(ctx, v, target, how)
 	}
-	// One that was formatted before this call may have been handed out to its pod.
+	// A volume that was formatted before this call may be in use by its pod.
 	fresh := v.Format.State != volume.Formatted
 	if err != nil && fresh && ctx.Err() == nil && !errors.Is(err, errdefs.ErrExists) {
 		err = errors.Join(err, s.removeEphemeral(ctx, v, target))
@@ -89,6 +88,7 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	return err
 }
 
+// removeEphemeral unmounts a volume from its target, removes that, and deletes the volume.
 func (s *Server) removeEphemeral(ctx context.Context, v volume.Volume, target string) error {
 	if err := mount.RemoveTarget(target); err != nil {
 		return err

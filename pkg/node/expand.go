@@ -14,7 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// NodeExpandVolume grows the filesystem of a staged or published volume to its device.
+// NodeExpandVolume grows the devices of a volume to its size, and the filesystem to its device. ErrNotFound if the volume is not at the path; ErrOutOfRange
+// if its controller has not made it as large as required; ErrPrecondition if the filesystem is mounted read-only everywhere.
 func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRequest) (*csi.NodeExpandVolumeResponse, error) {
 	if r.GetVolumeId() != "" && r.GetVolumePath() == "" {
 		return nil, csimap.Missing("volume path")
@@ -33,13 +34,13 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 		return nil, err
 	}
 	required := r.GetCapacityRange().GetRequiredBytes()
-	if required > v.Size && v.Stale { // the kubelet asks no more for what is out of range
+	if required > v.Size && v.Stale { // not ErrOutOfRange, after which the kubelet would not ask again
 		return nil, fmt.Errorf("%w: volume %s had %d bytes when its home last answered, %d are required; it is asked again", errdefs.ErrUnavailable, v.ID, v.Size, required)
 	}
 	if required > v.Size {
 		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", errdefs.ErrOutOfRange, v.ID, v.Size, required)
 	}
-	// A retry after a crash may find the device smaller than its image.
+	// After a crash the device may be smaller than what its pool has.
 	secret := newSecret(r.GetSecrets(), expandSecret)
 	if v, err = s.volumes.Grow(ctx, v.ID, secret.key); err != nil {
 		return nil, fmt.Errorf("grow volume %s: %w", r.GetVolumeId(), secret.explain(err))
@@ -52,7 +53,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 	return &csi.NodeExpandVolumeResponse{CapacityBytes: v.Size}, nil
 }
 
-// grow grows the filesystem on a device, through any directory where it is mounted for writing.
+// grow grows the filesystem on a device, through any directory where it is mounted for writing; ErrPrecondition if there is none.
 func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
 	for _, path := range s.mounts.Paths(device.Number) {
 		if info, err := mount.At(path); err == nil && info.Directory && !info.ReadOnly {

@@ -9,17 +9,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// Mount flags are recorded as what they hash to: they may be secret (CSI specification,
-// MountVolume.mount_flags), and the kernel does not show all that it was given. The SELinux
-// context is hashed by itself, as a publication has to agree with that.
+// This file compares the mount flags of a volume with those that it was staged with. The kernel does not show all that it was given, so they are recorded;
+// as hashes, as they may be secret (CSI specification, MountVolume.mount_flags). The SELinux context has a hash of its own, as a publication has to agree
+// with that alone.
 
-// flagsOf stands for mount flags, whatever their order: HASH.HASH, of all and of the SELinux
-// context.
+// flagsOf returns the record of mount flags, whatever their order: HASH.HASH, of all flags and of the SELinux context.
 func flagsOf(options []string) string {
 	all := mount.SplitOptions(options...)
 	return hashOf(all) + "." + hashOf(contextOf(all))
 }
 
+// hashOf returns the first 12 bytes of a SHA-256 of options, in hex, whatever their order.
 func hashOf(options []string) string {
 	options = slices.Clone(options)
 	slices.Sort(options)
@@ -27,7 +27,7 @@ func hashOf(options []string) string {
 	return hex.EncodeToString(sum[:12])
 }
 
-// contextOf returns those of SELinux (mount(8)).
+// contextOf returns the options for SELinux (mount(8)).
 func contextOf(options []string) []string {
 	return slices.DeleteFunc(slices.Clone(options), func(option string) bool {
 		key, _, _ := strings.Cut(option, "=")
@@ -35,8 +35,8 @@ func contextOf(options []string) []string {
 	})
 }
 
-// sameContext reports whether options name no SELinux context, or that of the flags (empty: not
-// known) that a volume is staged with.
+// sameContext reports whether options name no SELinux context, or the one that a volume is staged with by its recorded flags. It is true if flags is empty,
+// as then nothing is known.
 func sameContext(flags string, options []string) bool {
 	context := contextOf(mount.SplitOptions(options...))
 	_, staged, known := strings.Cut(flags, ".")

@@ -12,7 +12,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// NodeGetVolumeStats measures a filesystem or a device.
+// NodeGetVolumeStats returns how much of a filesystem is used, in bytes and inodes; of a block volume how many bytes it takes in its pool, if that is known.
+// ErrNotFound if the volume is not at the path.
 func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeStatsRequest) (*csi.NodeGetVolumeStatsResponse, error) {
 	if r.GetVolumeId() != "" && r.GetVolumePath() == "" {
 		return nil, csimap.Missing("volume path")
@@ -31,23 +32,23 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 		if err != nil {
 			return nil, err
 		}
-		if known { // of one that is encrypted its pool keeps the header, too, which is not of its size
+		if known { // at most the size: what is used includes the header of an encrypted volume, and the size does not
 			usage.Used = min(used, v.Size)
 			usage.Available = v.Size - usage.Used
 		}
 		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{usage}}, nil
 	}
-	u := filesystem.UsageOf(at.Statfs) // the path may be that of another filesystem by now
+	u := filesystem.UsageOf(at.Statfs) // not of the path, where another filesystem may be by now
 	response := &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{{
 		Unit: csi.VolumeUsage_BYTES, Total: u.Total, Used: u.Used, Available: u.Available}}}
-	if u.Inodes > 0 { // btrfs has no count of them
+	if u.Inodes > 0 { // btrfs has no number of inodes
 		response.Usage = append(response.Usage, &csi.VolumeUsage{
 			Unit: csi.VolumeUsage_INODES, Total: u.Inodes, Used: u.InodesUsed, Available: u.InodesAvailable})
 	}
 	return response, nil
 }
 
-// NodeGetVolumeHealth says what the pool and the kernel know to be wrong with a volume.
+// NodeGetVolumeHealth returns what the pool and the kernel know to be wrong with a volume; ErrNotFound if there is no such volume.
 func (s *Server) NodeGetVolumeHealth(ctx context.Context, r *csi.NodeGetVolumeHealthRequest) (*csi.NodeGetVolumeHealthResponse, error) {
 	if r.GetVolumeId() == "" {
 		return nil, csimap.Missing("volume ID")
@@ -67,7 +68,7 @@ func (s *Server) NodeGetVolumeHealth(ctx context.Context, r *csi.NodeGetVolumeHe
 	return &csi.NodeGetVolumeHealthResponse{VolumeHealth: csimap.Health(r.GetVolumeId(), problems)}, nil
 }
 
-// NodeGetStorageHealth says what is wrong with the pools of the node.
+// NodeGetStorageHealth returns what is wrong with the pools of the node.
 func (s *Server) NodeGetStorageHealth(ctx context.Context, _ *csi.NodeGetStorageHealthRequest) (*csi.NodeGetStorageHealthResponse, error) {
 	response := &csi.NodeGetStorageHealthResponse{}
 	type kind struct {
@@ -80,7 +81,7 @@ func (s *Server) NodeGetStorageHealth(ctx context.Context, _ *csi.NodeGetStorage
 		if p.Severity != blockdev.Degraded {
 			k.status = csi.StorageHealthErrorType_STORAGE_UNREACHABLE
 		}
-		// One entry for each status and reason (NodeGetStorageHealthResponse).
+		// CSI has one entry for each status and reason (NodeGetStorageHealthResponse).
 		if have := entries[k]; have != nil {
 			have.Message += "; " + p.Message
 			continue
@@ -88,7 +89,7 @@ func (s *Server) NodeGetStorageHealth(ctx context.Context, _ *csi.NodeGetStorage
 		entries[k] = &csi.NodeGetStorageHealthResponse_StorageBackendHealth{Status: k.status, Reason: k.reason, Message: p.Message}
 		response.BackendHealth = append(response.BackendHealth, entries[k])
 	}
-	if err := ctx.Err(); err != nil { // what does not answer in time is not well
+	if err := ctx.Err(); err != nil { // a pool that did not answer in time may be missing from the list, as if it were well
 		return nil, fmt.Errorf("ask the pools of the node how they are: %w", err)
 	}
 	return response, nil

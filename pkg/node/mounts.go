@@ -23,8 +23,7 @@ type volumeMount struct {
 	device blockdev.Device
 }
 
-// find returns the volume of an ID as the CO knows it: one of ours, or that of an inline
-// ephemeral volume.
+// find returns the volume of an ID that the CO uses: an ID of this driver, or that of an inline ephemeral volume.
 func (s *Server) find(ctx context.Context, text string) (volume.Volume, error) {
 	if text == "" {
 		return volume.Volume{}, csimap.Missing("volume ID")
@@ -36,7 +35,7 @@ func (s *Server) find(ctx context.Context, text string) (volume.Volume, error) {
 	return s.volumes.Get(ctx, id)
 }
 
-// volumeAt looks at a path where the volume should be mounted: ErrNotFound if it is not.
+// volumeAt returns the mount of a volume at a path; ErrNotFound if the volume is not mounted there. A mount that was not in s.mounts is added.
 func (s *Server) volumeAt(ctx context.Context, id volume.ID, path string) (volumeMount, error) {
 	info, err := mount.At(path)
 	if err != nil && !mount.Missing(err) {
@@ -57,8 +56,8 @@ func (s *Server) volumeAt(ctx context.Context, id volume.ID, path string) (volum
 	return volumeMount{}, fmt.Errorf("%w: volume %s is not at %s", errdefs.ErrNotFound, id, path)
 }
 
-// findPublished is volumeAt for a path of the caller's, which may also be the staging path of a block volume: a directory with the
-// device in it.
+// findPublished is volumeAt for a path of a request, which may also be the staging path of a block volume: then it returns the mount of the device at its
+// marker.
 func (s *Server) findPublished(ctx context.Context, id volume.ID, path string) (volumeMount, error) {
 	path = mount.Resolve(path)
 	at, err := s.volumeAt(ctx, id, path)
@@ -165,7 +164,7 @@ func (s *Server) checkStagedOnce(ctx context.Context, id volume.ID, path string)
 	return nil
 }
 
-// findMount looks at a path that something is to be mounted on, and clears a dead mount away.
+// findMount returns what is at a path where something is to be mounted. It unmounts a dead mount first. ErrPrecondition if the path is not there.
 func findMount(path string) (mount.Info, error) {
 	info, err := mount.At(path)
 	if mount.Corrupted(err) {
@@ -180,7 +179,6 @@ func findMount(path string) (mount.Info, error) {
 	return info, err
 }
 
-// marker is where the device of a staged block volume is bound, within the staging path:
-// it says to whoever looks, also after a restart, that the volume is staged, and as which
-// device.
+// marker returns where the device of a block volume is bound within the staging path. The mount there shows, also after a restart, that the volume is staged,
+// and as which device.
 func marker(stagingPath string) string { return filepath.Join(stagingPath, "device") }

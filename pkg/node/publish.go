@@ -17,8 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// NodePublishVolume binds a staged volume to the target path, or makes an inline
-// ephemeral volume and mounts it there.
+// NodePublishVolume binds a staged volume to the target path, or makes an inline ephemeral volume and mounts it there. If it is published there already as
+// asked for, it succeeds; ErrExists if in another way. ErrPrecondition if it is not staged for this access.
 func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolumeRequest) (*csi.NodePublishVolumeResponse, error) {
 	target, err := required(r.GetVolumeId(), "target path", r.GetTargetPath())
 	if err != nil {
@@ -73,7 +73,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if err := stagedAs(v, at.Info, r.GetVolumeCapability(), how); err != nil {
 		return err
 	}
-	if !how.many { // who reads it beside others changes no record
+	if !how.many { // one of many readers writes no record
 		if err := s.checkExclusive(ctx, v, staged, target, how.exclusive); err != nil {
 			return err
 		}
@@ -87,8 +87,8 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	return s.publishMount(ctx, staged, at, target, how)
 }
 
-// stagedAs makes sure that a volume can be published as it is staged: as the filesystem that the
-// caller names, if it names one, and with its SELinux context.
+// stagedAs returns ErrPrecondition if a volume is staged with another filesystem than the capability names, or with another SELinux context. The context is
+// not compared if it is not known, nor for one of many readers, who record no flags.
 func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, how mountRequest) error {
 	if how.block {
 		return nil
@@ -102,14 +102,12 @@ func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, how mount
 	return nil
 }
 
-// checkExclusive makes sure that an exclusive volume is published nowhere else, and puts the target that
-// it is going to have on record, durably, before it is there. What is published there still is the
-// kernel's to say, so nothing has to be written down when it is taken away. A record is needed
-// because the kernel cannot tell a target from what others bind of it: the kubelet binds
-// devices and subpaths elsewhere.
+// checkExclusive returns ErrInUse if a volume that may have one target only (SINGLE_NODE_SINGLE_WRITER) is published at another one. It records the target
+// durably before it is there. The record is needed because the kernel cannot tell a target from a bind of it: the kubelet binds devices and subpaths
+// elsewhere. Whether the volume is still mounted at the recorded target, the kernel says; so unpublishing need not change the record.
 //
-// Without a target on record (an older driver published it, or one for a use that is not
-// exclusive) everything that is mounted of it counts as one.
+// Without a recorded target (an older driver published the volume, or it was published for a use that is not exclusive) each of its mounts, beside that at
+// the staging path, counts as a target. For a use that is not exclusive the recorded target is deleted.
 func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, target string, exclusive bool) error {
 	if !exclusive {
 		if v.Target == "" {
@@ -127,7 +125,7 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 			return err
 		}
 		if slices.ContainsFunc(others, func(other string) bool { return mount.Same(other, target) }) {
-			return nil // and what else is there came after it
+			return nil // a retry: the other mounts are binds of this target
 		}
 	}
 	for _, other := range others {
@@ -148,7 +146,8 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 	return s.volumes.SetTarget(ctx, v.ID, target)
 }
 
-// publishMount binds the directory of a staged filesystem; not for writing where the kernel stopped that.
+// publishMount binds the directory of a staged filesystem to the target, read-only if it is staged read-only. ErrExists if something else is mounted there,
+// or it is published there in another way. ErrPrecondition if it is to be written to, and the kernel has made the filesystem read-only after an error.
 func (s *Server) publishMount(ctx context.Context, staged string, info volumeMount, target string, how mountRequest) (err error) {
 	made, err := mount.MakeTarget(target, false)
 	if err != nil {
@@ -161,7 +160,7 @@ func (s *Server) publishMount(ctx context.Context, staged string, info volumeMou
 	}()
 	readOnly := how.readOnly || info.ReadOnly
 	there := mount.Info{}
-	if !made { // what was made just now has no mount
+	if !made { // otherwise nothing is mounted there
 		if there, err = findMount(target); err != nil {
 			return err
 		}
@@ -175,7 +174,7 @@ func (s *Server) publishMount(ctx context.Context, staged string, info volumeMou
 		}
 		return nil
 	}
-	// A pod that has it already keeps it.
+	// Only now: a pod for which it is published already keeps it.
 	if !how.readOnly && s.mounts.Writable(info.Device, staged) && filesystem.Stopped(info.device.Path, info.ReadOnly) {
 		return fmt.Errorf("%w: the kernel made the filesystem at %s read-only after an error, and it is asked for to be written to; look at the kernel's log, unpublish it everywhere, unstage it, and stage it anew",
 			errdefs.ErrPrecondition, staged)
@@ -187,8 +186,8 @@ func (s *Server) publishMount(ctx context.Context, staged string, info volumeMou
 	return nil
 }
 
-// publishBlock binds the device of a staged block volume. Readers get the same device as writers,
-// at a node that cannot be written through: what is written is what they read.
+// publishBlock binds the device of a staged block volume to the target. Readers get the same device as writers, so that they read what is written, but at a
+// node that nobody can open for writing (mount.BindReader).
 func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target string, how mountRequest) error {
 	device, err := s.attachRaw(ctx, v, how)
 	if err != nil {
@@ -198,7 +197,8 @@ func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target strin
 	return s.bindDevice(ctx, v, device, target, how)
 }
 
-// NodeUnpublishVolume takes a target away, and with it an inline ephemeral volume.
+// NodeUnpublishVolume unmounts the volume from the target path and removes the target. It deletes an inline ephemeral volume. ErrPrecondition if something
+// else is mounted there, or the target has content; ErrInUse if a process uses the mount. A volume that is not published is success.
 func (s *Server) NodeUnpublishVolume(ctx context.Context, r *csi.NodeUnpublishVolumeRequest) (*csi.NodeUnpublishVolumeResponse, error) {
 	target, err := required(r.GetVolumeId(), "target path", r.GetTargetPath())
 	if err != nil {
@@ -210,10 +210,11 @@ func (s *Server) NodeUnpublishVolume(ctx context.Context, r *csi.NodeUnpublishVo
 	return &csi.NodeUnpublishVolumeResponse{}, nil
 }
 
-// unpublish takes a target away. asked is how the CO wrote it.
+// unpublish is NodeUnpublishVolume. text is the volume's ID, asked the target as the CO names it, and target the same path without links (mount.Resolve). An
+// ephemeral volume is deleted only if it was made for the target asked.
 func (s *Server) unpublish(ctx context.Context, text, asked, target string) error {
 	id, parseErr := volume.ParseID(text)
-	if parseErr != nil { // an ephemeral volume, if it is one of ours
+	if parseErr != nil { // an ephemeral volume, or none of this driver's
 		id = volume.ID{Kind: blockdev.Volume, Key: volume.KeyOf(text)}
 		if v, err := s.volumes.Ephemeral(ctx, text); err == nil {
 			id = v.ID

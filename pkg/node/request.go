@@ -15,8 +15,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// required checks the two fields that most requests need: an ID, and a path that says
-// where it leads. It returns the path as the kernel names what is mounted there.
+// required checks the two fields that most requests have: a volume ID, and a path (mount.CleanPath). It returns the path without links, as the kernel names
+// mounts (mount.Resolve). ErrInvalid if one is missing, or the path is not clean.
 func required(volumeID, field, path string) (string, error) {
 	if volumeID == "" {
 		return "", csimap.Missing("volume ID")
@@ -35,25 +35,25 @@ type mountRequest struct {
 	readOnly bool
 	// many: other nodes may read the volume at the same time, and nobody writes.
 	many bool
-	// exclusive: published at one target at the most.
+	// exclusive: the volume may be published at one target only.
 	exclusive bool
 	secret    secret
 }
 
-// PassphraseKey is the entry of a call's secret that opens an encrypted volume.
+// PassphraseKey is the entry of a request's secrets that has the key of an encrypted volume.
 const PassphraseKey = "passphrase"
 
-// secret is what a call brings to open an encrypted volume with: the entries of a secret, and how a StorageClass names that secret.
+// secret is the key of an encrypted volume that came with a request.
 type secret struct {
 	key       volume.Key
-	parameter string
+	parameter string // of the StorageClass, that names the Secret with the key
 }
 
 func newSecret(entries map[string]string, parameter string) secret {
 	return secret{volume.Key(entries[PassphraseKey]), parameter}
 }
 
-// explain says where the key comes from, in an error for which it is missing or wrong.
+// explain adds to an error for a missing or wrong key (volume.ErrNoKey, volume.ErrKey) where the key comes from. It returns other errors as they are.
 func (s secret) explain(err error) error {
 	if errors.Is(err, volume.ErrNoKey) || errors.Is(err, volume.ErrKey) {
 		return fmt.Errorf("%w; it is the entry %q of the secret that the parameter %s of the StorageClass names", err, PassphraseKey, s.parameter)
@@ -61,13 +61,15 @@ func (s secret) explain(err error) error {
 	return err
 }
 
-// The parameters of a StorageClass that name the secrets of calls, and the field of an inline ephemeral volume that does.
+// The parameters of a StorageClass that name the Secrets for the calls of a node.
 const (
 	stageSecret   = "csi.storage.k8s.io/node-stage-secret-name"
 	expandSecret  = "csi.storage.k8s.io/node-expand-secret-name"
 	publishSecret = "csi.storage.k8s.io/node-publish-secret-name"
 )
 
+// newMountRequest returns how a volume is to be used: by a capability, what the controller's publish call returned, and the readonly field of the request;
+// each of them, and the mount flag ro, can make it read-only. ErrInvalid for a capability that cannot be served. secret and many are set by the caller.
 func newMountRequest(c *csi.VolumeCapability, publishContext map[string]string, readOnly bool) (mountRequest, error) {
 	fsType, err := csimap.CheckCapabilities(c)
 	if err != nil {
@@ -79,7 +81,7 @@ func newMountRequest(c *csi.VolumeCapability, publishContext map[string]string, 
 	return how, nil
 }
 
-// readByMany makes a request one of many readers of a volume, if many nodes may read it.
+// readByMany sets many, if many nodes may read the volume and the capability is for that.
 func (how *mountRequest) readByMany(v volume.Volume, c *csi.VolumeCapability) {
 	how.many = v.ReadByMany() && volume.Claim{Mode: csimap.ModeOf(c)}.Many()
 }

@@ -17,8 +17,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// NodeStageVolume attaches a volume, and for mount access formats it if it is new and
-// mounts it at the staging path.
+// NodeStageVolume attaches a volume and makes it available at the staging path: a filesystem is mounted there, after it was made on a new volume; the
+// device of a block volume is bound to a file in it (marker). If it is staged already as asked for, it succeeds; ErrExists if in another way, ErrInUse if
+// at another path.
 func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequest) (*csi.NodeStageVolumeResponse, error) {
 	path, err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath())
 	if err != nil {
@@ -51,7 +52,9 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 	return &csi.NodeStageVolumeResponse{}, nil
 }
 
-// mountVolume mounts the filesystem of a volume at an existing directory.
+// mountVolume attaches a volume and mounts its filesystem at a path, an existing directory. It makes the filesystem only on a volume that never had one
+// (Volumes.Format); any other is inspected, and unless it is for reading only, checked and grown. If something is mounted at the path already, see
+// checkMounted. ErrPrecondition if the path is no directory, or the volume carries something else; ErrInUse if it is mounted elsewhere.
 func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	info, err := findMount(path)
 	if err != nil {
@@ -70,9 +73,9 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if err != nil {
 		return err
 	}
-	// From the mount on, it is the mount that holds the device.
+	// Once it is mounted, the mount keeps the device.
 	defer device.Close()
-	_ = s.volumes.Unlimit(ctx, device.Number) // its number may be one that had limits
+	_ = s.volumes.Unlimit(ctx, device.Number) // a former device of this number may have had limits
 	if err := filesystem.Unused(ctx, device.Path); err != nil {
 		return err
 	}
@@ -111,8 +114,8 @@ func (s *Server) attach(ctx context.Context, v volume.Volume, how mountRequest) 
 	return s.volumes.Attach(ctx, v, how.secret.key)
 }
 
-// mountUnwritten mounts a filesystem that many read, to which nothing is written, nor to the volume's record: who has the volume has seen to it that it can be
-// mounted as it is.
+// mountUnwritten mounts the filesystem of a volume that many nodes read. It writes nothing, neither to the device nor to the volume's record: the home of
+// the volume has brought the filesystem to where it can be mounted as it is (filesystem.Settle). ErrPrecondition if the device carries another filesystem.
 func (s *Server) mountUnwritten(ctx context.Context, v volume.Volume, device blockdev.Device, path string, how mountRequest) error {
 	have, err := filesystem.Probe(device.Path)
 	if err == nil && have != how.fs {
@@ -128,7 +131,8 @@ func (s *Server) mountUnwritten(ctx context.Context, v volume.Volume, device blo
 	return s.mountDevice(ctx, device, path, how)
 }
 
-// check looks over a filesystem that somebody may have written byte by byte.
+// check inspects a filesystem before it is mounted, as somebody may have written it byte by byte to the raw device. Unless it is for reading only, it also
+// checks it, repairs what is safe to repair, and grows it where that is not possible once it is mounted; this goes on if the caller goes away (checks).
 func (s *Server) check(ctx context.Context, v volume.Volume, device blockdev.Device, how mountRequest) error {
 	if err := filesystem.Inspect(how.fs, device.Path); err != nil {
 		return err
@@ -144,7 +148,8 @@ func (s *Server) check(ctx context.Context, v volume.Volume, device blockdev.Dev
 	})
 }
 
-// mountDevice mounts the filesystem of a device, and makes sure that it is the device's.
+// mountDevice mounts the filesystem of a device at a path. ErrPrecondition, and nothing is mounted, if the kernel mounted the filesystem of another device
+// that has the same identity (filesystem.OnlyOn).
 func (s *Server) mountDevice(ctx context.Context, device blockdev.Device, path string, how mountRequest) error {
 	if err := trace.Do(ctx, "mount", func(context.Context) error {
 		return mount.Filesystem(device.Path, path, string(how.fs), slices.Concat(how.fs.MountOptions(), how.options), how.readOnly)
@@ -159,7 +164,7 @@ func (s *Server) mountDevice(ctx context.Context, device blockdev.Device, path s
 	return nil
 }
 
-// checkMounted is for a retry: something is mounted at the path already.
+// checkMounted is for a retry, when something is mounted at the path already. ErrExists unless that is the volume, mounted as asked for.
 func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	at, err := s.volumeAt(ctx, v.ID, path)
 	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && at.Node) {
@@ -168,7 +173,7 @@ func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string,
 	if err != nil {
 		return err
 	}
-	// Of a volume that was a raw device, the record does not know the filesystem.
+	// The kernel is asked for the filesystem, as the record of a volume that was used as a raw device does not have it.
 	have := filesystem.TypeOf(at.Statfs.Type)
 	if writable := s.mounts.Writable(at.Device, path); writable == how.readOnly || have != how.fs {
 		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", errdefs.ErrExists, path, have, writable)
@@ -179,11 +184,12 @@ func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string,
 	if how.readOnly || !filesystem.GrowsMounted(have) {
 		return nil
 	}
-	// The first try may have died between mounting and growing.
+	// The first try may have ended between mounting and growing.
 	return filesystem.Grow(how.fs, at.device.Path, path)
 }
 
-// stageBlock attaches a volume for good and binds its device into the staging path.
+// stageBlock attaches a volume until it is unstaged, and binds its device to the marker of the staging path, which is an existing directory. If it is bound
+// there already, it is not attached again. ErrExists if something else is there, or it is bound for another use; ErrInUse if it is mounted elsewhere.
 func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	if info, err := findMount(path); err != nil {
 		return err
@@ -200,7 +206,7 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, h
 		if err := s.checkStagedOnce(ctx, v.ID, marker(path)); err != nil {
 			return err
 		}
-	} else if _, err := s.volumeAt(ctx, v.ID, marker(path)); err == nil { // it is used as it was attached
+	} else if _, err := s.volumeAt(ctx, v.ID, marker(path)); err == nil { // it stays as it was attached: that might not be possible now
 		return s.checkBound(ctx, v, marker(path), how)
 	}
 	device, err := s.attachRaw(ctx, v, how)
@@ -218,7 +224,7 @@ func (s *Server) attachRaw(ctx context.Context, v volume.Volume, how mountReques
 	return s.volumes.AttachRaw(ctx, v, how.secret.key, !how.readOnly)
 }
 
-// bindDevice binds a device of a volume to a file, which it makes.
+// bindDevice binds a device of a volume to a file, which it makes if it is not there. If the device is bound there already, see checkBound.
 func (s *Server) bindDevice(ctx context.Context, v volume.Volume, device blockdev.Device, path string, how mountRequest) error {
 	made, err := mount.MakeTarget(path, true)
 	if err != nil {
@@ -229,9 +235,10 @@ func (s *Server) bindDevice(ctx context.Context, v volume.Volume, device blockde
 		if err := s.checkBound(ctx, v, path, how); err != nil || !how.readOnly || !info.Unlinked {
 			return err
 		}
-		// An older driver, or somebody else, has removed its node, so the kubelet cannot bind it.
+		// An older driver, or somebody else, has removed the node of this reader, so the kubelet cannot bind it elsewhere (mount.Info.Unlinked). It gets
+		// another one.
 		if err = mount.Unmount(path); errors.Is(err, errdefs.ErrInUse) {
-			return nil // but who has it open may go on
+			return nil // a pod has it open, and goes on with it
 		}
 	}
 	if err == nil && how.readOnly {
@@ -249,7 +256,7 @@ func (s *Server) bindDevice(ctx context.Context, v volume.Volume, device blockde
 	return nil
 }
 
-// checkBound is for a retry: something is mounted at the path already.
+// checkBound is for a retry, when something is mounted at the path already. ErrExists unless that is a device of the volume, read-only or not as asked for.
 func (s *Server) checkBound(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	at, err := s.volumeAt(ctx, v.ID, path)
 	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && !at.Node) {
@@ -258,14 +265,15 @@ func (s *Server) checkBound(ctx context.Context, v volume.Volume, path string, h
 	if err != nil {
 		return err
 	}
-	// A reader that an older driver published has a read-only device of its own.
+	// An older driver gave a reader a read-only device of its own.
 	if readOnly := at.ReadOnly || at.device.ReadOnly; readOnly != how.readOnly {
 		return fmt.Errorf("%w: its device is at %s with read-only %v", errdefs.ErrExists, path, readOnly)
 	}
 	return nil
 }
 
-// NodeUnstageVolume takes the mount or the bound device away, and then the device.
+// NodeUnstageVolume unmounts the volume from the staging path and detaches it. ErrInUse while it is mounted elsewhere, or a process uses it;
+// ErrPrecondition if something else is mounted at the path. A volume that is not staged is success.
 func (s *Server) NodeUnstageVolume(ctx context.Context, r *csi.NodeUnstageVolumeRequest) (*csi.NodeUnstageVolumeResponse, error) {
 	path, err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath())
 	if err != nil {
@@ -273,7 +281,7 @@ func (s *Server) NodeUnstageVolume(ctx context.Context, r *csi.NodeUnstageVolume
 	}
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
-		return &csi.NodeUnstageVolumeResponse{}, nil // none of ours is staged anywhere
+		return &csi.NodeUnstageVolumeResponse{}, nil // no ID of this driver's volumes, so it is staged nowhere
 	}
 	if err := s.unstage(ctx, id, path); err != nil {
 		return nil, fmt.Errorf("unstage volume %s: %w", r.GetVolumeId(), err)
@@ -282,7 +290,7 @@ func (s *Server) NodeUnstageVolume(ctx context.Context, r *csi.NodeUnstageVolume
 }
 
 func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
-	_ = s.checks.forget(id.Key) // whoever unstages does not wait for it
+	_ = s.checks.forget(id.Key) // it was kept for another try to stage the volume
 	held, asked, err := s.devicesOf(ctx, id)
 	if err != nil {
 		return err
@@ -298,7 +306,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	}
 	if at.mounted && !at.of(id, held) {
 		if len(held) == 0 {
-			return nil // it is staged nowhere, so not here either; what is here is another's
+			return nil // the volume has no device here, so it is not staged; what is mounted is another volume
 		}
 		return fmt.Errorf("%w: what is mounted at %s is not this volume", errdefs.ErrPrecondition, place)
 	}
@@ -313,11 +321,11 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return fmt.Errorf("%w: it is still published at %s", errdefs.ErrInUse, others[0])
 	}
 	relimit := func() {}
-	if at.mounted { // so its number is not another's
+	if at.mounted { // the mount keeps the device, so the number is still its own
 		relimit = s.volumes.Unlimit(ctx, at.device)
 	}
 	if place == path {
-		err = mount.Unmount(path) // the directory is the caller's
+		err = mount.Unmount(path) // the directory stays: the caller made it
 	} else {
 		err = mount.RemoveTarget(place)
 	}
@@ -330,7 +338,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	if err != nil {
 		return err
 	}
-	if len(left) > 0 { // a name of the place that did not follow
+	if len(left) > 0 { // at another name of the same directory (mount.Same), from where it was not unmounted, too
 		return fmt.Errorf("%w: it is still mounted at %s", errdefs.ErrInUse, left[0])
 	}
 	if asked {
@@ -339,5 +347,5 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	if at.mounted && place != path {
 		return pools.DetachWithoutPool(ctx, at.device)
 	}
-	return nil // the device goes with its mount; what else is left goes when its pool is there again
+	return nil // a device goes with its last mount; what is left otherwise goes when its pool can be asked again
 }
