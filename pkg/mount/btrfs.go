@@ -15,11 +15,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// btrfsDevice returns (one of) the devices of a btrfs, by the names that the kernel has for them.
-// BTRFS_IOC_DEV_INFO and the list of mounts only have the path that whoever scanned the device last had for it:
-// it may be gone, or be one of another mount namespace. fd is what is at the path, opened with O_PATH.
+// btrfsDevice returns a device of a btrfs, one of them if it has several, by sysfs. BTRFS_IOC_DEV_INFO and the list of mounts have only the path by which the
+// device was scanned last, which may be gone or be of another mount namespace. fd is the path, opened with O_PATH. ErrUnavailable if the device cannot be
+// found now.
 func btrfsDevice(fd int, path string) (uint64, error) {
-	// Whoever has a lease on the file (fcntl(2)) is not waited for.
+	// O_NONBLOCK: an open does not wait for somebody who has a lease on the file (fcntl(2)).
 	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.EAGAIN) {
 		return 0, fmt.Errorf("%w: somebody has a lease on %s, so its btrfs cannot be asked for its device", errdefs.ErrUnavailable, path)
@@ -46,15 +46,15 @@ func btrfsDevice(fd int, path string) (uint64, error) {
 // BtrfsInfo is what btrfs says of its devices.
 type BtrfsInfo struct {
 	Identity btrfs.Identity
-	Devices  uint64 // how many there are
-	// Of one that is there:
+	Devices  uint64 // how many it has, with those that are missing
+	// Of one device that is not missing:
 	ID   uint64
-	Path string
-	Size int64 // bytes that the filesystem takes of it
+	Path string // by which it was scanned last
+	Size int64  // bytes of it that the filesystem uses
 }
 
-// Btrfs asks the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_FS_INFO and
-// BTRFS_IOC_DEV_INFO). The IDs of devices begin at 1, and have gaps once one was removed.
+// Btrfs asks the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_FS_INFO and BTRFS_IOC_DEV_INFO). The IDs of devices begin at 1, and have gaps once one
+// was removed. ErrUnavailable if all devices are missing.
 func Btrfs(f *os.File) (BtrfsInfo, error) {
 	const devInfo, mostTries = 0xd000941e, 1 << 16
 	all, err := btrfs.Ask(f)
@@ -71,7 +71,7 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 		}
 		one.id = id
 		err := ioctl.Pointer(f, devInfo, unsafe.Pointer(&one))
-		if path := unix.ByteSliceToString(one.path[:]); err == nil && strings.HasPrefix(path, "/") { // one that is missing has none
+		if path := unix.ByteSliceToString(one.path[:]); err == nil && strings.HasPrefix(path, "/") { // a missing device has no path
 			return BtrfsInfo{Identity: all.Identity, Devices: all.Devices, ID: id, Path: path, Size: int64(one.total)}, nil
 		}
 		if err != nil && !errors.Is(err, unix.ENODEV) {
@@ -83,11 +83,11 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 	}
 }
 
-// forgetBtrfs has the kernel forget which btrfs it last saw on a device that is not mounted (linux/btrfs.h:
-// BTRFS_IOC_FORGET_DEV, since Linux 5.4). It remembers devices by their numbers, and a loop device's number is given to
-// another volume once it is free: where one of several devices of a filesystem was seen there (anybody can make a
-// superblock that says so), the next volume of that number cannot be mounted while another of its identity is: its own
-// source, say.
+// forgetBtrfs has the kernel forget which btrfs it last saw on a device that is not mounted (linux/btrfs.h: BTRFS_IOC_FORGET_DEV, since Linux 5.4).
+//
+// The kernel remembers that by the number of the device, and the number of a loop device that is removed is given to another volume. If what was seen was one
+// of several devices of a filesystem (by its superblock, which anybody can write), then the next volume with that number could not be mounted while a
+// filesystem of the same identity is mounted, such as the source of a copy.
 func forgetBtrfs(device string) error {
 	const forgetDev = 0x50009405
 	control, err := os.OpenFile("/dev/btrfs-control", os.O_RDWR, 0)
@@ -104,7 +104,7 @@ func forgetBtrfs(device string) error {
 	copy(args.name[:len(args.name)-1], device)
 	err = ioctl.Pointer(control, forgetDev, unsafe.Pointer(&args))
 	if err == nil || errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTTY) {
-		return nil // it remembers none; it is mounted, which the mount finds; too old
+		return nil // in this order: nothing to forget; it is mounted, which the mount will find; the kernel is older
 	}
 	return &fs.PathError{Op: "BTRFS_IOC_FORGET_DEV", Path: device, Err: err}
 }

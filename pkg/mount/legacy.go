@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// legacyFlags are mount(2)'s words for attributes.
+// legacyFlags are the flags of mount(2) for the attributes that it has; relatime is its default.
 var legacyFlags = map[uint64]uintptr{
 	unix.MOUNT_ATTR_NOSUID: unix.MS_NOSUID, unix.MOUNT_ATTR_NODEV: unix.MS_NODEV, unix.MOUNT_ATTR_NOEXEC: unix.MS_NOEXEC,
 	unix.MOUNT_ATTR_NOATIME: unix.MS_NOATIME, unix.MOUNT_ATTR_STRICTATIME: unix.MS_STRICTATIME, unix.MOUNT_ATTR_NODIRATIME: unix.MS_NODIRATIME,
@@ -18,15 +18,14 @@ var legacyFlags = map[uint64]uintptr{
 
 const msNosymfollow = 0x100 // MS_NOSYMFOLLOW (linux/mount.h)
 
-// needsLegacy reports whether a kernel's error may mean that its filesystem knows mount(2) only when it comes to
-// SELinux: btrfs before Linux 6.8 opens itself twice, and a context that was given by fsconfig(2) does not reach the
-// first time.
+// needsLegacy reports whether an error of the kernel may mean that the filesystem takes the SELinux context in the options by mount(2) only. That is so for
+// btrfs before Linux 6.8, which opens itself twice, and the first time without a context that was given by fsconfig(2).
 func needsLegacy(fstype string, options []string, err error) bool {
 	return fstype == "btrfs" && errors.Is(err, unix.EINVAL) &&
 		slices.ContainsFunc(SplitOptions(options...), func(o string) bool { return strings.Contains(o, "context=") })
 }
 
-// legacy is Filesystem by mount(2). The target is the one that is opened, whatever its name leads to by then.
+// legacy is Filesystem by mount(2). The target is opened before, so that the mount does not follow a link that has taken its place.
 func legacy(device, target, fstype string, options []string, readOnly bool) error {
 	var flags uintptr
 	var data []string

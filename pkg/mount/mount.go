@@ -1,7 +1,5 @@
-// Package mount mounts filesystems, binds, unmounts, and says what is at a path. It uses
-// the mount API of Linux 5.2 and later (fsopen(2), open_tree(2), mount_setattr(2) of 5.12),
-// so that a mount appears with all of its attributes or not at all, and the kernel's own
-// words say why it did not (docs/decisions/mounts.md).
+// Package mount mounts filesystems, binds, unmounts, and tells what is at a path. It uses the mount API of Linux 5.2 and later (fsopen(2), open_tree(2),
+// mount_setattr(2) of 5.12): a mount appears with all of its attributes or not at all, and an error has the kernel's messages (docs/decisions/mounts.md).
 package mount
 
 import (
@@ -18,10 +16,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Filesystem mounts the filesystem on a block device at a directory. Options are those
-// of mount(8). ErrInvalid for an option that the kernel refuses, ErrDataLoss if the
-// kernel finds the filesystem damaged, ErrInUse if it finds the device in use; each with
-// what the kernel says.
+// Filesystem mounts the filesystem on a block device at a directory. Options are those of mount(8). ErrInvalid for an option that a volume may not have
+// (CheckOptions) or that the kernel refuses, ErrDataLoss if the kernel finds the filesystem damaged, ErrInUse if it finds the device in use, or for btrfs
+// another filesystem of the same identity mounted, ErrUnsupported if the kernel does not have the filesystem. Errors have the kernel's messages.
 func Filesystem(device, target, fstype string, options []string, readOnly bool) error {
 	fail := func(what string, fsfd int, err error) error {
 		return fmt.Errorf("mount %s on %s as %s: %s: %w", device, target, fstype, what, withMessages(fsfd, err))
@@ -72,7 +69,7 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 	return nil
 }
 
-// createSuperblock has the kernel open a filesystem that was configured.
+// createSuperblock has the kernel open a filesystem whose context has its source and options. Errors are those of Filesystem.
 func createSuperblock(fsfd int) error {
 	err := unix.FsconfigCreate(fsfd)
 	switch {
@@ -85,31 +82,30 @@ func createSuperblock(fsfd int) error {
 	case errors.Is(err, unix.EEXIST): // btrfs
 		return fmt.Errorf("%w: another filesystem of this identity is mounted: %w", errdefs.ErrInUse, err)
 	}
-	return fmt.Errorf("%w; the kernel's log may say more", err) // btrfs says nothing here
+	return fmt.Errorf("%w; the kernel's log may say more", err) // btrfs leaves no messages
 }
 
-// Recover has the kernel replay the journal of a filesystem that is not mounted: it opens the
-// filesystem, read-only and with options of its own, and mounts it nowhere.
+// Recover has the kernel replay the journal of a filesystem that is not mounted. It opens the filesystem, read-only and with options of the filesystem, and
+// mounts it nowhere. When it returns, it does not hold the device any more.
 func Recover(device, fstype string, options []string) error {
 	fsfd, err := open(device, fstype, options, true)
 	if err != nil {
 		return fmt.Errorf("recover %s as %s: %w", device, fstype, err)
 	}
 	defer waitUnclaimed(device)
-	defer holdForks()() // so that this is its last descriptor
+	defer holdForks()() // otherwise a program that is being started would have the descriptor too
 	return unix.Close(fsfd)
 }
 
-// waitUnclaimed waits until a filesystem that was opened and closed is gone, so that its device can be used at once. A program
-// that was being started may have its descriptors still: the kernel lets whoever starts it go on before it closes them
-// (begin_new_exec). If that takes long it is somebody else who has the device.
+// waitUnclaimed waits until a filesystem that was opened and closed does not hold its device any more. A program that was being started may still have its
+// descriptors: in execve(2) the kernel lets the parent of a vfork(2) go on before it closes them (begin_new_exec). It waits for 250 ms at most: after that
+// somebody else has the device.
 func waitUnclaimed(device string) {
 	_ = Unclaimed(context.Background(), device, busyTries, busyPause)
 }
 
-// Unclaimed makes sure that nobody has a block device for himself, as who mounts it does: EBUSY (open(2), O_EXCL), which is
-// looked at again so many times, that far apart, or until the context ends. It has it itself for a moment, and no program that
-// is being started has it for longer.
+// Unclaimed returns unix.EBUSY if somebody has a block device for himself (open(2), O_EXCL), as a mount does. While that is so it looks again, tries more
+// times, with a pause before each, or until ctx ends. To find out it has the device for itself for a moment.
 func Unclaimed(ctx context.Context, device string, tries int, pause time.Duration) error {
 	for try := 0; ; try++ {
 		err := claim(device)
@@ -120,7 +116,7 @@ func Unclaimed(ctx context.Context, device string, tries int, pause time.Duratio
 	}
 }
 
-// claim has a block device for itself, and lets go of it.
+// claim opens a block device for itself alone, and closes it. No program that is being started gets the descriptor, and so has it for longer.
 func claim(device string) error {
 	defer holdForks()()
 	fd, err := unix.Open(device, unix.O_RDONLY|unix.O_EXCL|unix.O_CLOEXEC, 0)
@@ -130,8 +126,9 @@ func claim(device string) error {
 	return unix.Close(fd)
 }
 
-// WithRoot opens the filesystem on a device for reading only, mounts it nowhere, and calls visit with
-// its root.
+// WithRoot opens the filesystem on a device for reading only, mounts it nowhere, and calls visit with its root directory. The kernel replays a journal, unless
+// the options keep it from that. When it returns, it does not hold the device any more. visit must not start a program, nor call At or whatever else holds
+// forks back (holdForks).
 func WithRoot(device, fstype string, options []string, visit func(root *os.File) error) error {
 	return withRoot(device, fstype, options, true, visit)
 }
@@ -147,7 +144,7 @@ func withRoot(device, fstype string, options []string, readOnly bool, visit func
 		return fmt.Errorf("open the %s of %s: %w", fstype, device, err)
 	}
 	defer waitUnclaimed(device)
-	defer holdForks()() // so that these are its last descriptors
+	defer holdForks()() // otherwise a program that is being started would have the descriptors too
 	defer unix.Close(fsfd)
 	attr := unix.MOUNT_ATTR_NODEV
 	if readOnly {
@@ -166,7 +163,8 @@ func withRoot(device, fstype string, options []string, readOnly bool, visit func
 	return errors.Join(visit(root), root.Close())
 }
 
-// newContext makes a filesystem context (fsopen(2)) for a device. The caller closes it, or is told what failed.
+// newContext makes a filesystem context (fsopen(2)) with a device as its source. The caller closes it. With an error there is none, and what is the step that
+// failed. ErrUnsupported if the kernel does not have the filesystem.
 func newContext(device, fstype string) (fsfd int, what string, err error) {
 	fsfd, err = unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -188,7 +186,7 @@ func newContext(device, fstype string) (fsfd int, what string, err error) {
 	return fsfd, what, err
 }
 
-// open opens the filesystem on a device, for reading only or not. The caller closes its context.
+// open opens the filesystem on a device, for reading only or not, and returns its context. The caller closes it; with an error there is none.
 func open(device, fstype string, options []string, readOnly bool) (fsfd int, err error) {
 	fsfd, what, err := newContext(device, fstype)
 	if err != nil {
@@ -210,7 +208,7 @@ func open(device, fstype string, options []string, readOnly bool) (fsfd int, err
 	return fsfd, err
 }
 
-// setOption gives an option to a filesystem that is being opened.
+// setOption sets an option, KEY or KEY=VALUE, in the context of a filesystem that is not open yet.
 func setOption(fsfd int, option string) error {
 	key, value, hasValue := strings.Cut(option, "=")
 	if hasValue {
@@ -219,7 +217,7 @@ func setOption(fsfd int, option string) error {
 	return unix.FsconfigSetFlag(fsfd, option)
 }
 
-// withMessages adds to an error what the filesystem says of it.
+// withMessages adds to an error the messages in a filesystem context. -1 stands for no context.
 func withMessages(fsfd int, err error) error {
 	if said := kernelMessages(fsfd); said != "" {
 		return fmt.Errorf("%w (%s)", err, said)
@@ -227,7 +225,7 @@ func withMessages(fsfd int, err error) error {
 	return err
 }
 
-// kernelMessages reads the messages that a filesystem left for its opener.
+// kernelMessages reads the messages that the kernel left in a filesystem context: the first 16 at most.
 func kernelMessages(fsfd int) string {
 	var messages []string
 	buffer := make([]byte, 1024)
@@ -242,7 +240,7 @@ func kernelMessages(fsfd int) string {
 	return strings.Join(messages, "; ")
 }
 
-// attachTree attaches a detached mount at a path whose last part is no symbolic link.
+// attachTree attaches a detached mount at a path. It does not follow a symbolic link at its end.
 func attachTree(tree int, target string) error {
 	fd, err := openPath(target)
 	if err != nil {
@@ -252,8 +250,8 @@ func attachTree(tree int, target string) error {
 	return unix.MoveMount(tree, "", fd, "", unix.MOVE_MOUNT_F_EMPTY_PATH|unix.MOVE_MOUNT_T_EMPTY_PATH)
 }
 
-// Bind attaches what is at source, a directory or a device node, at target as well.
-// A read-only bind is read-only from its first moment.
+// Bind attaches what is at source, a directory or a device node, at target as well, without mounts below it. A read-only bind is read-only from its first
+// moment. A read-only bind of a device node can still be opened for writing: see BindReader.
 func Bind(source, target string, readOnly bool) error {
 	fail := func(what string, err error) error {
 		return fmt.Errorf("bind %s to %s: %s: %w", source, target, what, err)
@@ -275,10 +273,9 @@ func Bind(source, target string, readOnly bool) error {
 	return nil
 }
 
-// holdForks keeps programs from being started until the function that it returns is
-// called. A child has copies of all file descriptors until it executes its program, those
-// into mounts included, and meanwhile nobody can unmount them. So descriptors into mounts
-// are held only under it, and only for a moment. It does not nest.
+// holdForks keeps this process from starting programs until release is called. A child has copies of all file descriptors until it executes its program; with
+// a descriptor into a mount it would keep that mount busy. So this process has descriptors into mounts only under holdForks, and only for a moment. Calls do
+// not nest: a second one would wait for ever if somebody waits to fork (sync.RWMutex).
 func holdForks() (release func()) {
 	syscall.ForkLock.RLock()
 	return syscall.ForkLock.RUnlock

@@ -9,7 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// attributes are the options that belong to a mount, not to its filesystem.
+// attributes are the options that belong to a mount, not to its filesystem, as attributes of mount_setattr(2); 0: the default.
 var attributes = map[string]uint64{
 	"nosuid": unix.MOUNT_ATTR_NOSUID, "nodev": unix.MOUNT_ATTR_NODEV, "noexec": unix.MOUNT_ATTR_NOEXEC,
 	"noatime": unix.MOUNT_ATTR_NOATIME, "strictatime": unix.MOUNT_ATTR_STRICTATIME, "nodiratime": unix.MOUNT_ATTR_NODIRATIME,
@@ -17,7 +17,7 @@ var attributes = map[string]uint64{
 	"suid": 0, "dev": 0, "exec": 0, "atime": 0, "diratime": 0, "defaults": 0, "rw": 0,
 }
 
-// userspace are the options that mount(8) takes for itself.
+// userspace are the options that mount(8) keeps to itself. They are ignored, as are those that begin with x- or X-, and comments.
 var userspace = map[string]bool{"auto": true, "noauto": true, "nofail": true, "_netdev": true, "user": true, "nouser": true, "users": true, "group": true, "owner": true}
 
 func forUserspace(option string) bool {
@@ -25,14 +25,14 @@ func forUserspace(option string) bool {
 	return userspace[option] || strings.HasPrefix(option, "x-") || strings.HasPrefix(option, "X-") || key == "comment"
 }
 
-// refused are the options that would make the mount something else.
+// refused are the options that ask for something else than to mount a volume's filesystem.
 var refused = map[string]bool{"bind": true, "rbind": true, "remount": true, "move": true, "shared": true, "rshared": true,
 	"slave": true, "rslave": true, "private": true, "rprivate": true, "unbindable": true, "runbindable": true, "loop": true, "offset": true, "sizelimit": true}
 
 // otherDevices are the options that name a device beside the volume's (ext4, XFS, btrfs).
 var otherDevices = map[string]bool{"journal_dev": true, "journal_path": true, "logdev": true, "rtdev": true, "device": true}
 
-// deadly are the options with which an error in the filesystem stops the kernel.
+// deadly are the options with which an error in the filesystem makes the kernel panic.
 var deadly = map[string]bool{"errors=panic": true, "fatal_errors=panic": true}
 
 // SplitOptions splits options at commas outside of quotes (SELinux contexts have commas).

@@ -22,23 +22,23 @@ import (
 type Info struct {
 	// Root: a mount is attached exactly here.
 	Root bool
-	// Device number: of a device node the device itself, else that of the filesystem. At the
-	// root of a mount it is the block device below (one of them, of a btrfs that has several).
+	// Device is a device number (makedev(3)): of a block device node the device itself, otherwise that of the filesystem. A btrfs has device numbers of its
+	// own: at the root of a mount it is the number of its block device, or of one of them.
 	Device uint64
 	// Node: a block device node. Directory: a directory. Neither: a file or something else.
 	Node, Directory bool
-	// Unlinked: the file has no name any more, so nothing can be mounted on it, and it can be mounted nowhere else.
+	// Unlinked: the file has no name any more. Then the kernel mounts nothing on it, and binds it nowhere else.
 	Unlinked bool
 	// ReadOnly: the mount, or the filesystem below it, takes no writes.
 	ReadOnly bool
 	// Statfs is what statfs(2) says of the filesystem.
 	Statfs unix.Statfs_t
-	mount  int // of the mount, in the list of all mounts
+	mount  int // ID of the mount, as in the list of all mounts (proc_pid_mountinfo(5))
 }
 
-// At says what is at a path, without following a symbolic link at its end. A path that does
-// not exist gives an error that is fs.ErrNotExist; a mount whose filesystem is gone
-// gives an error that Corrupted knows. ErrUnavailable: the filesystem does not answer.
+// At returns what is at a path, without following a symbolic link at its end. Missing, Corrupted and Starved tell errors apart: the path does not exist; the
+// filesystem of the mount there is dead; this process has no resources. ErrUnavailable if the filesystem does not answer within answerTime, or its btrfs
+// cannot be asked for its device now; ErrUnsupported if such a question is not possible there.
 func At(path string) (Info, error) {
 	hanging.Lock()
 	hangs := hanging.paths[path]
@@ -75,17 +75,17 @@ func At(path string) (Info, error) {
 	}
 }
 
-// answerTime is how long At waits for a filesystem. Somebody may have mounted one whose server is away (FUSE, NFS).
-// Until it has answered once, later calls for that path do not wait.
+// answerTime is how long At waits for a filesystem: somebody may have mounted one whose server does not answer (FUSE, NFS). Until it has answered, later calls
+// for that path fail at once.
 const answerTime = 10 * time.Second
 
-// hanging are the paths of which the filesystem has not answered yet.
+// hanging are the paths whose filesystem has not answered yet.
 var hanging = struct {
 	sync.Mutex
 	paths map[string]bool
 }{paths: map[string]bool{}}
 
-// at is At for as long as it takes. The caller holds back forks, as far as he waits.
+// at is At without a limit of time. The caller holds forks back (holdForks) while he waits for it.
 func at(path string) (Info, error) {
 	fd, err := openPath(path)
 	if err != nil {
@@ -112,8 +112,8 @@ func at(path string) (Info, error) {
 	}
 	info.ReadOnly, info.Statfs = st.Flags&unix.ST_RDONLY != 0, st
 	if st.Type == unix.BTRFS_SUPER_MAGIC && info.Root && !info.Node {
-		// btrfs gives each subvolume a device number of its own. To open a pipe waits for who writes to it, and
-		// what else there is does not ask btrfs.
+		// btrfs gives each subvolume a device number of its own. Only a directory or a file is opened to ask it: an open of a pipe could wait for ever, and a
+		// socket or a device does not lead to the btrfs.
 		if !info.Directory && sx.Mode&unix.S_IFMT != unix.S_IFREG {
 			return Info{}, fmt.Errorf("%w: %s is neither a directory nor a file, so its btrfs cannot be asked for its device", errdefs.ErrUnsupported, path)
 		}
@@ -124,8 +124,8 @@ func at(path string) (Info, error) {
 	return info, nil
 }
 
-// Resolve returns a path without symbolic links in the directories that lead to its end, as the
-// kernel names mounts. A link at the end stays, and so does a path of which not all is there.
+// Resolve returns a path without symbolic links in its directories, as the kernel names mounts. A link at its end stays. A path whose directory does not
+// exist is returned as it is.
 func Resolve(path string) string {
 	directory, err := filepath.EvalSymlinks(filepath.Dir(path))
 	if err != nil {
@@ -134,8 +134,8 @@ func Resolve(path string) string {
 	return filepath.Join(directory, filepath.Base(path))
 }
 
-// Same reports whether two paths are the same entry of one directory, which is bound to two paths: what is mounted at one
-// is seen at both, and unmounted at both.
+// Same reports whether two paths are the same entry of one directory, which has two paths (a bind mount, or a link). What is mounted at one is as a rule
+// seen at the other, and unmounted there too.
 func Same(a, b string) bool {
 	if filepath.Base(a) != filepath.Base(b) {
 		return false
@@ -148,14 +148,14 @@ func Same(a, b string) bool {
 	return err == nil && os.SameFile(one, other)
 }
 
-// DeviceOf returns the device of the mount at a path as the list of all mounts has it: also of
-// one that is dead, for which At returns an error. 0 if there is none.
+// DeviceOf returns the device of the mount at a path, by the list of all mounts: also of a dead one, for which At returns an error. 0 if nothing is mounted
+// there, or the device is not known.
 func DeviceOf(path string) (uint64, error) {
 	mounts, err := mountinfo.GetMounts(nil)
 	if err != nil {
 		return 0, err
 	}
-	for _, m := range slices.Backward(mounts) { // of several, one above the other, the last
+	for _, m := range slices.Backward(mounts) { // of several mounts at the path, the last is on top
 		if m.Mountpoint == path {
 			return tableDevice(m, mounts), nil
 		}
@@ -163,6 +163,7 @@ func DeviceOf(path string) (uint64, error) {
 	return 0, nil
 }
 
+// openPath opens a path with O_PATH, without following a symbolic link at its end. The caller closes it.
 func openPath(path string) (int, error) {
 	fd, err := unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -171,12 +172,10 @@ func openPath(path string) (int, error) {
 	return fd, nil
 }
 
-// Corrupted reports whether an error of At means a mount that is there and dead: it
-// can only be unmounted.
+// Corrupted reports whether an error of At means a dead mount, which can only be unmounted (mount-utils: IsCorruptedMnt).
 func Corrupted(err error) bool { return err != nil && mountutils.IsCorruptedMnt(err) }
 
-// Starved reports whether an error of At says nothing of what is there: this process, or the machine, has no file
-// descriptors or no memory left.
+// Starved reports whether an error of At says nothing of the path, as this process or the machine has no file descriptors or no memory left.
 func Starved(err error) bool {
 	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM)
 }
@@ -186,8 +185,7 @@ func Missing(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR)
 }
 
-// CleanPath checks a path that came with a request: absolute, and the same after
-// cleaning, so that it says where it leads.
+// CleanPath returns ErrInvalid unless a path is absolute, the same after filepath.Clean, and not the root.
 func CleanPath(path string) error {
 	if !filepath.IsAbs(path) || filepath.Clean(path) != path || path == "/" || strings.ContainsRune(path, 0) {
 		return fmt.Errorf("%w: %q is not an absolute, clean path", errdefs.ErrInvalid, path)

@@ -17,19 +17,19 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A read-only bind keeps nobody from opening a device node for writing, and a second, read-only
-// device has a page cache of its own, which does not see what is written through the first. So
-// a reader gets the same device, at a node whose owner does not exist where it is mounted: the
-// mount is an idmapped one (mount_setattr(2)), of a user namespace without root. Nobody can open
-// such a file for writing, whatever his rights (inode_permission, HAS_UNMAPPED_ID), and
-// everybody for reading, as its mode says.
+// This file gives readers the device of a raw volume. A read-only bind keeps nobody from opening a device node for writing. A second, read-only device would
+// have a page cache of its own, which does not see what is written through the first. So readers get the same device, at a node whose owner does not exist in
+// its mount: that is an idmapped mount (mount_setattr(2)) of a user namespace without root. Nobody can open such a file for writing, whatever his rights
+// (HAS_UNMAPPED_ID in inode_permission of fs/namei.c), and everybody for reading, as its mode says.
 
-// readers holds the user namespace of these mounts, once there is one.
+// readers has the user namespace of these mounts, once it was made.
 var readers struct {
 	sync.Mutex
 	namespace *os.File
 }
 
+// readerNamespace returns the user namespace of readers' mounts, and makes it when it is called first. ErrPrecondition if the program for that is missing,
+// ErrUnsupported if this machine allows no user namespaces.
 func readerNamespace() (int, error) {
 	readers.Lock()
 	defer readers.Unlock()
@@ -48,8 +48,8 @@ func readerNamespace() (int, error) {
 	return int(readers.namespace.Fd()), nil
 }
 
-// BindReader attaches a block device at target, an existing file, for reading only. RemoveTarget takes it away.
-// ErrUnsupported where the kernel cannot.
+// BindReader attaches a block device, by its number, at target, an existing file, for reading only. RemoveTarget ends that. ErrUnsupported if the kernel
+// cannot do it, ErrPrecondition if a program is missing (readerNamespace), ErrInUse if the node is busy.
 func BindReader(number uint64, target string) (err error) {
 	fail := func(what string, err error) error {
 		return fmt.Errorf("bind a device to %s for reading: %s: %w", target, what, err)
@@ -84,7 +84,7 @@ func BindReader(number uint64, target string) (err error) {
 	return nil
 }
 
-// detachedNode is a device node on a tmpfs that is mounted nowhere.
+// detachedNode returns the mount of a device node (makeNode) on a new tmpfs that is mounted nowhere.
 func detachedNode(number uint64, namespace int) (int, error) {
 	fsfd, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -102,18 +102,19 @@ func detachedNode(number uint64, namespace int) (int, error) {
 	return makeNode(directory, "device", number, namespace)
 }
 
-// nodeBeside is where a target's device node is, as long as it is mounted there: what is linked nowhere can be mounted nowhere else
-// (ENOENT, d_set_mounted of fs/dcache.c), and the kubelet binds what was published to paths of its own.
+// nodeBeside returns where the device node of a target is, if it could not be on a tmpfs. It stays there as long as it is mounted: the kubelet binds the target
+// to paths of its own, and the kernel binds no file that has no name any more (ENOENT, d_set_mounted of fs/dcache.c).
 func nodeBeside(target string) string { return target + nodeSuffix }
 
 const nodeSuffix = ".node"
 
-// isReader tells whether a mount may be that of a reader's node, as mountinfo has it: it has an ID mapping, which nobody
-// without rights on the machine can give to one.
+// isReader reports whether a mount may be that of a reader's node: a mount of something below the root of its filesystem, with an ID mapping. Only somebody
+// with rights on the machine can make an idmapped mount.
 func isReader(m *mountinfo.Info) bool {
 	return m.Root != "/" && slices.Contains(strings.Split(m.Options, ","), "idmapped")
 }
 
+// nodeNextTo is makeNode at nodeBeside. A node that an earlier try has left there is removed first.
 func nodeNextTo(target string, number uint64, namespace int) (int, error) {
 	if err := removeNode(nodeBeside(target)); err != nil {
 		return -1, err
@@ -121,7 +122,7 @@ func nodeNextTo(target string, number uint64, namespace int) (int, error) {
 	return makeNode(unix.AT_FDCWD, nodeBeside(target), number, namespace)
 }
 
-// removeNode removes a device node.
+// removeNode removes a block device node. Anything else at the path stays, without an error.
 func removeNode(path string) error {
 	info, err := os.Lstat(path)
 	if err == nil && info.Mode().Type() == fs.ModeDevice {
@@ -133,7 +134,7 @@ func removeNode(path string) error {
 	return err
 }
 
-// makeNode makes a device node that can only be read through the mount of it that is returned.
+// makeNode makes a device node at a path in a directory, and returns a detached mount of it, through which it can only be read.
 func makeNode(directory int, path string, number uint64, namespace int) (int, error) {
 	const mode = 0o444
 	if err := unix.Mknodat(directory, path, unix.S_IFBLK|mode, int(number)); err != nil {

@@ -13,23 +13,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Table remembers where devices are mounted, so that no call has to read all mounts
-// of the machine. Mounts come and go meanwhile, so Paths asks the kernel again for each
-// path that it returns. Paths are as Resolve returns them.
+// Table remembers where devices are mounted, so that no call has to read all mounts of the machine. As mounts come and go, Paths and Mounts ask the kernel
+// again for each path that they return. Paths are those of Resolve. Its methods may be called at any time.
 type Table struct {
 	mu     sync.Mutex
 	mounts map[uint64][]entry // by device; few of each, so no index by path
-	seen   uint64
+	seen   uint64             // of the last entry
 }
 
-// entry is a mount of a device at a path, that was seen or made.
+// entry is a mount of a device at a path that was found, or made by this process.
 type entry struct {
 	path     string
-	writable bool
-	seen     uint64 // counts the entries: what is mounted there again is another one
+	writable bool   // made for writing
+	seen     uint64 // the number of this entry: another mount of the device at the path has another one
 }
 
-// LoadTable reads the mounts of this process's namespace, once.
+// LoadTable returns a table with the mounts of block devices in this process's mount namespace.
 func LoadTable() (*Table, error) {
 	t := &Table{mounts: map[uint64][]entry{}}
 	mounts, err := mountinfo.GetMounts(nil)
@@ -38,15 +37,15 @@ func LoadTable() (*Table, error) {
 	}
 	for _, m := range mounts {
 		if device := tableDevice(m, mounts); unix.Major(device) != 0 {
-			// The options of the mount, not of the filesystem: that one turns read-only by
-			// itself after errors. The path is a part of its whole line.
+			// By the options of the mount: those of the filesystem change when the kernel makes it read-only after an error. The path is cloned, as it keeps
+			// its whole line of mountinfo in memory.
 			t.Add(device, strings.Clone(m.Mountpoint), !slices.Contains(strings.Split(m.Options, ","), "ro"))
 		}
 	}
 	return t, nil
 }
 
-// tableDevice returns the block device of a mount; 0 as its major number if it has none.
+// tableDevice returns the block device of a mount; a number with major number 0 if it has none.
 func tableDevice(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
 	switch {
 	case isNode(m, all):
@@ -57,7 +56,7 @@ func tableDevice(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
 	return unix.Mkdev(uint32(m.Major), uint32(m.Minor))
 }
 
-// blockDevice returns the device of a node; 0 if there is none.
+// blockDevice returns the device of a block device node; 0 if there is none at the path.
 func blockDevice(path string) uint64 {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFBLK {
@@ -66,8 +65,9 @@ func blockDevice(path string) uint64 {
 	return st.Rdev
 }
 
-// btrfsMounted returns the block device of a mount of a btrfs, which has device numbers of its own: what this or another
-// mount of the same filesystem says. What it was mounted from may be another device by now, or elsewhere.
+// btrfsMounted returns a block device of a mount of a btrfs, which has device numbers of its own; 0 if it is not known. It asks this mount, and then others
+// with the same device number (At). The source in the list of mounts is used last, and only if it has a mounted btrfs: that path may lead to another device
+// by now, or be of another mount namespace.
 func btrfsMounted(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
 	said := func(one *mountinfo.Info) uint64 {
 		if one.Major != m.Major || one.Minor != m.Minor {
@@ -92,8 +92,8 @@ func btrfsMounted(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
 	return 0
 }
 
-// isNode tells whether a mount is a device node that a driver bound, from /dev or as a reader's. A pod may make nodes too,
-// of any device, in volumes and in tmpfs (emptyDir), and have them bound: these are not.
+// isNode reports whether a mount is of a device node that a driver bound, from /dev or for a reader (BindReader). A pod may make nodes too, of any device, in
+// volumes and in a tmpfs (emptyDir), and have them bound: those do not count.
 func isNode(m *mountinfo.Info, all []*mountinfo.Info) bool {
 	switch {
 	case isReader(m):
@@ -104,7 +104,7 @@ func isNode(m *mountinfo.Info, all []*mountinfo.Info) bool {
 	case m.FSType != "tmpfs" || m.Root == "/":
 		return false
 	}
-	// In a container /dev may be a tmpfs, and the one of an earlier container is not seen any more. That of a pod is, where
+	// In a container /dev may be a tmpfs. That of an earlier container of this driver is mounted nowhere here any more, whereas the tmpfs of a pod is, where
 	// the kubelet mounted it.
 	shown := false
 	for _, one := range all {
@@ -118,7 +118,7 @@ func isNode(m *mountinfo.Info, all []*mountinfo.Info) bool {
 	return !shown
 }
 
-// hasBtrfs tells whether a block device is one of a btrfs that is mounted.
+// hasBtrfs reports whether a block device is one of a mounted btrfs.
 func hasBtrfs(device uint64) bool {
 	name, err := os.Readlink(fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(device), unix.Minor(device)))
 	if err != nil {
@@ -128,14 +128,14 @@ func hasBtrfs(device uint64) bool {
 	return err == nil && len(found) > 0
 }
 
-// Add adds a mount of a device at a path, for writing or not.
+// Add adds a mount that was made, for writing or not. It replaces the entry of the device at that path.
 func (t *Table) Add(device uint64, path string, writable bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.add(device, path, writable)
 }
 
-// Found adds a mount that was found, if it is not in the table: somebody else made it.
+// Found adds a mount that was found, if the table does not have it: somebody else made it.
 func (t *Table) Found(device uint64, path string, writable bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -171,7 +171,7 @@ func (t *Table) Devices() []uint64 {
 	return slices.Collect(maps.Keys(t.mounts))
 }
 
-// Writable reports whether the mount of a device at a path was made for writing.
+// Writable reports whether the mount of a device at a path was made for writing; false if it is not in the table.
 func (t *Table) Writable(device uint64, path string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -179,7 +179,7 @@ func (t *Table) Writable(device uint64, path string) bool {
 	return e != nil && e.writable
 }
 
-// Remove removes a mount.
+// Remove removes the mount of a device at a path from the table.
 func (t *Table) Remove(device uint64, path string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -193,7 +193,7 @@ func (t *Table) remove(device uint64, path string) {
 	}
 }
 
-// forget is Remove, but for what was mounted there again since the caller read it.
+// forget is Remove, unless the device was mounted there again since the caller read the entry.
 func (t *Table) forget(device uint64, was entry) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -206,12 +206,11 @@ func (t *Table) forget(device uint64, was entry) {
 type Mounted struct {
 	Path     string
 	Writable bool  // it was made for writing
-	Info     Info  // what At says, unless Err
-	Err      error // of At: the mount is there, and its filesystem is dead or does not answer
+	Info     Info  // of At, if Err is nil
+	Err      error // of At: the mount is there, but it is dead, does not answer, or could not be looked at
 }
 
-// Paths returns, sorted, where the device is mounted now (as a filesystem or as a
-// bound device node), of all paths in the table.
+// Paths returns, sorted, those paths in the table where the device is mounted now, as a filesystem or as a bound device node.
 func (t *Table) Paths(device uint64) []string {
 	var paths []string
 	for _, m := range t.Mounts(device) {
@@ -220,7 +219,7 @@ func (t *Table) Paths(device uint64) []string {
 	return paths
 }
 
-// Mounts returns what is at each of the Paths of a device.
+// Mounts returns the mounts at the Paths of a device, in that order. Entries of mounts that are gone are removed from the table.
 func (t *Table) Mounts(device uint64) []Mounted {
 	t.mu.Lock()
 	all := slices.Clone(t.mounts[device])
@@ -235,8 +234,8 @@ func (t *Table) Mounts(device uint64) []Mounted {
 	return mounted
 }
 
-// look returns what is at a path where the device was mounted. What is taken away meanwhile, and mounted there anew, is
-// looked at anew: what it returns is of one mount.
+// look returns the mount at a path where the device was mounted; false if it is not any more. If the device is mounted there anew meanwhile, it looks again,
+// so that what it returns is of one mount.
 func (t *Table) look(device uint64, was entry) (Mounted, bool) {
 	for {
 		m := Mounted{Path: was.path, Writable: was.writable}
@@ -256,7 +255,7 @@ func (t *Table) look(device uint64, was entry) (Mounted, bool) {
 	}
 }
 
-// is tells whether what is there is a mount of the device.
+// is reports whether what is at the path is a mount of the device.
 func (m Mounted) is(device uint64) bool {
 	switch {
 	case m.Err == nil:

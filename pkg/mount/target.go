@@ -13,16 +13,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// busyTries is how often a mount may be busy, busyPause apart, before it is said to be in use. A look at a
-// path holds its mount for a moment; and a program that is being started holds copies of
-// all files that the driver has open, until it is running.
+// A mount that is busy is tried busyTries times again, busyPause apart, before it counts as in use. At keeps a mount busy for a moment, and so does a program
+// that is being started, which has copies of all file descriptors of the driver.
 const (
 	busyTries = 25
 	busyPause = 10 * time.Millisecond
 )
 
-// Unmount takes away whatever is mounted at a path, however often. Nothing there,
-// or no such path, is success. ErrInUse if a process still uses it.
+// Unmount unmounts whatever is mounted at a path, also several mounts on top of each other. Success if nothing is mounted there, or there is no such path.
+// ErrInUse if a process uses a mount; other errors are those of At.
 func Unmount(path string) error {
 	for try := 0; ; {
 		info, err := At(path)
@@ -38,7 +37,7 @@ func Unmount(path string) error {
 		switch err := unix.Unmount(path, unix.UMOUNT_NOFOLLOW); {
 		case err == nil:
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOENT):
-			return nil // somebody else was faster
+			return nil // somebody else has unmounted it
 		case errors.Is(err, unix.EBUSY) && try < busyTries:
 			time.Sleep(busyPause)
 			waitForLooks()
@@ -51,16 +50,15 @@ func Unmount(path string) error {
 	}
 }
 
-// waitForLooks waits until this process has ended its looks into mounts that it has begun. They hold back forks (holdForks), and who
-// waits to fork goes before those that begin: so does who waits here, and then nobody is in its way for a moment, however many look.
+// waitForLooks waits until all calls of At that this process has begun have ended. They hold forks back (holdForks), and a fork that waits goes before those
+// that begin later. So does this wait: after it there is a moment without such calls, however many there are.
 func waitForLooks() {
 	syscall.ForkLock.Lock()
 	syscall.ForkLock.Unlock() //nolint:staticcheck,gocritic // nothing is done with it
 }
 
-// MakeTarget makes the directory, or for a device node the empty file, that a mount
-// goes on. It reports whether it made it. ErrPrecondition if something of another kind
-// is there, or if the directory above is not.
+// MakeTarget makes the directory, or for a device node the empty file, to mount on. It reports whether it made it; a directory, or for a node anything but a
+// directory or a link, may be there already. ErrPrecondition if something else is there, or the directory above is not.
 func MakeTarget(path string, node bool) (made bool, err error) {
 	if node {
 		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o660)
@@ -89,8 +87,8 @@ func targetError(err error) error {
 	return fmt.Errorf("make target: %w", err)
 }
 
-// RemoveTarget unmounts a path and removes the empty directory or empty file that is
-// left, and the device node of a reader; never anything with content: that is somebody's data.
+// RemoveTarget unmounts a path (Unmount), and removes the empty directory or empty file that is left, and the device node of a reader. What has content is
+// somebody's data and stays: ErrPrecondition. Success if the path is not there.
 func RemoveTarget(path string) error {
 	if err := Unmount(path); err != nil {
 		return err
