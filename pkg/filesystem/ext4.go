@@ -21,14 +21,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// The tools of e2fsprogs write a superblock in parts: each run of words that differ, the
-// checksum last. One that was cut short between two of them leaves it torn, and then neither the
-// kernel nor e2fsck -p takes it. So before a tool may write, a copy of the superblock is kept in
-// the boot block, the 1024 bytes before it: ext4 never uses them, and what is there goes along
-// into snapshots. A boot block that is not blank is somebody's, and left alone.
+// This file keeps an ext4 from being lost if a tool of e2fsprogs is cut short. Such a tool writes the superblock in parts: each run of words that differ, and
+// the checksum last. If it is cut short between two parts, the superblock is torn: its checksum is wrong, and neither the kernel nor e2fsck -p accepts it.
+// So before a tool may write, a copy of the superblock is written to the boot block, the 1024 bytes before the superblock. ext4 never uses them, and a
+// snapshot has them too. A boot block that is neither blank nor such a copy is somebody's, and stays as it is.
 //
-// A journal has the block of both in it, and its replay would take the copy away. So it is the
-// kernel that replays journals, which writes a superblock at once; never e2fsck.
+// Boot block and superblock are in one block of the filesystem, which may be in the journal: its replay would overwrite the copy. So the journal is replayed
+// before, by the kernel, which writes a superblock at once; by e2fsck only if the kernel cannot.
 
 // ext4SuperSize is the size of the boot block, and of the superblock behind it.
 const ext4SuperSize = 1024
@@ -37,7 +36,7 @@ const ext4SuperSize = 1024
 // (Documentation/filesystems/ext4/super.rst).
 type ext4Super []byte
 
-// Where things are in a superblock, and what they are.
+// Offsets of fields in the superblock, in bytes, and values of the fields.
 const (
 	ext4BlocksLow, ext4FirstBlock, ext4LogBlockSize, ext4GroupBlocks = 4, 20, 24, 32
 	ext4MountTime, ext4MaxMounts, ext4Magic, ext4State               = 44, 54, 56, 58
@@ -47,35 +46,36 @@ const (
 	ext4Checksum                                                     = 1020
 
 	ext4IsMagic       = 0xef53
-	ext4IsClean       = 1       // the whole state, of a filesystem without errors
-	ext4HasJournal    = 0x4     // of the compatible features
-	ext4NeedsRecovery = 0x4     // of the incompatible features
-	ext4IsJournal     = 0x8     // of the incompatible features
-	ext464Bit         = 0x80    // of the incompatible features
-	ext4MultiMount    = 0x100   // of the incompatible features: mmp
-	ext4Checksums     = 0x400   // of the read-only compatible ones: metadata_csum
-	ext4Orphans       = 0x10000 // of the read-only compatible ones: orphan_present
+	ext4IsClean       = 1       // ext4State of a filesystem that was unmounted, and has no errors
+	ext4HasJournal    = 0x4     // in ext4Compat
+	ext4NeedsRecovery = 0x4     // in ext4Incompat
+	ext4IsJournal     = 0x8     // in ext4Incompat: the device is the journal of another filesystem
+	ext464Bit         = 0x80    // in ext4Incompat
+	ext4MultiMount    = 0x100   // in ext4Incompat: mmp
+	ext4Checksums     = 0x400   // in ext4ROCompat: metadata_csum
+	ext4Orphans       = 0x10000 // in ext4ROCompat: orphan_present
 )
 
 func (s ext4Super) short(at int) uint16 { return binary.LittleEndian.Uint16(s[at:]) }
 func (s ext4Super) long(at int) uint32  { return binary.LittleEndian.Uint32(s[at:]) }
 
-// sum is the checksum that it should have.
+// sum returns the checksum that the superblock should have.
 func (s ext4Super) sum() uint32 {
 	return ^crc32.Checksum(s[:ext4Checksum], crc32.MakeTable(crc32.Castagnoli))
 }
 
-// checksummed reports whether it is one, with a checksum, right or wrong.
+// checksummed reports whether this is a superblock of an ext4 with checksums. Its own may be right or wrong.
 func (s ext4Super) checksummed() bool {
 	return s.short(ext4Magic) == ext4IsMagic && s.long(ext4ROCompat)&ext4Checksums != 0
 }
 
-// torn reports whether it is one whose checksum is wrong.
+// torn reports whether this is a superblock with a wrong checksum.
 func (s ext4Super) torn() bool { return s.checksummed() && s.long(ext4Checksum) != s.sum() }
 
 func (s ext4Super) needsRecovery() bool { return s.long(ext4Incompat)&ext4NeedsRecovery != 0 }
 
-// clean reports whether e2fsck will find nothing to do, as far as a superblock tells.
+// clean reports whether by its superblock a filesystem needs no e2fsck: it was unmounted, has no errors, orphans or journal to replay, and no check is due by
+// the number of mounts or the time.
 func (s ext4Super) clean() bool {
 	return s.short(ext4State) == ext4IsClean && !s.needsRecovery() && s.long(ext4ROCompat)&ext4Orphans == 0 && s.long(ext4LastOrphan) == 0 &&
 		int16(s.short(ext4MaxMounts)) <= 0 && s.long(ext4CheckInterval) == 0
@@ -91,24 +91,24 @@ func (s ext4Super) blocks() int64 {
 	return blocks
 }
 
-// size of the filesystem in bytes.
+// size returns the size of the filesystem in bytes.
 func (s ext4Super) size() int64 { return product(uint64(s.blocks()), uint64(s.blockSize())) }
 
-// reach is the size to which it can grow without moving blocks, in bytes: as far as there is
-// room for descriptors of block groups. mke2fs leaves room for 1024 times the first size.
+// reach returns the size to which the filesystem can grow without moving blocks, in bytes: as far as there is room for the descriptors of block groups. mke2fs
+// leaves room for 1024 times the first size.
 func (s ext4Super) reach() int64 {
 	perBlock := s.blockSize() / 32
 	if s.long(ext4Incompat)&ext464Bit != 0 {
 		perBlock = s.blockSize() / int64(max(s.short(ext4DescSize), 32))
 	}
-	perBlock *= int64(s.long(ext4GroupBlocks)) // blocks that a block of descriptors is good for
+	perBlock *= int64(s.long(ext4GroupBlocks)) // how many blocks the descriptors in one block are for
 	first := int64(s.long(ext4FirstBlock))
 	have := (s.blocks() - first + perBlock - 1) / perBlock
 	return (first + (have+int64(s.short(ext4ReservedGDT)))*perBlock) * s.blockSize()
 }
 
-// A copy is disguised by one of these texts, over and over, so that nothing takes it for what
-// it is not. It says, too, what the tool was about to do.
+// A copy of a superblock is disguised, so that nothing takes it for a superblock, by XOR with one of these texts, over and over. The text says which tool the
+// copy was made for.
 const (
 	ext4Checks = "ashlar e2fsck   "
 	ext4Grows  = "ashlar resize2fs"
@@ -122,7 +122,7 @@ func disguised(block []byte, as string) []byte {
 	return out
 }
 
-// kept returns the copy that a boot block has, and its disguise; nil if it has none.
+// kept returns the copy of a superblock in a boot block, and its disguise; nil if there is none.
 func kept(boot []byte) (ext4Super, string) {
 	for _, as := range []string{ext4Checks, ext4Grows} {
 		if s := ext4Super(disguised(boot, as)); s.checksummed() && !s.torn() {
@@ -132,8 +132,8 @@ func kept(boot []byte) (ext4Super, string) {
 	return nil, ""
 }
 
-// keep returns the boot block that has a copy. It says that the filesystem is not clean, as it
-// will not be once a tool was cut short: so whoever has it looks everything over.
+// keep returns a boot block with a copy of this superblock. The copy says that the filesystem is not clean: it is used after a tool was cut short, and then
+// everything has to be checked.
 func (s ext4Super) keep(as string) []byte {
 	s = bytes.Clone(s)
 	binary.LittleEndian.PutUint16(s[ext4State:], s.short(ext4State)&^ext4IsClean)
@@ -141,8 +141,7 @@ func (s ext4Super) keep(as string) []byte {
 	return disguised(s, as)
 }
 
-// copies reports whether it is a copy of this one, or of what this one was before it was torn:
-// of the same filesystem, which has not been mounted since.
+// copies reports whether s is a copy of other, or of what other was before it was torn: it is of the same filesystem, which was not mounted for writing since.
 func (s ext4Super) copies(other ext4Super) bool {
 	return bytes.Equal(s[ext4UUID:ext4UUID+16], other[ext4UUID:ext4UUID+16]) && s.long(ext4MountTime) == other.long(ext4MountTime)
 }
@@ -161,7 +160,7 @@ func readExt4(device string) (boot []byte, super ext4Super, err error) {
 	return both[:ext4SuperSize], both[ext4SuperSize:], nil
 }
 
-// writeExt4 writes a boot block, or a superblock, durably.
+// writeExt4 writes a boot block or a superblock durably, at an offset in bytes.
 func writeExt4(device string, block []byte, at int64) error {
 	f, err := os.OpenFile(device, os.O_WRONLY, 0)
 	if err != nil {
@@ -174,7 +173,7 @@ func writeExt4(device string, block []byte, at int64) error {
 	return errors.Join(err, f.Close())
 }
 
-// clearCopy takes a copy away.
+// clearCopy overwrites the boot block with zeros.
 func clearCopy(device string) error {
 	if err := writeExt4(device, zeroBlock[:ext4SuperSize], 0); err != nil {
 		return fmt.Errorf("write the boot block of %s, to take the copy of its superblock away: %w", device, err)
@@ -182,8 +181,8 @@ func clearCopy(device string) error {
 	return nil
 }
 
-// guarded runs a tool that may write to an ext4, which is not mounted, and keeps a copy of its
-// superblock until the tool has done its work.
+// guarded runs a tool that may write to an ext4, which is not mounted, with a copy of its superblock in the boot block. The copy stays until the tool has
+// succeeded. There is none if the superblock has no checksum, or a wrong one, or if the boot block has something else.
 func guarded(device, as string, tool func() error) error {
 	boot, super, err := readExt4(device)
 	if err != nil {
@@ -209,15 +208,15 @@ func guarded(device, as string, tool func() error) error {
 	return clearCopy(device)
 }
 
-// checkExt4 is Check: a journal is replayed, what a tool that was cut short has left is
-// repaired, and the rest is e2fsck's.
+// checkExt4 is Check. It has the kernel replay the journal, puts back a superblock that a tool has torn, ends a growth that was cut short (endGrowth), and runs
+// e2fsck, first without repairs if the filesystem is clean.
 func checkExt4(ctx context.Context, device string) error {
 	boot, super, err := readExt4(device)
 	if err != nil {
 		return err
 	}
 	if super.needsRecovery() && !super.torn() {
-		// Where the kernel cannot, e2fsck may; at the worst it says what is wrong.
+		// If the kernel cannot, e2fsck may, or it says what is wrong.
 		if err := mount.Recover(device, string(Ext4), Ext4.MountOptions()); err != nil {
 			klog.FromContext(ctx).Info("The kernel did not replay the journal of an ext4; leaving it to e2fsck", "device", device, "err", err)
 		}
@@ -235,7 +234,7 @@ func checkExt4(ctx context.Context, device string) error {
 		super = copied
 	}
 	if super.clean() && !super.torn() {
-		err := e2fsck(ctx, device, "-n") // which writes nothing
+		err := e2fsck(ctx, device, "-n") // writes nothing
 		if err == nil && copied != nil {
 			return clearCopy(device)
 		}
@@ -249,13 +248,12 @@ func checkExt4(ctx context.Context, device string) error {
 	return guarded(device, ext4Checks, func() error { return e2fsck(ctx, device, "-p") })
 }
 
-// notOfGrowth is what e2fsck says of damage that no growth leaves: to a file (7 is the inode that
-// reserves room for group descriptors), to the disk, or to where things are.
+// notOfGrowth matches what e2fsck prints of damage that no growth leaves: to a file (inode 7 is none, it reserves room for group descriptors), of the disk, or
+// of where the metadata of groups is.
 var notOfGrowth = regexp.MustCompile(`(?i)inode ([0-689]|7[0-9])|error (reading|writing)|relocate`)
 
-// endGrowth takes back what resize2fs has left in the middle. It moved no block of a file, and
-// the filesystem was looked over in full before: so what is wrong is parts of the new size, and
-// e2fsck may take all of it away, which -p does not. If it is more than that it is for a human.
+// endGrowth repairs what a resize2fs that was cut short has left. That has moved no block of a file, and the filesystem was checked in full before. So what is
+// wrong are parts of the new size, and e2fsck may repair all of it, which -p does not. ErrDataLoss, and nothing is written, if e2fsck -n tells of other damage.
 func endGrowth(ctx context.Context, device string) error {
 	out, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal), "-f", "-n", device)...)
 	if other := notOfGrowth.FindString(out); other != "" {
@@ -264,17 +262,16 @@ func endGrowth(ctx context.Context, device string) error {
 	return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
 }
 
-// noJournal keeps e2fsck from looking for a journal on another device, which it would replay and
-// write to, whatever made it think that there is one: Inspect does not look at the copies of the superblock.
+// noJournal keeps e2fsck from looking for a journal on another device, which it would replay and write to. Inspect has refused such a superblock, but does not
+// look at the backup superblocks, which e2fsck may use.
 var noJournal = []string{"-j", "/dev/null"}
 
-// e2fsck runs it. ErrDataLoss: it has left something unrepaired.
+// e2fsck runs e2fsck with options. Repairs are success; ErrDataLoss if it left something unrepaired, ErrUnsupported if it is not installed.
 func e2fsck(ctx context.Context, device string, options ...string) error {
 	_, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal, options), device)...)
 	var failure *command.Error
 	if errors.As(err, &failure) {
-		// e2fsck(8): 0 clean, 1 repaired, 2 repaired and a reboot is due (of the root
-		// filesystem only), 4 not repaired, 8 and up did not work.
+		// The exit status is a sum (e2fsck(8)): 1 repaired, 2 reboot (after repairs of the root filesystem), 4 not repaired, 8 and up did not work.
 		switch {
 		case failure.Code >= 1 && failure.Code <= 3:
 			return nil
@@ -288,8 +285,8 @@ func e2fsck(ctx context.Context, device string, options ...string) error {
 	return nil
 }
 
-// growExt4Unmounted grows an ext4 by resize2fs. Where it would have to move blocks to grow
-// further, it stays smaller than its device: cut short in that, it could not be repaired.
+// growExt4Unmounted grows an ext4 to a size in bytes by resize2fs, but not further than it can grow without moving blocks (reach): if resize2fs is cut short
+// while it moves blocks, the filesystem cannot be repaired.
 func growExt4Unmounted(ctx context.Context, device string, size int64) error {
 	_, super, err := readExt4(device)
 	if err != nil {
@@ -299,7 +296,7 @@ func growExt4Unmounted(ctx context.Context, device string, size int64) error {
 	if super.size() >= size {
 		return nil
 	}
-	// resize2fs wants a filesystem that was looked over in full.
+	// resize2fs demands a filesystem that was checked in full.
 	if err := guarded(device, ext4Checks, func() error { return e2fsck(ctx, device, "-p", "-f") }); err != nil {
 		return err
 	}

@@ -1,6 +1,5 @@
-// Package filesystem makes, checks, grows, freezes and measures the filesystems that
-// volumes carry: ext4, XFS and btrfs. Growing and freezing are system calls; making
-// and checking are the tools of each filesystem.
+// Package filesystem makes, checks, grows, freezes and measures the filesystems that volumes carry: ext4, XFS and btrfs. It makes and checks them by the tools
+// of each filesystem, and freezes and grows mounted ones by system calls.
 package filesystem
 
 import (
@@ -23,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// Type of a filesystem, as mount(8) names it.
+// Type is the type of a filesystem, as mount(8) names it.
 type Type string
 
 // The filesystems that volumes can carry.
@@ -47,8 +46,7 @@ func ParseType(name string) (Type, error) {
 	return Type(name), nil
 }
 
-// TypeOf returns the type of a mounted filesystem, as statfs(2) numbers it; empty if it
-// is none of Types.
+// TypeOf returns the type of a mounted filesystem, by its number in statfs(2); empty if it is none of Types.
 func TypeOf(magic int64) Type {
 	switch magic {
 	case unix.EXT4_SUPER_MAGIC:
@@ -61,10 +59,8 @@ func TypeOf(magic int64) Type {
 	return ""
 }
 
-// MinSize is the smallest device that the tools make a filesystem on, in bytes:
-// mke2fs wants room for a journal, mkfs.xfs refuses less than 300 MiB. Of btrfs it is
-// the smallest that can grow: mkfs.btrfs needs 109 MiB, but the kernel resizes none to
-// less than 256 MiB (btrfs_ioctl_resize).
+// MinSize returns the size of the smallest device for a filesystem, in bytes. mke2fs needs room for a journal; mkfs.xfs refuses less than 300 MiB. mkfs.btrfs
+// needs only 109 MiB, but such a btrfs could not grow to less than 256 MiB (btrfs_ioctl_resize).
 func (t Type) MinSize() int64 {
 	switch t {
 	case XFS:
@@ -76,7 +72,7 @@ func (t Type) MinSize() int64 {
 	}
 }
 
-// signature is where a filesystem says what it is.
+// signature is the magic number of a filesystem, and its offset in bytes.
 type signature struct {
 	fs     Type
 	offset int64
@@ -89,7 +85,7 @@ var signatures = []signature{
 	{Btrfs, 0x10000 + 64, []byte("_BHRfS_M")},
 }
 
-// Probe returns which filesystem a device carries; empty if it is none of Types.
+// Probe returns which filesystem a device carries, by its magic number; empty if it is none of Types.
 func Probe(device string) (Type, error) {
 	f, err := os.Open(device)
 	if err != nil {
@@ -113,15 +109,14 @@ func carries(f *os.File, offset int64, magic []byte) (bool, error) {
 	return bytes.Equal(have, magic), nil
 }
 
-// Where signatures live: filesystems, RAID, LVM, LUKS, swap, partition tables and
-// bcache keep theirs within the first or last 4 MiB; btrfs has copies further in.
+// Where Blank looks for signatures. Filesystems, RAID, LVM, LUKS, swap, partition tables and bcache have theirs within the first or last 4 MiB (blankEdge).
+// btrfs has copies at the offsets blankCopies.
 const blankEdge = 4 << 20
 
 var blankCopies = []int64{64 << 20, 256 << 30}
 
-// Blank reports whether a device is blank from an offset on: nothing but zeros wherever a signature
-// of any kind could be. It stops at the first other byte. An unreadable device is an
-// error, not blank.
+// Blank reports whether a device, from an offset on, has nothing but zeros where a signature of any kind could be. It is an error if the device cannot be
+// read, or ends before the offset.
 func Blank(ctx context.Context, device string, from int64) (bool, error) {
 	f, err := os.Open(device)
 	if err != nil {
@@ -146,7 +141,7 @@ func Blank(ctx context.Context, device string, from int64) (bool, error) {
 	return true, nil
 }
 
-// Zeros reports whether a device has nothing but zeros between two offsets.
+// Zeros reports whether a device has nothing but zeros from the offset start to the offset end.
 func Zeros(ctx context.Context, device string, start, end int64) (bool, error) {
 	f, err := os.Open(device)
 	if err != nil {
@@ -158,7 +153,8 @@ func Zeros(ctx context.Context, device string, start, end int64) (bool, error) {
 
 var zeroBlock [256 << 10]byte
 
-// zeros leaves nothing of what it reads in the page cache: who writes below a device that is in use does not write there.
+// zeros is Zeros for an open device. It leaves nothing of what it reads in the page cache of the device: somebody who uses a device above this one writes past
+// that cache, which would be out of date then.
 func zeros(ctx context.Context, f *os.File, start, end int64) (bool, error) {
 	defer func() { _ = unix.Fadvise(int(f.Fd()), start, max(end-start, 0), unix.FADV_DONTNEED) }()
 	buffer := make([]byte, len(zeroBlock))
@@ -178,9 +174,8 @@ func zeros(ctx context.Context, f *os.File, start, end int64) (bool, error) {
 	return true, nil
 }
 
-// foreigners are the signatures, beside those of Types, of what no mkfs of ours
-// writes: include/uapi/linux/raid/md_p.h, LUKS and LVM2 on-disk formats, swap, DOS and
-// GPT partition tables.
+// foreigners are signatures that no mkfs which Make runs can have written, beside those of Types: see include/uapi/linux/raid/md_p.h, and the on-disk formats
+// of LUKS, LVM2, swap, and DOS and GPT partition tables.
 var foreigners = []struct {
 	name   string
 	offset int64
@@ -195,8 +190,8 @@ var foreigners = []struct {
 	{"a partition table", 512, []byte("EFI PART")},
 }
 
-// Foreign returns what a device carries that is not an (unfinished) filesystem of the
-// given type; empty if nothing is known.
+// Foreign returns what a device carries that is not a filesystem of the given type, finished or not; empty if nothing was found. With an empty type each
+// filesystem is foreign.
 func Foreign(device string, t Type) (string, error) {
 	have, err := Probe(device)
 	if err != nil || (have != "" && have != t) {
@@ -215,14 +210,12 @@ func Foreign(device string, t Type) (string, error) {
 	return "", nil
 }
 
-// mkfsTries is how often mkfs.btrfs may find that one of the machine's other loop devices, all
-// of which it looks at before it writes anything, has just gone.
+// mkfsTries is how often mkfs.btrfs is run if it fails because another loop device of the machine has just gone: it looks at all of them before it writes.
 const mkfsTries = 5
 
-// Make makes a filesystem. It gives no space back (nodiscard), so that preallocated
-// space stays. zeros: the device reads as zeros throughout, so that nothing has to be
-// zeroed; otherwise it may carry an unfinished filesystem, which is overwritten. What
-// the running kernel is too old to mount is left out.
+// Make makes a filesystem that the running kernel can mount. It gives no space back (nodiscard), so that preallocated space stays. zeros: the device reads as
+// zeros throughout, so that nothing has to be zeroed; otherwise it may carry an unfinished filesystem, which is overwritten. ErrUnsupported if the tool is
+// not installed.
 func Make(ctx context.Context, t Type, device string, zeros bool) error {
 	argv := makeCommand(t, kernelVersion(), zeros && t == Ext4 && ext4Prezeroed(ctx))
 	if !zeros {
@@ -236,18 +229,18 @@ func Make(ctx context.Context, t Type, device string, zeros bool) error {
 	if err != nil {
 		return toolError(fmt.Errorf("make %s on %s: %w", t, device, err))
 	}
-	// A volume that counts as formatted is never formatted again, so no tool is taken at its word.
+	// A volume that is recorded as formatted is never formatted again. So it is not enough that the tool reported success.
 	if have, err := Probe(device); err != nil || have != t {
 		return errors.Join(fmt.Errorf("make %s on %s: %s ended as if it had, and there is none", t, device, argv[0]), err)
 	}
 	return nil
 }
 
+// makeCommand returns the command that makes a filesystem a kernel can mount, without its device. prezeroed: ext4Prezeroed, of a device of zeros.
 func makeCommand(t Type, kernel version, prezeroed bool) []string {
 	switch t {
 	case XFS:
-		// 4 KiB sectors, also on a device of 512: the volume can then be moved to a disk
-		// that has no smaller ones.
+		// Sectors of 4 KiB, also on a device with sectors of 512 bytes: so the volume can be moved to a disk that has no smaller ones.
 		argv := []string{"mkfs.xfs", "-q", "-K", "-s", "size=4096"}
 		if kernel.before(5, 19) {
 			argv = append(argv, "-i", "nrext64=0")
@@ -256,7 +249,7 @@ func makeCommand(t Type, kernel version, prezeroed bool) []string {
 	case Btrfs:
 		return []string{"mkfs.btrfs", "-q", "-K"}
 	default:
-		// 4 KiB blocks also on small volumes: they may grow large.
+		// Blocks of 4 KiB, also on a small volume, as it may grow.
 		extended := "nodiscard"
 		if prezeroed {
 			extended += ",assume_storage_prezeroed=1"
@@ -269,9 +262,8 @@ func makeCommand(t Type, kernel version, prezeroed bool) []string {
 	}
 }
 
-// ext4Prezeroed reports whether mke2fs can be told that the device reads as zeros
-// (e2fsprogs 1.47): it then writes neither inode tables nor journal, and the kernel
-// does not do it later.
+// ext4Prezeroed reports whether mke2fs can be told that the device reads as zeros (e2fsprogs 1.47). Then it writes neither inode tables nor journal, nor does
+// the kernel later.
 var ext4Prezeroed = func() func(context.Context) bool {
 	var mu sync.Mutex
 	var known, answer bool
@@ -290,9 +282,9 @@ var ext4Prezeroed = func() func(context.Context) bool {
 	}
 }()
 
-// Check looks a filesystem over before it is mounted, and repairs what is safe to
-// repair (ext4; XFS and btrfs do so themselves as they are mounted). ErrDataLoss if
-// it needs a human. It writes nothing to a filesystem that is clean.
+// Check checks an ext4 before it is mounted, and repairs what is safe to repair (checkExt4). It writes nothing to a clean one, save that it removes a copy of
+// the superblock from the boot block. XFS and btrfs need no check: they recover when they are mounted. ErrDataLoss if somebody has to repair the filesystem
+// by hand; ErrUnsupported if the tool is not installed.
 func Check(ctx context.Context, t Type, device string) error {
 	if t != Ext4 {
 		return nil
@@ -300,8 +292,8 @@ func Check(ctx context.Context, t Type, device string) error {
 	return checkExt4(ctx, device)
 }
 
-// Settle brings a filesystem that is not mounted to where it can be mounted without a write (UnwrittenOptions): it is checked, its journal is replayed, and it is as large as its
-// device.
+// Settle prepares a filesystem that is not mounted for mounts that write nothing (UnwrittenOptions). It inspects and checks the filesystem, replays its
+// journal, and grows it to its device, an ext4 without CAP_SYS_RESOURCE as far as GrowBeforeMount can. Errors are those of Inspect and Check.
 func Settle(ctx context.Context, t Type, device string) error {
 	if err := Inspect(t, device); err != nil {
 		return err
@@ -320,12 +312,13 @@ func Settle(ctx context.Context, t Type, device string) error {
 	})
 }
 
-// UnwrittenOptions have a filesystem that is mounted read-only write nothing at all to its device, not to its journal either, which so is not replayed: see Settle.
+// UnwrittenOptions returns the options with which a read-only mount of a filesystem writes nothing at all to its device. So the journal is not replayed, which
+// has to be done before (Settle).
 func (t Type) UnwrittenOptions() []string {
 	return map[Type][]string{Ext4: {"noload"}, XFS: {"norecovery"}, Btrfs: {"rescue=nologreplay"}}[t]
 }
 
-// toolError turns the failure of a tool that is not there into a clear one.
+// toolError returns ErrUnsupported if a command failed because its tool is not installed; any other error as it is.
 func toolError(err error) error {
 	var failure *command.Error
 	if errors.As(err, &failure) && errors.Is(failure.Err, os.ErrNotExist) || strings.Contains(err.Error(), "executable file not found") {
@@ -334,11 +327,9 @@ func toolError(err error) error {
 	return err
 }
 
-// Separate gives a copy of a filesystem, in a file or on a device that is not
-// mounted, an identity of its own, so that it can be mounted beside its source.
-// Only btrfs needs it, before Linux 6.7: it takes two devices of one identity for
-// one filesystem, and refuses the second. (XFS is mounted with nouuid, ext4 does not
-// care.) A btrfs with a log to replay is left as it is: btrfstune would break it.
+// Separate gives a copy of a filesystem, in a file or on a device that is not mounted, an identity of its own, so that it can be mounted beside its source.
+// Only btrfs before Linux 6.7 needs that: the kernel takes two devices of one identity for one filesystem, and refuses the second. (XFS is mounted with nouuid;
+// for ext4 the identity does not matter.) A btrfs with a log to replay stays as it is, as btrfstune would break it; so does one with several devices.
 func Separate(ctx context.Context, path string) error {
 	if !kernelVersion().before(6, 7) {
 		return nil
@@ -347,7 +338,7 @@ func Separate(ctx context.Context, path string) error {
 	if err != nil || t != Btrfs {
 		return err
 	}
-	// btrfstune would write to all of its devices.
+	// btrfstune would write to all devices of the filesystem.
 	if err := inspectSuper(t, path); errors.Is(err, errdefs.ErrPrecondition) {
 		return nil
 	}
@@ -360,8 +351,7 @@ func Separate(ctx context.Context, path string) error {
 	return nil
 }
 
-// btrfsLog reports whether a btrfs has a log tree that the next mount will replay:
-// log_root of its superblock (Documentation, On-disk Format).
+// btrfsLog reports whether a btrfs has a log tree, which the next mount will replay: log_root of its superblock (btrfs documentation, On-disk Format).
 func btrfsLog(path string) (bool, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -375,9 +365,8 @@ func btrfsLog(path string) (bool, error) {
 	return binary.LittleEndian.Uint64(root) != 0, nil
 }
 
-// MountOptions are what a filesystem is mounted with before all others: XFS without regard to others
-// of its UUID; ext4 so that errors make it read-only, whatever its superblock says. (XFS shuts itself down,
-// btrfs turns read-only; neither has that from its disk.)
+// MountOptions returns the options that each mount of a filesystem has, before all others. XFS can be mounted beside others of its UUID. ext4 becomes read-only
+// after an error, whatever its superblock says; XFS and btrfs need no option for that: XFS shuts itself down, and btrfs becomes read-only.
 func (t Type) MountOptions() []string {
 	switch t {
 	case Ext4:
@@ -388,14 +377,13 @@ func (t Type) MountOptions() []string {
 	return nil
 }
 
-// Usage of a filesystem or device, in bytes and inodes (-1: the filesystem has no
-// count of inodes).
+// Usage is how much of a filesystem is used, in bytes and in inodes. All numbers of inodes are 0 for a filesystem that has no fixed number of them (btrfs).
 type Usage struct {
 	Total, Used, Available              int64
 	Inodes, InodesUsed, InodesAvailable int64
 }
 
-// UsageOf is what statfs(2) says of a filesystem.
+// UsageOf returns the usage of a filesystem by what statfs(2) has returned.
 func UsageOf(st unix.Statfs_t) Usage {
 	block := st.Frsize
 	return Usage{
@@ -404,7 +392,7 @@ func UsageOf(st unix.Statfs_t) Usage {
 	}
 }
 
-// version is major and minor of a version.
+// version is the first two numbers of a version.
 type version struct{ major, minor int }
 
 func (v version) before(major, minor int) bool {

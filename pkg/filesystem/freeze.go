@@ -17,17 +17,17 @@ const (
 	fiThaw   = 0xc0045878 // FITHAW
 )
 
-// Freeze writes out the filesystem mounted at path, a directory, and holds back all further writes
-// until thaw is called; thaw may be called more than once. ErrUnavailable from thaw: somebody
-// else ended the freeze, so writes were not held back until then. A filesystem that somebody else froze
-// is ErrBusy, and stays theirs to thaw, at any time. A read-only mount has nothing to hold back, nor has a
-// filesystem that stopped writing after an error and says so. One that cannot be written out is ErrPrecondition.
+// Freeze writes out the filesystem mounted at path, a directory, and holds back all further writes until thaw is called. It succeeds, and thaw does nothing,
+// for a filesystem that takes no writes (EROFS), as one that stopped after an error. ErrBusy if somebody else froze the filesystem: it stays frozen, and they
+// may thaw it at any time. ErrPrecondition if it cannot be written out; ErrUnsupported if it cannot be frozen.
 //
-// The kernel waits for writes that are under way, for ever if it has to: a pod that splices from a pipe into a
-// file keeps one open for as long as it likes. When ctx ends first, the error is its cause; the kernel goes on, new writes are held
-// back all the same, and thaw, which is given too then, waits for it and ends it. (Else there is none with an error.)
+// thaw returns ErrUnavailable if somebody else ended the freeze, so that writes were not held back until then. Further calls of it do nothing.
 //
-// A freeze outlives the process that made it: after a crash call Thaw.
+// The kernel waits for writes that are under way, maybe for ever: a pod that splices from a pipe into a file can keep one open for as long as it likes. If ctx
+// ends first, the error is its cause. The kernel goes on to freeze then, and holds new writes back meanwhile. In this case thaw is returned with the error, and
+// has to be called, once only: it waits for the freeze and ends it. With any other error thaw is nil.
+//
+// A freeze outlives the process that made it: after a crash, Thaw ends it.
 func Freeze(ctx context.Context, path string) (thaw func() error, err error) {
 	f, err := openDirectory(path)
 	if err != nil {
@@ -43,19 +43,19 @@ func Freeze(ctx context.Context, path string) (thaw func() error, err error) {
 	return func() error {
 		thaw, err := freezeAnswer(f, path, <-frozen)
 		if err != nil {
-			return nil // it is not frozen
+			return nil // the freeze failed, so there is nothing to end
 		}
 		return thaw()
 	}, fmt.Errorf("freeze %s: %w", path, context.Cause(ctx))
 }
 
-// openDirectory opens a directory of a filesystem, to ask things of the filesystem. It opens nothing else: a pod may have made a
-// pipe, on which an open waits for ever, or a device, on which it may do anything.
+// openDirectory opens a directory, for ioctls on its filesystem. It opens nothing else: a pod may have put a pipe there, where an open waits for ever, or a
+// device, where an open may do anything.
 func openDirectory(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY, 0)
 }
 
-// freezeAnswer is what Freeze returns once the kernel has answered.
+// freezeAnswer returns the results of Freeze for an answer of the kernel. f is of the filesystem; it is closed here or by thaw.
 func freezeAnswer(f *os.File, path string, err error) (thaw func() error, _ error) {
 	if err == nil {
 		return thawOnce(f, path), nil
@@ -74,7 +74,7 @@ func freezeAnswer(f *os.File, path string, err error) (thaw func() error, _ erro
 	return nil, fmt.Errorf("freeze %s: %w", path, err)
 }
 
-// thawOnce returns what ends the freeze of the filesystem that a file is in. It closes the file.
+// thawOnce returns a function that ends the freeze of the filesystem of f, and closes f, when it is called first.
 func thawOnce(f *os.File, path string) func() error {
 	return func() error {
 		if f == nil {
@@ -93,7 +93,7 @@ func thawOnce(f *os.File, path string) func() error {
 	}
 }
 
-// Thaw ends a freeze that a crash left behind; none is success.
+// Thaw ends a freeze that was left by a crash. Success if the filesystem is not frozen.
 func Thaw(path string) error {
 	f, err := openDirectory(path)
 	if err != nil {

@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// ioctl numbers and structures: linux/ext4.h, xfs_fs.h, linux/btrfs.h.
+// The numbers and structures of ioctls, from linux/ext4.h, xfs_fs.h and linux/btrfs.h.
 const (
 	ext4ResizeFS  = 0x40086610 // EXT4_IOC_RESIZE_FS
 	xfsGeometryV1 = 0x80705864 // XFS_IOC_FSGEOMETRY_V1
@@ -30,13 +30,11 @@ type xfsGeometry struct {
 	_                                                                                [72]byte
 }
 
-// xfsMinAG is the smallest last group of an XFS filesystem (XFS_MIN_AG_BLOCKS): less
-// room than that at the end of the device stays unused.
+// xfsMinAG is the smallest size of the last allocation group of an XFS, in blocks (XFS_MIN_AG_BLOCKS). Less room than that at the end of a device stays unused.
 const xfsMinAG = 64
 
-// Grow makes the filesystem that is mounted at path, a directory, writable, as large as its
-// device. It is online, keeps everything, and does nothing if there is nothing to
-// do. ErrPrecondition if the driver lacks the capability that ext4 asks for.
+// Grow makes a filesystem as large as its device, while it is in use. path is a directory of it in a mount for writing. It does nothing if the filesystem is as
+// large already. ErrPrecondition for an ext4 if this process does not have CAP_SYS_RESOURCE (GrowsMounted).
 func Grow(t Type, device, path string) error {
 	size, err := deviceSize(device)
 	if err != nil {
@@ -108,9 +106,8 @@ func growBtrfs(f *os.File, size int64) error {
 	return ioctl.Pointer(f, btrfsResize, unsafe.Pointer(&args))
 }
 
-// GrowBeforeMount grows a filesystem on a device that is not mounted, where Grow
-// could not after mounting it: ext4 without CAP_SYS_RESOURCE. Elsewhere it does nothing. It has to
-// have been checked. An ext4 grows as far as it can without moving blocks.
+// GrowBeforeMount grows a filesystem that is not mounted if Grow could not once it is mounted: an ext4, if this process does not have CAP_SYS_RESOURCE.
+// Otherwise it does nothing. The ext4 has to have been checked, and grows as far as it can without moving blocks.
 func GrowBeforeMount(ctx context.Context, t Type, device string) error {
 	if t != Ext4 || capability.Has(unix.CAP_SYS_RESOURCE) {
 		return nil
@@ -125,6 +122,7 @@ func GrowBeforeMount(ctx context.Context, t Type, device string) error {
 // GrowsMounted reports whether this process may grow a mounted filesystem of the type.
 func GrowsMounted(t Type) bool { return t != Ext4 || capability.Has(unix.CAP_SYS_RESOURCE) }
 
+// deviceSize returns the size of a block device in bytes.
 func deviceSize(device string) (int64, error) {
 	f, err := os.Open(device)
 	if err != nil {

@@ -11,14 +11,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
 
-// ShutDown is the problem of a filesystem that is mounted at path from device and answers with err.
+// ShutDown returns the problem of a filesystem that is mounted at path from device, and where mount.At fails with err.
 func ShutDown(t Type, device, path string, err error) blockdev.Problem {
 	return blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "FilesystemShutDown",
 		Message: fmt.Sprintf("the %s filesystem at %s does not answer: %v; look at the kernel's log, unmount it, and check %s", t, path, err, device)}
 }
 
-// Health says what the kernel knows to be wrong with a filesystem that is mounted at
-// path from device and answers. writable: the caller mounted it for writing. readOnly: it takes no writes now.
+// Health returns what the kernel knows to be wrong with a filesystem that is mounted at path from device and answers. writable: it was mounted for writing.
+// readOnly: it takes no writes now, by statfs(2).
 func Health(t Type, device, path string, writable, readOnly bool) []blockdev.Problem {
 	var problems []blockdev.Problem
 	report := func(severity blockdev.Severity, reason, format string, args ...any) {
@@ -33,14 +33,12 @@ func Health(t Type, device, path string, writable, readOnly bool) []blockdev.Pro
 	return problems
 }
 
-// Stopped reports whether the kernel made a filesystem read-only that was mounted for writing from a device. readOnly: it takes no
-// writes now, as statfs(2) has it.
+// Stopped reports whether the kernel made a filesystem read-only that was mounted for writing from a device. readOnly: it takes no writes now, by statfs(2).
 func Stopped(device string, readOnly bool) bool { return readOnly || ext4Emergency(device) }
 
-// ext4Emergency: an ext4 that stopped writing after an error does not always say so in
-// statfs. Newer kernels (6.16) say it here; older ones (6.1.175) only that they would at
-// the first error, which an error that was recorded since the mount then was: a volume
-// is checked, and its account of errors cleared, before each mount.
+// ext4Emergency reports whether a device has an ext4 that was mounted for writing and stopped writing after an error; statfs(2) does not always show that.
+// Newer kernels (6.16) show it among the options. Older ones (6.1.175) show only that the first error stops it (errors=remount-ro): then it has stopped if an
+// error was recorded. That error came after the mount, as the check before a mount for writing clears the errors that were recorded earlier.
 func ext4Emergency(device string) bool {
 	for _, option := range ext4Options(device) {
 		switch option {
@@ -55,14 +53,14 @@ func ext4Emergency(device string) bool {
 	return false
 }
 
-// JournalWrites reports whether an ext4 is mounted from a device whose journal writes, in nobody's name, the bytes of files too: with data=journal
-// all of them, with nodelalloc those that have to be there before it.
+// JournalWrites reports whether a device has a mounted ext4 whose journal writes bytes of files too: with data=journal all of them, with nodelalloc those that
+// have to be on the disk before a commit of the journal. These writes are the kernel's own, so limits of I/O of pods (cgroups) do not hold for them.
 func JournalWrites(device string) bool {
 	options := ext4Options(device)
 	return slices.Contains(options, "data=journal") || slices.Contains(options, "nodelalloc")
 }
 
-// ext4Options are all that are in force of the ext4 that is mounted from a device; none if there is none.
+// ext4Options returns all mount options in force of the ext4 that is mounted from a device; none if there is no such ext4.
 func ext4Options(device string) []string {
 	options, err := os.ReadFile("/proc/fs/ext4/" + filepath.Base(device) + "/options")
 	if err != nil {
@@ -71,15 +69,14 @@ func ext4Options(device string) []string {
 	return strings.Fields(string(options))
 }
 
-// reportedErrors counts the errors that a filesystem keeps account of: ext4 in its
-// superblock, btrfs for each device. 0 if there is no account.
+// reportedErrors returns how many errors a mounted filesystem has recorded: ext4 in its superblock, btrfs for each device. 0 if it records none.
 func reportedErrors(t Type, device string) int64 {
 	name := filepath.Base(device)
 	switch t {
 	case Ext4:
 		return readCount("/sys/fs/ext4/" + name + "/errors_count")
 	case Btrfs:
-		// /sys/fs/btrfs/UUID/devices/loopN is a link to the device, which is the only one.
+		// /sys/fs/btrfs/UUID/devices/loopN is a link to the device, the only one of the filesystem.
 		links, _ := filepath.Glob("/sys/fs/btrfs/*/devices/" + name)
 		var n int64
 		for _, link := range links {
@@ -93,7 +90,7 @@ func reportedErrors(t Type, device string) int64 {
 	return 0
 }
 
-// sumCounts adds up a file of lines that have a name and a count. 0 if it cannot be read.
+// sumCounts returns the sum of the counts in a file, whose lines have a name and a count; 0 if it cannot be read.
 func sumCounts(path string) (sum int64) {
 	lines, err := os.ReadFile(path)
 	if err != nil {
@@ -108,6 +105,7 @@ func sumCounts(path string) (sum int64) {
 	return sum
 }
 
+// readCount returns the number in a file; 0 if it cannot be read.
 func readCount(path string) int64 {
 	data, err := os.ReadFile(path)
 	if err != nil {

@@ -17,12 +17,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// Whoever had a volume as a raw device wrote its superblock. So before a tool or the kernel
-// follows what that says, it is looked at: a filesystem that has parts on other devices (another
-// volume's, maybe another tenant's) is not opened, and neither is one that is larger than its device.
+// This file inspects a superblock before a tool or the kernel follows it: somebody who had the volume as a raw device may have written it. A filesystem with
+// parts on other devices, which may be volumes of another tenant, is not opened. Nor is one that is larger than its device.
 
-// Inspect returns ErrPrecondition for a filesystem of the type that has parts on another device,
-// and ErrDataLoss for one that does not fit its device. It writes nothing.
+// Inspect returns ErrPrecondition for a filesystem of the type that has parts on another device, or that a volume must not carry (ext4Super.other), and
+// ErrDataLoss for one that is larger than its device. It writes nothing.
 func Inspect(t Type, device string) error {
 	if err := inspectSuper(t, device); err != nil {
 		return fmt.Errorf("%w; nothing was mounted", err)
@@ -33,7 +32,7 @@ func Inspect(t Type, device string) error {
 	return nil
 }
 
-// inspectSuper is Inspect as far as the superblock tells, of a device or a file.
+// inspectSuper is Inspect by the superblock alone, on a device or in a file.
 func inspectSuper(t Type, path string) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -59,18 +58,18 @@ func inspectSuper(t Type, path string) error {
 	return nil
 }
 
-// inspectExt4 returns the size of an ext4 by its superblock, and what it has on other devices.
+// inspectExt4 returns the size of an ext4 in bytes, by its superblock, and why a volume must not carry it; empty if it may. The size of a torn superblock is 0.
 func inspectExt4(super []byte) (size int64, other string) {
 	s := ext4Super(super)
-	if !s.torn() { // what was cut short may say any size, and Check puts it right
+	if !s.torn() { // a torn one may have any size, and Check repairs it
 		size = s.size()
 	}
 	return size, s.other()
 }
 
-// other says what an ext4 has on other devices, or for other nodes; empty if nothing. Its own mount options
-// (s_mount_opts) may name a journal too. Multi-mount protection has whoever mounts it wait for as long as it says, up to 18 hours,
-// where nothing ends the wait.
+// other returns what an ext4 has that a volume must not have; empty if nothing: a journal on another device, mount options of its own (s_mount_opts) that
+// are not allowed (mount.CheckOptions; they may name a journal too), or multi-mount protection. With that a mount waits for as long as the superblock says,
+// up to 18 hours, and nothing can end the wait.
 func (s ext4Super) other() string {
 	options, _, _ := bytes.Cut(s[ext4MountOptions:ext4MountOptions+64], []byte{0})
 	own := mount.CheckOptions(strings.ReplaceAll(string(options), `"`, ""))
@@ -86,8 +85,7 @@ func (s ext4Super) other() string {
 	return ""
 }
 
-// inspectXFS returns the size of an XFS by its superblock (struct xfs_dsb of xfs_format.h), and
-// what it has on other devices.
+// inspectXFS returns the size of an XFS in bytes, by its superblock (struct xfs_dsb of xfs_format.h), and what it has on other devices; empty if nothing.
 func inspectXFS(super []byte) (size int64, other string) {
 	long := func(at int) uint64 { return binary.BigEndian.Uint64(super[at:]) }
 	blockSize, blocks, realtime, log := uint64(binary.BigEndian.Uint32(super[4:])), long(8), long(16), long(48)
@@ -100,8 +98,8 @@ func inspectXFS(super []byte) (size int64, other string) {
 	return product(blocks, blockSize), other
 }
 
-// inspectBtrfs returns the size of a btrfs on its device by its superblock (struct
-// btrfs_super_block of linux/btrfs_tree.h), and what it has on other devices.
+// inspectBtrfs returns the size of a btrfs on its device in bytes, by its superblock (struct btrfs_super_block of linux/btrfs_tree.h), and what it has on
+// other devices; empty if nothing.
 func inspectBtrfs(super []byte) (size int64, other string) {
 	long := func(at int) uint64 { return binary.LittleEndian.Uint64(super[at:]) }
 	const flags, devices, deviceSize, seeding = 56, 136, 201 + 8, 1 << 32
@@ -114,8 +112,8 @@ func inspectBtrfs(super []byte) (size int64, other string) {
 	return int64(min(long(deviceSize), 1<<63-1)), other
 }
 
-// onlyDevice makes sure that a btrfs has no other device than this one, whatever its superblock says: what
-// counts is in its trees, which the kernel reads. It is opened for that without writing anything.
+// onlyDevice returns ErrPrecondition if a btrfs has other devices than this one, by its trees, which the kernel follows rather than the superblock. The
+// filesystem is opened for that, and nothing is written.
 func onlyDevice(device string) error {
 	return mount.WithRoot(device, string(Btrfs), []string{"rescue=nologreplay"}, func(root *os.File) error {
 		info, err := mount.Btrfs(root)
@@ -126,7 +124,7 @@ func onlyDevice(device string) error {
 	})
 }
 
-// product is that of two numbers, or the largest there is.
+// product returns a times b, or the largest int64 if that is larger.
 func product(a, b uint64) int64 {
 	if b != 0 && a > (1<<63-1)/b {
 		return 1<<63 - 1
@@ -134,8 +132,8 @@ func product(a, b uint64) int64 {
 	return int64(a * b)
 }
 
-// OnlyOn makes sure that the filesystem mounted at a path is that of a device: ErrPrecondition if it
-// is another's, which says that it is the same.
+// OnlyOn returns ErrPrecondition if the filesystem that was mounted at a path is not on the device of that number: the kernel found another device with a
+// filesystem of the same identity.
 func OnlyOn(device uint64, path string) error {
 	info, err := mount.At(path)
 	if err != nil {
@@ -147,14 +145,13 @@ func OnlyOn(device uint64, path string) error {
 	return nil
 }
 
-// unusedTries is how often a device may be found in use before it is taken for that: the mounts
-// of a container that has just ended go a moment later.
+// A device that is in use is looked at unusedTries times again, unusedPause apart: the mounts of a container that has just ended go a moment later.
 const (
 	unusedTries = 20
 	unusedPause = 50 * time.Millisecond
 )
 
-// Unused makes sure that nothing has a device mounted, in whatever mount namespace: ErrInUse.
+// Unused returns ErrInUse if a device is mounted, in whatever mount namespace, or otherwise held by somebody for himself (open(2), O_EXCL).
 func Unused(ctx context.Context, device string) error {
 	err := mount.Unclaimed(ctx, device, unusedTries, unusedPause)
 	if errors.Is(err, unix.EBUSY) {

@@ -8,9 +8,8 @@ import (
 	"os"
 )
 
-// Used reports whether a device carries a filesystem that was mounted for writing since it was made,
-// or may have been: then it is somebody's, whatever any record says. What mkfs leaves, finished
-// or cut short, was not.
+// Used reports whether a device carries a filesystem that was, or may have been, mounted for writing since it was made. Then it has somebody's data, whatever a
+// record says. A filesystem as mkfs leaves it, finished or cut short, was not.
 func Used(device string) (bool, error) {
 	t, err := Probe(device)
 	if err != nil || t == "" {
@@ -28,7 +27,7 @@ func Used(device string) (bool, error) {
 	return used, nil
 }
 
-// region reads part of a device; what is beyond its end reads as zeros.
+// region returns length bytes of a device from an offset on; those beyond its end are zeros.
 func region(f io.ReaderAt, offset int64, length int) ([]byte, error) {
 	data := make([]byte, length)
 	if _, err := f.ReadAt(data, offset); err != nil && !errors.Is(err, io.EOF) {
@@ -46,11 +45,10 @@ func usedExt4(f io.ReaderAt) (bool, error) {
 	return binary.LittleEndian.Uint32(sb[44:]) != 0 || binary.LittleEndian.Uint16(sb[52:]) != 0, nil
 }
 
-// usedXFS: mkfs.xfs leaves one record in the log, of a sector or a stripe unit but of two blocks of 512 bytes at
-// the least, and zeros after it; and a superblock that was never in the log (struct xfs_dsb: sb_lsn). Until it ends,
-// sb_inprogress is set, and the kernel mounts nothing that has it.
+// usedXFS: while mkfs.xfs runs, sb_inprogress is set, and the kernel mounts no such filesystem. It leaves a superblock that was never in the log (sb_lsn of
+// struct xfs_dsb is 0), and a log with one record and zeros after it. The record takes a sector or a stripe unit, and at least two blocks of 512 bytes.
 func usedXFS(f io.ReaderAt) (bool, error) {
-	const logPart = 1 << 20 // so much of the log is looked at, in bytes
+	const logPart = 1 << 20 // how much of the log is read at most, in bytes
 	sb, err := region(f, 0, 512)
 	if err != nil {
 		return false, err
@@ -67,7 +65,7 @@ func usedXFS(f io.ReaderAt) (bool, error) {
 	first := max(2*512, int64(binary.BigEndian.Uint32(sb[180:])), int64(binary.BigEndian.Uint16(sb[102:])))
 	length := min(logPart, int64(binary.BigEndian.Uint32(sb[96:]))*blockSize)
 	if at <= 0 || length <= first {
-		return true, nil // of no mkfs that this driver runs
+		return true, nil // not as the mkfs of this driver makes it
 	}
 	log, err := region(f, at+first, int(length-first))
 	if err != nil {
@@ -81,9 +79,8 @@ func usedXFS(f io.ReaderAt) (bool, error) {
 	return false, nil
 }
 
-// usedBtrfs: the first mount for writing has the tree of UUIDs made or looked over, and notes that in the
-// superblock (uuid_tree_generation) with the first transaction after it. What was synced before that is in the
-// log (log_root).
+// usedBtrfs: at the first mount for writing the kernel makes or checks the tree of UUIDs, and the first transaction after that writes uuid_tree_generation into
+// the superblock. What was synced before that transaction is in the log (log_root).
 func usedBtrfs(f io.ReaderAt) (bool, error) {
 	sb, err := region(f, 0x10000, 4096)
 	if err != nil {
