@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// once are volumes of which each can be attached as long as none was, as one that is connected in another way than its home wants it now.
+// once is a store where one raw volume can be attached, once: as if afterwards the home of the volume wanted another connection.
 type once struct {
 	*volume.Local
 	attached bool
@@ -30,8 +30,8 @@ func (o *once) AttachRaw(ctx context.Context, v volume.Volume, key volume.Key, w
 	return o.Local.AttachRaw(ctx, v, key, writable)
 }
 
-// TestStageBound: a raw volume that is staged, and staged again as the kubelet does after a start, is what is there, and not attached again: who uses it may do so by a connection
-// that could not be made now.
+// TestStageBound: a raw volume that is staged already is staged again, as the kubelet does after a start. That succeeds and does not attach it again: pods may
+// use it by a connection that could not be made now. In another way, or at another place, it is refused.
 func TestStageBound(t *testing.T) {
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)

@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// began starts a check that goes on until it is told to end, by a caller who has gone away.
+// began starts a check whose caller is gone. It ends with the error that is sent to end, or when it is stopped; told has what the caller gets.
 func began(s *Server, key string) (end chan<- error, told <-chan error) {
 	caller, gone := context.WithCancel(context.Background())
 	running, ending, answer := make(chan struct{}), make(chan error), make(chan error, 1)
@@ -33,7 +33,8 @@ func began(s *Server, key string) (end chan<- error, told <-chan error) {
 	return ending, answer
 }
 
-// TestCheckGoesOn: a check does not end with its caller. The retry finds it done, or what it said, once.
+// TestCheckGoesOn: a check does not end with its caller. If it succeeds, the retry checks again; if it fails, the first retry gets its error, and does not
+// check.
 func TestCheckGoesOn(t *testing.T) {
 	s := New(t.Context(), nil, nil, Options{})
 	key, checked := volume.KeyOf("v"), 0
@@ -53,10 +54,10 @@ func TestCheckGoesOn(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if checked != 3 { // not by the one that was told what the first check said
+	if checked != 3 { // of four retries one got an error instead
 		t.Errorf("checked %d times", checked)
 	}
-	// A caller who waits is told at once, and nothing is kept.
+	// A caller who waits gets the error, and nothing is kept for the next.
 	if err := s.checks.run(t.Context(), key, func(context.Context) error { return errdefs.ErrDataLoss }); !errors.Is(err, errdefs.ErrDataLoss) {
 		t.Fatal(err)
 	}
@@ -65,7 +66,8 @@ func TestCheckGoesOn(t *testing.T) {
 	}
 }
 
-// TestCheckEnds: with the driver, and when the volume is unstaged by somebody who comes after its caller.
+// TestCheckEnds: a check whose caller is gone is stopped when somebody unstages or unpublishes the volume, or the driver ends. A retry does not stop it, and
+// while the caller waits nobody does. Of a check that was stopped no error is kept.
 func TestCheckEnds(t *testing.T) {
 	id := volume.ID{Kind: blockdev.Volume, Pool: "p", Key: volume.KeyOf("v")}
 	driver, stop := context.WithCancel(t.Context())
@@ -80,7 +82,7 @@ func TestCheckEnds(t *testing.T) {
 		select {
 		case err := <-told:
 			t.Fatalf("%s: ended by a retry: %v", name, err)
-		case <-time.After(50 * time.Millisecond): // it would be told in another goroutine
+		case <-time.After(50 * time.Millisecond): // long enough for the answer of another goroutine
 		}
 		s.Interrupt(request)
 		if err := <-told; !errors.Is(err, context.Canceled) {
@@ -104,7 +106,8 @@ func TestCheckEnds(t *testing.T) {
 	}
 }
 
-// TestFlags: what stands for mount flags.
+// TestFlags: records of mount flags are equal for the same flags in any order, and differ for others; a publication may have no SELinux context, or the staged
+// one, or any if nothing is recorded.
 func TestFlags(t *testing.T) {
 	context := `context="system_u:object_r:container_file_t:s0:c1,c2"`
 	if flagsOf([]string{"a,b", "c"}) != flagsOf([]string{"c", "b", "a", "a"}) || flagsOf(nil) == flagsOf([]string{"a"}) || flagsOf(nil) == flagsOf([]string{context}) {

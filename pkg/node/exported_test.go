@@ -19,7 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// claimed is a store that knows of one claim.
+// claimed is a store where each volume has the same claim, if it is known.
 type claimed struct {
 	*volume.Local
 	claim volume.Claim
@@ -30,7 +30,7 @@ func (c *claimed) Claimed(context.Context, volume.Volume, bool) (volume.Claim, b
 	return c.claim, c.known
 }
 
-// exporter exports nothing, and counts what ends.
+// exporter exports nothing, and counts the exports that are ended.
 type exporter struct{ ended int }
 
 func (*exporter) Authenticates() bool                        { return true }
@@ -42,7 +42,8 @@ func (*exporter) Exports(context.Context) ([]nvmet.Export, error) {
 }
 func (e *exporter) open() (volume.Exporter, error) { return e, nil }
 
-// TestStageExported: a home takes a volume from the node that uses it only for a claim that is later than that node's.
+// TestStageExported: a volume that is exported to another node is staged on its home only for a claim of a later generation than the export's. Then the export
+// is ended; otherwise it stays.
 func TestStageExported(t *testing.T) {
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)

@@ -13,7 +13,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/node"
 )
 
-// TestWholeLife: each call of a volume's life on its node is answered twice the same, and refused to who has other wishes.
+// TestWholeLife: each call in the life of a volume on its node has the same answer when it is made twice, and is refused if it asks for something else. In the
+// end nothing is left.
 func TestWholeLife(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for _, access := range []string{"ext4", block} {
@@ -60,7 +61,7 @@ func TestWholeLife(t *testing.T) {
 	}
 }
 
-// refusesOtherStages stages what is staged in other ways.
+// refusesOtherStages makes sure that a volume that is staged by the request right is not staged in another way.
 func (f fixture) refusesOtherStages(right func() *csi.NodeStageVolumeRequest, access string) {
 	f.t.Helper()
 	type request = *csi.NodeStageVolumeRequest
@@ -78,7 +79,7 @@ func (f fixture) refusesOtherStages(right func() *csi.NodeStageVolumeRequest, ac
 	refuses("stage as a device", func(r request) { r.VolumeCapability = capability(block) }, errdefs.ErrExists, "as a filesystem")
 }
 
-// refusesOtherTargets publishes what is published in other ways.
+// refusesOtherTargets makes sure that a volume that is published by the request right is not published in another way, but is at a second target.
 func (f fixture) refusesOtherTargets(right func() *csi.NodePublishVolumeRequest, access string) {
 	f.t.Helper()
 	type request = *csi.NodePublishVolumeRequest
@@ -93,14 +94,14 @@ func (f fixture) refusesOtherTargets(right func() *csi.NodePublishVolumeRequest,
 	if access == "ext4" {
 		refuses("publish as another filesystem", func(r request) { r.VolumeCapability = capability("btrfs") }, errdefs.ErrPrecondition, "staged as ext4, not as btrfs")
 	}
-	// What cannot be refused: a second target of a volume that several may write.
+	// A second target is not refused, as several pods of the node may write to the volume.
 	second := right()
 	second.TargetPath = f.path("second target")
 	drivertest.Twice(f.t, f.NodePublishVolume, second)
 	drivertest.Twice(f.t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: second.GetVolumeId(), TargetPath: second.GetTargetPath()})
 }
 
-// TestEphemeralLife: an inline ephemeral volume is made by its publication, once, and goes with it.
+// TestEphemeralLife: publishing an inline ephemeral volume makes it, once, and unpublishing deletes it.
 func TestEphemeralLife(t *testing.T) {
 	drivertest.NeedRoot(t)
 	f := start(t, node.Options{Ephemeral: node.Ephemeral{Pools: []string{"slow"}, MaxSize: 32 * pooltest.MiB}})

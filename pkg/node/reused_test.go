@@ -19,7 +19,7 @@ import (
 
 var errAttached = errors.New("it came as far as being attached")
 
-// going has a volume whose device goes away after somebody has looked for it once.
+// going is a store with a volume whose device goes away after Attached was called once.
 type going struct {
 	node.Volumes
 	volume volume.Volume
@@ -42,8 +42,8 @@ func (g *going) Attach(context.Context, volume.Volume, volume.Key) (blockdev.Dev
 
 func (g *going) Detach(context.Context, volume.ID) error { return nil }
 
-// TestNumberGoesToAnother: a device that goes away gives its number to another volume, which is mounted before the call looks
-// where the device is. That is no mount of this volume.
+// TestNumberGoesToAnother: while a volume is staged or unstaged, its device goes away, and the device's number goes to another volume, which is mounted before
+// the call looks for mounts. That mount is not taken for one of this volume.
 func TestNumberGoesToAnother(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)

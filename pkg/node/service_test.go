@@ -30,15 +30,15 @@ import (
 const (
 	nodeName = "node-1"
 
-	// nothing is an ID of this driver that no volume has, foreign is none of its.
+	// nothing is an ID of this driver that no volume has; foreign is no ID of this driver.
 	nothing = "vol.fast.00000000000000000000000000000000"
 	foreign = "csi-of-another-driver"
 )
 
-// block is the filesystem of what has none.
+// block stands for block access where a filesystem is named.
 const block = co.Block
 
-// capability is that of a volume of a filesystem, or of block, which several pods of a node may write.
+// capability returns a capability for a filesystem, or block, that lets several pods of a node write.
 func capability(filesystem string) *csi.VolumeCapability {
 	return co.Capability(filesystem, co.MultiWriter)
 }
@@ -73,7 +73,7 @@ func (f fixture) create(name, filesystem string) string {
 	return v.ID.String()
 }
 
-// path is one in the directory.
+// path returns a path in the fixture's directory.
 func (f fixture) path(name string) string { return filepath.Join(f.dir, name) }
 
 // mkdir makes a directory, and returns its path.
@@ -83,10 +83,10 @@ func (f fixture) mkdir(name string) string {
 	return f.path(name)
 }
 
-// badPaths are paths that do not say where they lead.
+// badPaths are paths that mount.CleanPath refuses.
 var badPaths = map[string]string{"a relative path": "a/b", "a path with dots": "/a/../b", "a path that ends in a slash": "/a/", "the root": "/", "a path with a zero": "/a\x00b"}
 
-// badCapabilities are those that no volume can have.
+// badCapabilities are changes of a capability after which it cannot be served, and what the error says.
 var badCapabilities = map[string]struct {
 	change func(c *csi.VolumeCapability)
 	says   string
@@ -148,7 +148,7 @@ func (f fixture) notUsed(text string) {
 	}
 }
 
-// TestClaimRequired: where a volume has to be claimed, one that is not, or for another node, is not staged or published.
+// TestClaimRequired: if claims are required, a volume that is not claimed is neither staged nor published.
 func TestClaimRequired(t *testing.T) {
 	f := start(t, node.Options{Claims: true})
 	id, staging := f.create("v", "ext4"), f.mkdir("staging")
@@ -225,8 +225,8 @@ func TestEphemeralRefuses(t *testing.T) {
 	}
 }
 
-// TestTakenDownBefore: what is not staged or published any more, or never was, is taken down with success, however often. The
-// staging path is the caller's and stays, a target goes; what is in one stays.
+// TestTakenDownBefore: to unstage or unpublish a volume that is not staged or published succeeds, also for volumes that do not exist. The staging path stays,
+// as the caller made it; an empty target is removed, and one with files is refused.
 func TestTakenDownBefore(t *testing.T) {
 	f := start(t, node.Options{})
 	id := f.create("v", "ext4")
@@ -261,7 +261,7 @@ func TestTakenDownBefore(t *testing.T) {
 	}
 }
 
-// TestOfWhatIsNotMounted: neither measured nor grown is a volume where it is not.
+// TestOfWhatIsNotMounted: calls that measure, grow or look at a volume are refused where it is not mounted or does not exist. Only its health needs no mount.
 func TestOfWhatIsNotMounted(t *testing.T) {
 	f := start(t, node.Options{})
 	id, path := f.create("v", "ext4"), f.mkdir("path")
@@ -292,7 +292,7 @@ func TestOfWhatIsNotMounted(t *testing.T) {
 	}
 }
 
-// elsewhere is a node in a zone, with pools that are not well.
+// elsewhere is the store of a node in a zone, with problems of four pools.
 type elsewhere struct{ node.Volumes }
 
 func (elsewhere) Node() string { return nodeName }
@@ -317,7 +317,7 @@ func TestInfo(t *testing.T) {
 	}
 }
 
-// TestStorageHealth: one entry for each status and reason, which says it of every pool.
+// TestStorageHealth: there is one entry for each status and reason, with the messages of all pools.
 func TestStorageHealth(t *testing.T) {
 	s := node.New(t.Context(), elsewhere{}, &mount.Table{}, node.Options{})
 	have := drivertest.Twice(t, s.NodeGetStorageHealth, &csi.NodeGetStorageHealthRequest{})
@@ -334,8 +334,7 @@ func TestStorageHealth(t *testing.T) {
 	}
 }
 
-// TestCapabilities: a node can do all that there is in CSI, but leaves the group of files to the kubelet; and what it announces
-// is there.
+// TestCapabilities: a node announces all capabilities that CSI has, except VOLUME_MOUNT_GROUP, and implements all methods of the service.
 func TestCapabilities(t *testing.T) {
 	f := start(t, node.Options{})
 	announced := map[csi.NodeServiceCapability_RPC_Type]bool{}
@@ -352,7 +351,7 @@ func TestCapabilities(t *testing.T) {
 	for i := range service.NumMethod() {
 		method := reflect.ValueOf(f.Server).MethodByName(service.Method(i).Name)
 		if !method.IsValid() || method.Type().NumIn() != 2 {
-			continue // what the generated code demands
+			continue // a method that only the generated code needs
 		}
 		out := method.Call([]reflect.Value{reflect.ValueOf(t.Context()), reflect.New(method.Type().In(1).Elem())})
 		if err, failed := out[1].Interface().(error); failed && status.Code(err) == codes.Unimplemented {

@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// one has a single volume, which is a device.
+// one is a store with a single volume, which has one device.
 type one struct {
 	node.Volumes
 	volume volume.Volume
@@ -31,12 +31,11 @@ type one struct {
 
 func (o one) Get(context.Context, volume.ID) (volume.Volume, error) { return o.volume, nil }
 func (o one) Attached(context.Context, volume.ID) ([]blockdev.Device, error) {
-	time.Sleep(time.Duration(rand.N(300)) * time.Microsecond) // much happens meanwhile
+	time.Sleep(time.Duration(rand.N(300)) * time.Microsecond) // mounts come and go meanwhile
 	return []blockdev.Device{o.device}, nil
 }
 
-// TestStatsBesideMounts: what is measured is the volume, or it is not there, however often its path comes and
-// goes meanwhile.
+// TestStatsBesideMounts: while a volume is mounted and unmounted at a path again and again, its statistics there are those of the volume, or ErrNotFound.
 func TestStatsBesideMounts(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -80,21 +79,22 @@ func TestStatsBesideMounts(t *testing.T) {
 		must(mount.Bind(source, target, false))
 		time.Sleep(time.Duration(rand.N(100)) * time.Microsecond)
 		for unix.Unmount(target, 0) != nil {
-			runtime.Gosched() // whoever looks at it holds it
+			runtime.Gosched() // a call that looks at the mount keeps it busy for a moment
 		}
 		must(unix.Rmdir(target))
 	}
 	measuring.Wait()
 }
 
-// larger is a raw volume of which its pool keeps more than its size.
+// larger is a store with a raw volume that takes more bytes in its pool than its size: those of its encryption too.
 type larger struct{ one }
 
 func (l larger) Used(context.Context, volume.ID) (int64, bool, error) {
 	return l.volume.Size + l.volume.Encryption.Scheme.Overhead(), true, nil
 }
 
-// TestStatsOfEncrypted: no more of a raw volume that is encrypted is in use than it has, and no less than nothing is left.
+// TestStatsOfEncrypted: an encrypted raw volume that is full, and so takes more than its size with its header, is reported as used up to its size, with nothing
+// available.
 func TestStatsOfEncrypted(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
