@@ -25,11 +25,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// disk is a loop device with a new filesystem, and directories to mount it on.
+// disk is a loop device over an image with a new filesystem, and a directory for mount points.
 type disk struct {
 	dir, device, image string
 }
 
+// sizes of the images, in bytes.
 var sizes = map[string]int64{"ext4": 16 << 20, "xfs": 300 << 20, "btrfs": 128 << 20}
 
 func newDisk(t testing.TB, fstype string) disk {
@@ -52,7 +53,7 @@ func newDisk(t testing.TB, fstype string) disk {
 	return d
 }
 
-// directory makes one in the directory of the disk.
+// directory makes a directory in that of the disk.
 func (d disk) directory(t testing.TB, name string) string {
 	t.Helper()
 	path := filepath.Join(d.dir, name)
@@ -60,7 +61,7 @@ func (d disk) directory(t testing.TB, name string) string {
 	return path
 }
 
-// mounted mounts the disk until the end of the test.
+// mounted mounts the disk until the end of the test, and returns where.
 func (d disk) mounted(t testing.TB, fstype string, options ...string) string {
 	t.Helper()
 	path := d.directory(t, "mounted")
@@ -135,7 +136,7 @@ func TestOptions(t *testing.T) {
 	if err := mount.Filesystem(d.device, d.dir+"/nowhere", "ext4", nil, false); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("it is mounted nowhere: %v", err)
 	}
-	// Nothing of all this stays, not even a mount that nobody sees.
+	// After all this nothing is mounted there, nor is the device in use.
 	if info, err := mount.At(path); err != nil || info.Root {
 		t.Errorf("there is %+v: %v", info, err)
 	}
@@ -158,8 +159,8 @@ func TestDamagedFilesystem(t *testing.T) {
 	}
 }
 
-// TestRemembered: the kernel remembers the btrfs that it last saw on a device, where that has several
-// devices. A copy of what is mounted can be mounted on this device all the same.
+// TestRemembered: the kernel remembers that a device was one of a btrfs with several devices. Then the device gets a copy of a btrfs that is mounted elsewhere.
+// The copy can be opened and mounted all the same.
 func TestRemembered(t *testing.T) {
 	one, source := newDisk(t, "btrfs"), newDisk(t, "btrfs")
 	var two disk
@@ -178,7 +179,7 @@ func TestRemembered(t *testing.T) {
 	check.OK(t, mount.Unmount(path))
 }
 
-// TestOpenBesidePrograms: programs that are started meanwhile keep nothing of a device that was opened, or asked for.
+// TestOpenBesidePrograms: while this process starts programs all the time, a device is not in use any more when WithRoot and Unclaimed have returned.
 func TestOpenBesidePrograms(t *testing.T) {
 	d := newDisk(t, "btrfs")
 	ctx, stop := context.WithTimeout(t.Context(), 10*time.Second)
@@ -203,7 +204,7 @@ func TestOpenBesidePrograms(t *testing.T) {
 	stop()
 }
 
-// TestScannedElsewhere: whoever looks for btrfs by a path of his own, which is gone later, hides no mount.
+// TestScannedElsewhere: a mounted btrfs was scanned by another path of its device, which is gone now. Its mount is found and unmounted all the same.
 func TestScannedElsewhere(t *testing.T) {
 	d := newDisk(t, "btrfs")
 	path, node := d.mounted(t, "btrfs"), filepath.Join(d.dir, "node")
@@ -224,7 +225,7 @@ func TestScannedElsewhere(t *testing.T) {
 	}
 }
 
-// TestBoundPipe: a pipe of a btrfs that is bound somewhere (a subpath, say) stops nobody who looks there.
+// TestBoundPipe: a pipe or a socket of a btrfs is bound somewhere, as a pod's subpath may be. Looking for mounts does not wait for it, and finds it.
 func TestBoundPipe(t *testing.T) {
 	d := newDisk(t, "btrfs")
 	path, device := d.mounted(t, "btrfs"), number(t, d.device)
@@ -258,8 +259,8 @@ func TestBoundPipe(t *testing.T) {
 	}
 }
 
-// TestLeasedFile: who has a btrfs may take a lease on a file of it (fcntl(2)), which is bound somewhere: to open it waits
-// until that is given up. Whoever looks there does not.
+// TestLeasedFile: a file of a btrfs is bound somewhere, and a process has a lease on it (fcntl(2)), for which an open would wait. Looking for mounts does not
+// wait, and finds it; At returns an error that is none of a dead mount.
 func TestLeasedFile(t *testing.T) {
 	d := newDisk(t, "btrfs")
 	path, device := d.mounted(t, "btrfs"), number(t, d.device)
@@ -287,8 +288,8 @@ func TestLeasedFile(t *testing.T) {
 	check.OK(t, leased.Close())
 }
 
-// TestScannedAsAnother: the path by which a btrfs was scanned in another place may be that of another device here, which
-// may have a btrfs as well.
+// TestScannedAsAnother: the path by which a btrfs was scanned is that of another device now, with an ext4 or a btrfs. Both are found where they are mounted,
+// and nowhere else, though one of the mounts cannot be asked for its device.
 func TestScannedAsAnother(t *testing.T) {
 	for _, kind := range []string{"ext4", "btrfs"} {
 		d, other := newDisk(t, "btrfs"), newDisk(t, kind)
@@ -313,8 +314,8 @@ func TestScannedAsAnother(t *testing.T) {
 	}
 }
 
-// TestNodesOfPods: a pod may make nodes of any device in what it has (mknod(2)), and have them bound as subpaths; and any
-// user may name a FUSE as he likes. None of these is a mount of that device: it would keep a volume from being staged and unstaged.
+// TestNodesOfPods: a pod may make nodes of any device in its volumes (mknod(2)) and have them bound as subpaths, and any user may give a FUSE the source that
+// he likes. None of these counts as a mount of the device: that would keep a volume from being staged and unstaged.
 func TestNodesOfPods(t *testing.T) {
 	d := newDisk(t, "ext4")
 	disk, memory, device := d.mounted(t, "ext4"), d.directory(t, "memory"), unix.Mkdev(7, 1<<19)
@@ -347,8 +348,7 @@ func TestNodesOfPods(t *testing.T) {
 	}
 }
 
-// TestNodesOfDrivers: what a driver bound of a device is known to the next one: a reader's node, and one of a /dev that was
-// its container's and is gone.
+// TestNodesOfDrivers: a driver that starts finds the device nodes that an earlier one has bound: for a reader, and from the /dev of a container that is gone.
 func TestNodesOfDrivers(t *testing.T) {
 	d := newDisk(t, "ext4")
 	device, dev := number(t, d.device), d.directory(t, "dev")
@@ -369,8 +369,7 @@ func TestNodesOfDrivers(t *testing.T) {
 	}
 }
 
-// TestOddMounts: a mount may have any path, and any source, also none. Each is found under its own path, and none keeps the others
-// from being found.
+// TestOddMounts: mounts may have any path, and any source or none. Each is found under its own path, and none keeps others from being found.
 func TestOddMounts(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path, device := d.mounted(t, "ext4"), number(t, d.device)
@@ -399,7 +398,7 @@ func TestOddMounts(t *testing.T) {
 	}
 }
 
-// TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
+// TestPathsBesideMounts: a mount that is made while others ask the table for the paths of its device stays in the table.
 func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")
 	source, path, device := d.mounted(t, "ext4"), d.directory(t, "bound"), number(t, d.device)
@@ -425,14 +424,14 @@ func TestPathsBesideMounts(t *testing.T) {
 			t.Error("the mount was forgotten")
 		}
 		for unix.Unmount(path, 0) != nil {
-			runtime.Gosched() // whoever looks at it holds it
+			runtime.Gosched() // a look at the mount keeps it busy for a moment
 		}
 		table.Remove(device, path)
 	}
 }
 
-// TestPathOfAnother: where a device was once mounted, somebody else's filesystem is now that root cannot look at, or
-// that is dead. The device is not taken to be there still.
+// TestPathOfAnother: where a device was mounted before, there is now another filesystem, which is dead or that root may not look at. The device does not count
+// as mounted there.
 func TestPathOfAnother(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path, device := d.directory(t, "mounted"), number(t, d.device)
@@ -461,8 +460,8 @@ func TestPathOfAnother(t *testing.T) {
 	}
 }
 
-// TestPathThatHangs: over a place of a device somebody mounted what does not answer (a FUSE, say, whose server is away).
-// Whoever looks there is told so, and programs can be started meanwhile and after.
+// TestPathThatHangs: over a mount of a device there is a filesystem that does not answer (a FUSE without its server). At returns ErrUnavailable, the first time
+// after a wait; the path is not among those of the device, and programs can be started. Once the filesystem is gone, the mount below is found again.
 func TestPathThatHangs(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path, bound, device := d.mounted(t, "ext4"), d.directory(t, "bound"), number(t, d.device)
@@ -478,7 +477,7 @@ func TestPathThatHangs(t *testing.T) {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		for range 3 { // the second does not wait
+		for range 3 { // only the first one waits
 			if _, err := mount.At(bound); !errors.Is(err, errdefs.ErrUnavailable) {
 				t.Errorf("it answers: %v", err)
 			}
@@ -498,7 +497,7 @@ func TestPathThatHangs(t *testing.T) {
 	check.OK(t, fuse.Close()) // now it is dead
 	<-ended
 	check.OK(t, unix.Unmount(bound, unix.MNT_DETACH))
-	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) { // who waited there does not any more
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) { // the call that hung may end a moment later
 		info, err := mount.At(bound)
 		if err == nil && info.Device == device {
 			break
@@ -545,7 +544,7 @@ func TestBind(t *testing.T) {
 	}
 	check.OK(t, mount.Unmount(node))
 
-	// A bind within one filesystem is a mount too (its device number does not tell).
+	// A bind within one filesystem is a mount, too, though the device numbers on both sides are the same.
 	inside, outside := filepath.Join(path, "a"), filepath.Join(path, "b")
 	check.OK(t, os.Mkdir(inside, 0o700))
 	check.OK(t, os.Mkdir(outside, 0o700))
@@ -694,7 +693,7 @@ func TestMakeTarget(t *testing.T) {
 	}
 }
 
-// TestRemoveTarget: never anything with content.
+// TestRemoveTarget: what is mounted is unmounted, and an empty directory or file removed. Anything else stays, as it may be somebody's data.
 func TestRemoveTarget(t *testing.T) {
 	d := newDisk(t, "ext4")
 	for name, c := range map[string]struct {
@@ -732,7 +731,7 @@ func TestRemoveTarget(t *testing.T) {
 			}
 		})
 	}
-	// What was in the mount is in it still.
+	// The files in the filesystem are still there.
 	path := d.mounted(t, "ext4")
 	if text, err := os.ReadFile(path + "/data"); string(text) != "data" {
 		t.Errorf("the volume has %q: %v", text, err)
@@ -760,7 +759,7 @@ func TestTable(t *testing.T) {
 			check.OK(t, mount.Bind(path, readOnly, true))
 			check.OK(t, os.WriteFile(node, nil, 0o600))
 			check.OK(t, mount.Bind(d.device, node, false))
-			// What a table notes and what a new one finds is the same.
+			// A table that was told of the mounts returns the same as one that found them.
 			noted, err := mount.LoadTable()
 			check.OK(t, err)
 			loaded, err := mount.LoadTable()
@@ -797,7 +796,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// TestTableWithoutFiles: a place that cannot be looked at, as there are no file descriptors left, is not forgotten.
+// TestTableWithoutFiles: while the process has no file descriptors left, a mount that so cannot be looked at stays in the table.
 func TestTableWithoutFiles(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path := d.mounted(t, "ext4")
@@ -817,7 +816,8 @@ func TestTableWithoutFiles(t *testing.T) {
 	}
 }
 
-// TestMountsBesideRemount: what is said of a mount is of one, though another one is made in its place meanwhile; and who looks keeps nobody from unmounting.
+// TestMountsBesideRemount: a path is mounted in turns for reading and for writing while others ask the table. Each answer is of one mount, and they do not keep
+// the path from being unmounted.
 func TestMountsBesideRemount(t *testing.T) {
 	d := newDisk(t, "ext4")
 	device := number(t, d.device)
@@ -827,7 +827,7 @@ func TestMountsBesideRemount(t *testing.T) {
 	table.Remove(device, source)
 	ctx, stop := context.WithCancel(t.Context())
 	var looking sync.WaitGroup
-	for range 8 { // so many that one looks at any time
+	for range 8 { // enough that at any time one of them is looking
 		looking.Go(func() {
 			for ctx.Err() == nil {
 				for _, m := range table.Mounts(device) {
@@ -852,7 +852,7 @@ func TestMountsBesideRemount(t *testing.T) {
 	looking.Wait()
 }
 
-// TestTableManyAtOnce is for the race detector.
+// TestTableManyAtOnce: many goroutines use a table at once; it is for the race detector.
 func TestTableManyAtOnce(t *testing.T) {
 	table, err := mount.LoadTable()
 	check.OK(t, err)
