@@ -31,8 +31,7 @@ func TestParseVersion(t *testing.T) {
 	}
 }
 
-// TestMakeCommand: a kernel gets no feature that it cannot mount, and no disk is told to
-// give its space back.
+// TestMakeCommand: a filesystem has no feature that its kernel cannot mount, and mkfs gives no space back.
 func TestMakeCommand(t *testing.T) {
 	for _, c := range []struct {
 		fs        Type

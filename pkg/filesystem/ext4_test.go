@@ -18,7 +18,7 @@ import (
 
 const miB = 1 << 20
 
-// run returns what a program prints.
+// run runs a program and returns what it prints.
 func run(t testing.TB, argv ...string) string {
 	t.Helper()
 	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
@@ -28,10 +28,10 @@ func run(t testing.TB, argv ...string) string {
 	return string(out)
 }
 
-// ext4Image is an ext4 in a file, which has files.
+// ext4Image is an ext4 in a file.
 type ext4Image struct {
 	path  string
-	files map[string][]byte
+	files map[string][]byte // in the filesystem, by name
 }
 
 func newExt4(t testing.TB, size int64) ext4Image {
@@ -68,8 +68,7 @@ func (i ext4Image) bytes(t testing.TB) []byte {
 	return all
 }
 
-// whole makes sure that it is as good as it can be: nothing to repair, all files, and a blank
-// boot block.
+// whole makes sure that the filesystem has nothing to repair, all of its files, and a blank boot block.
 func (i ext4Image) whole(t testing.TB) {
 	t.Helper()
 	run(t, "e2fsck", "-f", "-n", i.path)
@@ -85,7 +84,7 @@ func (i ext4Image) whole(t testing.TB) {
 
 var errKilled = errors.New("made up: killed")
 
-// tears are superblocks as a tool leaves them that dies while it writes new in the place of old.
+// tears returns the torn superblocks that a tool may leave if it dies while it replaces one superblock by another.
 func tears(before, after ext4Super) (all []ext4Super) {
 	s := bytes.Clone(before)
 	for at := 0; at < ext4Checksum; at += 2 {
@@ -97,8 +96,8 @@ func tears(before, after ext4Super) (all []ext4Super) {
 	return all
 }
 
-// TestTornSuperblock: with a copy in the boot block a torn superblock is repaired, and without
-// one that is its own it is refused, and nothing is written.
+// TestTornSuperblock: a torn superblock is put back from the copy in the boot block. If that is no copy, or not this filesystem's, Check fails and writes
+// nothing.
 func TestTornSuperblock(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	_, before := image.read(t)
@@ -118,7 +117,7 @@ func TestTornSuperblock(t *testing.T) {
 				t.Fatalf("%d words are not torn", n+1)
 			}
 			var killed error
-			if n%2 == 0 { // else it has not noticed that it could not write
+			if n%2 == 0 { // otherwise the tool reports success, though it has not written all
 				killed = errKilled
 			}
 			if err := guarded(image.path, as, func() error {
@@ -154,7 +153,7 @@ func TestTornSuperblock(t *testing.T) {
 		}
 	}
 
-	// A boot block that is not blank is left alone by all that may go wrong.
+	// A boot block with something else stays as it is, whatever is done.
 	foreign := append([]byte("a tenant's"), zeroBlock[:ext4SuperSize-10]...)
 	image.write(t, foreign, 0)
 	image.write(t, before, ext4SuperSize)
@@ -167,6 +166,7 @@ func TestTornSuperblock(t *testing.T) {
 	}
 }
 
+// changed returns a superblock with one bit changed, and the right checksum.
 func changed(s ext4Super, at int) ext4Super {
 	s = bytes.Clone(s)
 	s[at] ^= 1
@@ -174,8 +174,8 @@ func changed(s ext4Super, at int) ext4Super {
 	return s
 }
 
-// TestCopyOfSuperblock: it is there while a tool runs, durable, looks like nothing else, and is
-// gone after it; what is clean is only read.
+// TestCopyOfSuperblock: while a tool runs, the boot block has a copy of the superblock, which nothing takes for a filesystem or another signature. After the
+// tool, and after a Check of a filesystem whose superblock is good, it is gone. Otherwise Check only reads a clean filesystem.
 func TestCopyOfSuperblock(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	want := image.bytes(t)
@@ -202,7 +202,7 @@ func TestCopyOfSuperblock(t *testing.T) {
 		if !bytes.Equal(image.bytes(t), want) {
 			t.Error("the copy has left something behind")
 		}
-		// The driver died before or after the tool: the superblock is good.
+		// The driver died before or after the tool wrote: the superblock is good.
 		_ = guarded(image.path, as, func() error { return errKilled })
 		check.OK(t, Check(t.Context(), Ext4, image.path))
 		if !bytes.Equal(image.bytes(t), want) {
@@ -215,7 +215,7 @@ func TestCopyOfSuperblock(t *testing.T) {
 	if after, err := os.Stat(image.path); err != nil || !after.ModTime().Equal(before.ModTime()) {
 		t.Errorf("a clean filesystem was written to: %v", err)
 	}
-	// One without checksums cannot be told to be torn: there is nothing to keep.
+	// Without checksums nobody could tell that a superblock is torn, so there is no copy.
 	run(t, "tune2fs", "-O", "^metadata_csum", image.path)
 	check.OK(t, guarded(image.path, ext4Checks, func() error {
 		if boot, _ := image.read(t); !bytes.Equal(boot, zeroBlock[:len(boot)]) {
@@ -226,15 +226,15 @@ func TestCopyOfSuperblock(t *testing.T) {
 	check.OK(t, Check(t.Context(), Ext4, image.path))
 }
 
-// TestGrowthCutShort: what resize2fs leaves in the middle e2fsck -p refuses, as the inode that
-// reserves room for descriptors points beyond the end; it is repaired here, and grows again.
+// TestGrowthCutShort: a resize2fs that is cut short leaves a filesystem that e2fsck -p refuses, as the inode that reserves room for descriptors points beyond
+// the end. Check repairs it, and it can grow again. With other damage, or without the sign of resize2fs, it is ErrDataLoss.
 func TestGrowthCutShort(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	_, before := image.read(t)
 	check.OK(t, os.Truncate(image.path, 300*miB))
 	check.OK(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
 	halfway := bytes.Clone(before)
-	halfway[ext4State] |= 2 // as resize2fs says from its first write to its last
+	halfway[ext4State] |= 2 // EXT2_ERROR_FS, which resize2fs sets from its first write to its last
 	halfway[ext4Checksum] = 0
 	binary.LittleEndian.PutUint32(halfway[ext4Checksum:], ext4Super(halfway).sum())
 	image.write(t, before.keep(ext4Grows), 0)
@@ -246,7 +246,7 @@ func TestGrowthCutShort(t *testing.T) {
 	if _, super := image.read(t); super.size() != 300*miB {
 		t.Errorf("it has %d bytes", super.size())
 	}
-	// Without a sign that it was resize2fs, or with damage that is not of it, it is for a human.
+	// With damage that is not of resize2fs, or without the sign of resize2fs, somebody has to repair it by hand.
 	image.write(t, before.keep(ext4Grows), 0)
 	image.write(t, halfway, ext4SuperSize)
 	run(t, "debugfs", "-w", "-R", "clri b", image.path)
@@ -263,7 +263,7 @@ func TestGrowthCutShort(t *testing.T) {
 	}
 }
 
-// TestGrowthReach: an ext4 grows 1024 times without moving blocks, and then no further.
+// TestGrowthReach: an ext4 grows to 1024 times its first size without moving blocks, and no further.
 func TestGrowthReach(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	const reach = 1024 * 16 * miB

@@ -70,7 +70,7 @@ func put(t testing.TB, path string, offset int64, text string) {
 	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
 }
 
-// sparse makes a file of zeros; what looks at devices reads files too.
+// sparse makes a file of zeros, to be used in the place of a device.
 func sparse(t testing.TB, size int64) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "file")
@@ -117,7 +117,7 @@ func TestBlank(t *testing.T) {
 			t.Errorf("%d bytes, the last one 1: blank %v, %v", size, blank, err)
 		}
 	}
-	// What cannot be read is an error, not blank.
+	// A device that cannot be read is not blank.
 	for _, path := range []string{"/nowhere", t.TempDir(), sparse(t, 0)} {
 		if blank, err := filesystem.Blank(t.Context(), path, 0); blank || err == nil {
 			t.Errorf("%s: blank %v, %v", path, blank, err)
@@ -172,9 +172,9 @@ func TestProbeAndForeign(t *testing.T) {
 	}
 }
 
-// TestMake at the smallest size, and again over what a crash left of it.
+// TestMake: a filesystem is made on a device of the smallest size, and again over what a crash has left; then another one over it. Preallocated space stays.
 func TestMake(t *testing.T) {
-	kubelet := mountutils.NewSafeFormatAndMount(mountutils.New(""), exec.New()) // which formats what it takes for blank
+	kubelet := mountutils.NewSafeFormatAndMount(mountutils.New(""), exec.New()) // it would format a device that it takes for blank
 	for _, fs := range filesystem.Types {
 		t.Run(string(fs), func(t *testing.T) {
 			d := newDisk(t, fs.MinSize())
@@ -209,9 +209,9 @@ func TestMake(t *testing.T) {
 			}
 			check.OK(t, filesystem.Make(t.Context(), fs, d.device, true))
 			verify()
-			check.OK(t, filesystem.Make(t.Context(), fs, d.device, false)) // the crash came after mkfs
+			check.OK(t, filesystem.Make(t.Context(), fs, d.device, false)) // as after a crash behind mkfs
 			verify()
-			put(t, d.device, 0, string(make([]byte, 256<<10))) // the crash came in it
+			put(t, d.device, 0, string(make([]byte, 256<<10))) // as after a crash during mkfs
 			put(t, d.device, fs.MinSize()/2, strings.Repeat("left", 1<<18))
 			check.OK(t, filesystem.Make(t.Context(), fs, d.device, false))
 			verify()
@@ -235,7 +235,7 @@ func TestMake(t *testing.T) {
 	}
 }
 
-// TestCheck: what e2fsck repairs by itself is repaired, what it does not is data loss.
+// TestCheck: damage that e2fsck -p repairs is repaired; other damage is ErrDataLoss. An e2fsck that did not run is another error.
 func TestCheck(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(device string)
@@ -265,7 +265,7 @@ func TestCheck(t *testing.T) {
 			}
 		})
 	}
-	// A check that did not take place is no data loss.
+	// A check that did not take place is not ErrDataLoss.
 	if err := filesystem.Check(t.Context(), filesystem.Ext4, "/nowhere"); err == nil || errors.Is(err, errdefs.ErrDataLoss) {
 		t.Errorf("nothing is checked: %v", err)
 	}
@@ -275,12 +275,11 @@ func TestCheck(t *testing.T) {
 		t.Errorf("cancelled: %v", err)
 	}
 	for _, fs := range []filesystem.Type{filesystem.XFS, filesystem.Btrfs} {
-		check.OK(t, filesystem.Check(t.Context(), fs, "/nowhere")) // they look after themselves
+		check.OK(t, filesystem.Check(t.Context(), fs, "/nowhere")) // they need no check
 	}
 }
 
-// TestReplay: the journal is replayed by the kernel, as e2fsck would write over the copy of the
-// superblock then; and all is there that was synced.
+// TestReplay: after a crash Recover and Check each replay the journal, so that e2fsck has nothing to replay, and what was synced is there.
 func TestReplay(t *testing.T) {
 	d := newDisk(t, 16*miB)
 	check.OK(t, filesystem.Make(t.Context(), filesystem.Ext4, d.device, true))
@@ -359,7 +358,7 @@ func TestGrow(t *testing.T) {
 			if now := total(); now < before+48*miB || now > size+64*miB {
 				t.Errorf("a device of %d bytes more: from %d to %d", 64*miB, before, now)
 			}
-			// 4 KiB more than what is useful to it is not an error, now and for ever.
+			// 4 KiB more may be too little for a filesystem to grow into: that is no error.
 			d.resize(t, size+64*miB+4096)
 			if err := filesystem.Grow(fs, d.device, d.path); err != nil && filesystem.GrowsMounted(fs) {
 				t.Error(err)
@@ -374,13 +373,14 @@ func TestGrow(t *testing.T) {
 	}
 }
 
-// writes begins a write to a file, and returns the channel that tells its end.
+// writes begins to write a file, and returns a channel that gets the result.
 func (d disk) writes(name string) <-chan error {
 	ended := make(chan error, 1)
 	go func() { ended <- os.WriteFile(filepath.Join(d.path, name), []byte(name), 0o600) }()
 	return ended
 }
 
+// held reports whether a write that writes has begun is held back: it has not ended after 200 ms.
 func held(ended <-chan error) bool {
 	select {
 	case <-ended:
@@ -396,7 +396,7 @@ func TestFreeze(t *testing.T) {
 			d := newDisk(t, fs.MinSize())
 			check.OK(t, filesystem.Make(t.Context(), fs, d.device, true))
 			d.mount(t, fs)
-			check.OK(t, filesystem.Thaw(d.path)) // none is success
+			check.OK(t, filesystem.Thaw(d.path)) // it is not frozen
 			check.OK(t, <-d.writes("before"))
 
 			thaw, err := filesystem.Freeze(t.Context(), d.path)
@@ -406,7 +406,7 @@ func TestFreeze(t *testing.T) {
 			if !held(first) {
 				t.Fatal("a frozen filesystem is written to")
 			}
-			// Somebody else's freeze stays theirs to thaw.
+			// A second freeze fails, and does not end the first.
 			if _, err := filesystem.Freeze(t.Context(), d.path); !errors.Is(err, errdefs.ErrBusy) {
 				t.Fatalf("frozen again: %v", err)
 			}
@@ -418,7 +418,7 @@ func TestFreeze(t *testing.T) {
 			}
 			check.OK(t, <-first)
 
-			// Left by a crash: another process, or another start, ends it.
+			// A freeze that a crash has left is ended by Thaw.
 			left, err := filesystem.Freeze(t.Context(), d.path)
 			check.OK(t, err)
 			second := d.writes("second")
@@ -456,7 +456,7 @@ func TestFreeze(t *testing.T) {
 	}
 }
 
-// TestSeparate: a copy can be mounted beside its source.
+// TestSeparate: a copy of a mounted filesystem can be mounted beside it after Separate, and a write to the copy is not in the source.
 func TestSeparate(t *testing.T) {
 	for _, fs := range filesystem.Types {
 		t.Run(string(fs), func(t *testing.T) {

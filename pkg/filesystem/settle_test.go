@@ -14,7 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// TestSettle: a filesystem that was copied while it was in use, to a larger device, is one that can be mounted, with all that was synced, on a device that takes no writes.
+// TestSettle: a filesystem was copied to a larger device while it was in use. After Settle it can be mounted on the device while that takes no writes, with all
+// that was synced, and is as large as the device.
 func TestSettle(t *testing.T) {
 	for _, fs := range filesystem.Types {
 		t.Run(string(fs), func(t *testing.T) {
@@ -49,7 +50,7 @@ func TestSettle(t *testing.T) {
 			if err := readOnly(); err == nil {
 				t.Error("there was nothing to settle")
 			}
-			for range 2 { // as often as it is asked for
+			for range 2 { // Settle may be called again
 				check.OK(t, filesystem.Settle(t.Context(), fs, target.device))
 				check.OK(t, readOnly())
 			}

@@ -11,8 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// TestUsed: a filesystem that was just made was never used; one that was mounted and written to was, whether
-// it was unmounted or the power went.
+// TestUsed: a filesystem that was just made was not used; one that was mounted and written to was, after an unmount and without it, as after a power failure.
 func TestUsed(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for _, fs := range filesystem.Types {
