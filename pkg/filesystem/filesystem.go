@@ -174,8 +174,8 @@ func zeros(ctx context.Context, f *os.File, start, end int64) (bool, error) {
 	return true, nil
 }
 
-// foreigners are signatures that no mkfs which Make runs can have written, beside those of Types: see include/uapi/linux/raid/md_p.h, and the on-disk formats
-// of LUKS, LVM2, swap, and DOS and GPT partition tables.
+// foreigners are signatures, beside those of Types, that none of the tools of Make writes: see include/uapi/linux/raid/md_p.h, and the on-disk formats of LUKS,
+// LVM2, swap, and DOS and GPT partition tables.
 var foreigners = []struct {
 	name   string
 	offset int64
@@ -236,7 +236,8 @@ func Make(ctx context.Context, t Type, device string, zeros bool) error {
 	return nil
 }
 
-// makeCommand returns the command that makes a filesystem a kernel can mount, without its device. prezeroed: ext4Prezeroed, of a device of zeros.
+// makeCommand returns the command that makes a filesystem which the kernel can mount; its device is to be added. prezeroed: the device reads as zeros, and
+// mke2fs can be told so (ext4Prezeroed).
 func makeCommand(t Type, kernel version, prezeroed bool) []string {
 	switch t {
 	case XFS:

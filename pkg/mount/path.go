@@ -37,8 +37,8 @@ type Info struct {
 }
 
 // At returns what is at a path, without following a symbolic link at its end. Missing, Corrupted and Starved tell errors apart: the path does not exist; the
-// filesystem of the mount there is dead; this process has no resources. ErrUnavailable if the filesystem does not answer within answerTime, or its btrfs
-// cannot be asked for its device now; ErrUnsupported if such a question is not possible there.
+// mount there is dead; this process has no resources left. ErrUnavailable if the filesystem does not answer within answerTime, or a btrfs does not tell its
+// device now. ErrUnsupported at the root of a mount of a btrfs that is neither a directory nor a file, as it does not lead to the device.
 func At(path string) (Info, error) {
 	hanging.Lock()
 	hangs := hanging.paths[path]

@@ -14,7 +14,7 @@ import (
 )
 
 // Table remembers where devices are mounted, so that no call has to read all mounts of the machine. As mounts come and go, Paths and Mounts ask the kernel
-// again for each path that they return. Paths are those of Resolve. Its methods may be called at any time.
+// again for each path that they return. Paths are those of Resolve. Several goroutines may call its methods at once.
 type Table struct {
 	mu     sync.Mutex
 	mounts map[uint64][]entry // by device; few of each, so no index by path

@@ -87,8 +87,8 @@ func targetError(err error) error {
 	return fmt.Errorf("make target: %w", err)
 }
 
-// RemoveTarget unmounts a path (Unmount), and removes the empty directory or empty file that is left, and the device node of a reader. What has content is
-// somebody's data and stays: ErrPrecondition. Success if the path is not there.
+// RemoveTarget unmounts a path (Unmount), and removes the empty directory or empty file that is left, and the device node of a reader. Anything else stays, as
+// it is somebody's data: ErrPrecondition. Success if the path is not there.
 func RemoveTarget(path string) error {
 	if err := Unmount(path); err != nil {
 		return err

@@ -73,11 +73,11 @@ func (s *Server) findPublished(ctx context.Context, id volume.ID, path string) (
 // mounted is what is mounted at a path.
 type mounted struct {
 	mounted bool
-	dead    bool   // its filesystem does not answer
+	dead    bool   // it can only be unmounted (mount.Corrupted)
 	device  uint64 // 0: not known
 }
 
-// mountedAt looks what is mounted at a path, alive or dead. A path that is not there has nothing.
+// mountedAt returns what is mounted at a path, alive or dead; nothing if the path does not exist. Other errors are those of mount.At.
 func mountedAt(path string) (mounted, error) {
 	info, err := mount.At(path)
 	switch {
@@ -148,7 +148,7 @@ func (s *Server) otherMounts(ctx context.Context, id volume.ID, held []uint64, p
 	return paths, nil
 }
 
-// checkStagedOnce makes sure that a volume is mounted nowhere yet, as it has one staging path.
+// checkStagedOnce returns ErrInUse if a volume is mounted anywhere but at a path: CSI has one staging path for each volume.
 func (s *Server) checkStagedOnce(ctx context.Context, id volume.ID, path string) error {
 	devices, err := s.volumes.Attached(ctx, id)
 	if err != nil {

@@ -52,7 +52,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 	return &csi.NodeStageVolumeResponse{}, nil
 }
 
-// mountVolume attaches a volume and mounts its filesystem at a path, an existing directory. It makes the filesystem only on a volume that never had one
+// mountVolume attaches a volume and mounts its filesystem at a path, an existing directory. It makes the filesystem on a volume that was never used
 // (Volumes.Format); any other is inspected, and unless it is for reading only, checked and grown. If something is mounted at the path already, see
 // checkMounted. ErrPrecondition if the path is no directory, or the volume carries something else; ErrInUse if it is mounted elsewhere.
 func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
