@@ -15,7 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// GetCapacity returns what the pools of a class can still promise together, and the largest volume that one of them can.
+// GetCapacity returns the bytes that the pools of a class still have for new volumes, together, and the size of the largest volume that one of them can have.
 func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
 	parameters, err := csimap.ParseParameters(r.GetParameters())
 	if err != nil {
@@ -43,7 +43,7 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 		MinimumVolumeSize: wrapInt64(max(c.MinVolume, floor))}, nil
 }
 
-// capacity is that of some nodes, for volumes of a class.
+// capacity returns the capacity of nodes for volumes of a class. The node "" stands for all.
 func (s *Server) capacity(ctx context.Context, p csimap.Parameters, nodes []string) (all blockdev.Capacity, _ error) {
 	if p.Replicas.Legs() > 1 {
 		return s.apart(ctx, p, nodes)
@@ -58,7 +58,8 @@ func (s *Server) capacity(ctx context.Context, p csimap.Parameters, nodes []stri
 	return all, nil
 }
 
-// apart is capacity for volumes with replicas: the first one is on one of the nodes, the others are elsewhere in its network, each in a place of its own.
+// apart is capacity for volumes with several legs. The first leg is on one of nodes; the others are on any nodes of its network, no two legs in one place
+// (volume.Reacher).
 func (s *Server) apart(ctx context.Context, p csimap.Parameters, nodes []string) (all blockdev.Capacity, _ error) {
 	networks, err := s.networks(ctx)
 	if err != nil {
@@ -72,7 +73,7 @@ func (s *Server) apart(ctx context.Context, p csimap.Parameters, nodes []string)
 	add := func(node string, first bool) (one blockdev.Capacity, err error) {
 		at := overview.Site{Network: networks[node], Name: places[node]}
 		if at.Name == "" {
-			return one, nil // no replica may be there
+			return one, nil // no leg may be there
 		}
 		if one, err = s.store.Capacity(ctx, p.Pool, p.Encryption.Scheme, node); err == nil {
 			rooms.Add(at, overview.Room{Available: one.Available, Largest: one.MaxVolume}, first)
@@ -88,7 +89,7 @@ func (s *Server) apart(ctx context.Context, p csimap.Parameters, nodes []string)
 	}
 	for _, node := range slices.Sorted(maps.Keys(networks)) {
 		if slices.Contains(nodes, node) || rooms.Enough(networks[node]) {
-			continue // each look counts the node's volumes
+			continue // asking for a capacity counts the volumes of the node
 		}
 		if _, err := add(node, false); err != nil {
 			return blockdev.Capacity{}, err
@@ -99,7 +100,7 @@ func (s *Server) apart(ctx context.Context, p csimap.Parameters, nodes []string)
 	return all, nil
 }
 
-// homes are the nodes of a topology that can have volumes with some access; an empty name stands for all nodes.
+// homes returns the nodes of a topology that can have volumes with this access; "" stands for all nodes. It returns none if the topology matches no node.
 func (s *Server) homes(ctx context.Context, access volume.Access, topology *csi.Topology) ([]string, error) {
 	if err := s.reaches(access, volume.Replicas{}); err != nil {
 		return nil, err
@@ -108,7 +109,7 @@ func (s *Server) homes(ctx context.Context, access volume.Access, topology *csi.
 	if topology != nil {
 		var err error
 		nodes, err = s.nodesIn(ctx, topology.GetSegments())
-		if errors.Is(err, errdefs.ErrNoSpace) || errors.Is(err, errdefs.ErrInvalid) { // nobody of ours is there
+		if errors.Is(err, errdefs.ErrNoSpace) || errors.Is(err, errdefs.ErrInvalid) { // the topology has no node of this driver
 			return nil, nil
 		}
 		if err != nil {

@@ -1,5 +1,5 @@
-// Package controller is the CSI Controller, GroupController and SnapshotMetadata
-// services: it turns requests into calls of a volume.Store, and back.
+// Package controller serves the CSI services Controller, GroupController and SnapshotMetadata. It checks requests, and carries them out by calls of a
+// volume.Store. Errors of its calls wrap a sentinel of pkg/errdefs; package rpc gives them their codes.
 package controller
 
 import (
@@ -19,24 +19,24 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Server serves the three services over one store.
+// Server implements the three services over one store.
 type Server struct {
 	csi.UnimplementedControllerServer
 	csi.UnimplementedGroupControllerServer
 	csi.UnimplementedSnapshotMetadataServer
 	store volume.Store
-	reach volume.Reacher // nil: the store's nodes reach no others
+	reach volume.Reacher // the store, if its nodes reach each other; else nil
 }
 
-// New returns the services.
+// New returns the services over a store. Volumes that other nodes use (AccessAny) are possible if the store is a volume.Reacher.
 func New(store volume.Store) *Server {
 	reach, _ := store.(volume.Reacher)
 	return &Server{store: store, reach: reach}
 }
 
-// nodesOf returns the nodes that a requirement allows, the preferred ones first; none
-// means any. Preferred ones are requisite too, if any are (CSI specification,
-// TopologyRequirement). A term that names no node stands for all nodes that it is true of.
+// nodesOf returns the nodes that a requirement allows, each once, the preferred ones first; none means any. Preferred terms are requisite too, if there are
+// requisite ones (CSI specification, TopologyRequirement). A term that names no node stands for all nodes with its labels. ErrNoSpace if no node has those of
+// any term, ErrInvalid for a term that is empty.
 func (s *Server) nodesOf(ctx context.Context, requirement *csi.TopologyRequirement) ([]string, error) {
 	var nodes []string
 	seen := map[string]bool{}
@@ -71,7 +71,7 @@ func (s *Server) nodesIn(ctx context.Context, segments map[string]string) ([]str
 	return s.store.NodesIn(ctx, segments)
 }
 
-// ControllerGetCapabilities lists what the store can do: everything in CSI 1.13.
+// ControllerGetCapabilities lists all capabilities of CSI 1.13.
 func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCapabilitiesRequest) (*csi.ControllerGetCapabilitiesResponse, error) {
 	var capabilities []*csi.ControllerServiceCapability
 	for _, rpc := range []csi.ControllerServiceCapability_RPC_Type{
@@ -145,13 +145,14 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	if err != nil {
 		return nil, err
 	}
-	if v.Access == volume.AccessAny && networks[v.Node] == "" { // a PersistentVolume keeps the topology that it was made with
+	if v.Access == volume.AccessAny && networks[v.Node] == "" { // a PersistentVolume keeps the topology that it gets from this answer
 		return nil, fmt.Errorf("%w: volume %s is made, and its node %s is in no network now (--remote-address), so nobody knows who will reach it", errdefs.ErrUnavailable, v.ID, v.Node)
 	}
 	return &csi.CreateVolumeResponse{Volume: toVolume(v, networks)}, nil
 }
 
-// checkReaders is ErrInvalid for a volume with access any that is only to be read, by many, if it cannot be.
+// checkReaders returns ErrInvalid for a volume with access any that all its capabilities only read on many nodes, if it has replicas, has no content to read,
+// or is encrypted.
 func checkReaders(spec volume.Spec, r *csi.CreateVolumeRequest) error {
 	writes := func(c *csi.VolumeCapability) bool { return !volume.Claim{Mode: csimap.ModeOf(c)}.Many() }
 	switch {
@@ -167,7 +168,7 @@ func checkReaders(spec volume.Spec, r *csi.CreateVolumeRequest) error {
 	return nil
 }
 
-// reaches is ErrInvalid for volumes that others than their node are to use, where nobody else is.
+// reaches returns ErrInvalid for volumes with access any or with replicas, if the store has one node only.
 func (s *Server) reaches(access volume.Access, replicas volume.Replicas) error {
 	if access == volume.AccessNode || s.reach != nil {
 		return nil
@@ -178,7 +179,7 @@ func (s *Server) reaches(access volume.Access, replicas volume.Replicas) error {
 	return fmt.Errorf("%w: parameter access=%s: this driver has one machine, which alone can use its volumes; in a cluster other nodes can", errdefs.ErrInvalid, access)
 }
 
-// networks in which nodes reach each other, by the nodes.
+// networks returns the network of each node that is in one, by the names of the nodes; none if the store is no Reacher.
 func (s *Server) networks(ctx context.Context) (map[string]string, error) {
 	if s.reach == nil {
 		return nil, nil
@@ -186,8 +187,8 @@ func (s *Server) networks(ctx context.Context) (map[string]string, error) {
 	return s.reach.Networks(ctx)
 }
 
-// checkName: any Unicode string of up to 128 bytes but for control characters (CSI
-// specification, Size Limits, and CreateVolumeRequest.name). 256 bytes are accepted.
+// checkName returns ErrInvalid unless a name has 1 to 256 bytes, and no control characters but tab, line feed and carriage return. The CSI specification (Size
+// Limits, CreateVolumeRequest.name) asks for these characters, and for up to 128 bytes.
 func checkName(name string) error {
 	if name == "" {
 		return csimap.Missing("name")
@@ -215,8 +216,7 @@ func sourceOf(source *csi.VolumeContentSource) (volume.ID, error) {
 	return volume.ID{}, fmt.Errorf("%w: a source that is neither snapshot nor volume", errdefs.ErrInvalid)
 }
 
-// parse parses the ID of a volume or a snapshot: ErrInvalid if there is none,
-// ErrNotFound if it is none of ours.
+// parse reads the ID of a volume or of a snapshot. ErrInvalid if the text is empty; ErrNotFound if it is no ID of this driver, or one of the other kind.
 func parse(text string, kind blockdev.Kind) (volume.ID, error) {
 	if text == "" {
 		return volume.ID{}, csimap.Missing(map[blockdev.Kind]string{blockdev.Volume: "volume ID", blockdev.Snapshot: "snapshot ID"}[kind])
@@ -231,7 +231,8 @@ func parse(text string, kind blockdev.Kind) (volume.ID, error) {
 	return id, nil
 }
 
-// toVolume is a volume as CSI has it; networks are those of the nodes.
+// toVolume returns a volume as a CSI message. networks are those of the nodes: with access any the volume is accessible from all nodes in the network of its
+// own.
 func toVolume(v volume.Volume, networks map[string]string) *csi.Volume {
 	network := ""
 	if v.Access == volume.AccessAny {
@@ -249,8 +250,7 @@ func toVolume(v volume.Volume, networks map[string]string) *csi.Volume {
 	return out
 }
 
-// DeleteVolume: see the CSI specification. An ID that is none of ours is a volume
-// that is gone.
+// DeleteVolume: see the CSI specification. It succeeds for an ID that is none of this driver's.
 func (s *Server) DeleteVolume(ctx context.Context, r *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
 	id, err := parse(r.GetVolumeId(), blockdev.Volume)
 	if err == nil {
@@ -259,7 +259,7 @@ func (s *Server) DeleteVolume(ctx context.Context, r *csi.DeleteVolumeRequest) (
 	return &csi.DeleteVolumeResponse{}, errdefs.IgnoreNotFound(err)
 }
 
-// ControllerPublishVolume claims a volume for a node.
+// ControllerPublishVolume claims a volume for a node. ErrNotFound if there is no such volume; else errors are those of volume.Store.Claim.
 func (s *Server) ControllerPublishVolume(ctx context.Context, r *csi.ControllerPublishVolumeRequest) (*csi.ControllerPublishVolumeResponse, error) {
 	if r.GetVolumeId() == "" {
 		return nil, csimap.Missing("volume ID")
@@ -288,7 +288,7 @@ func (s *Server) ControllerPublishVolume(ctx context.Context, r *csi.ControllerP
 	return response, nil
 }
 
-// ControllerUnpublishVolume gives a claim up. A volume that is gone has none.
+// ControllerUnpublishVolume releases the claim of a node, or without a node ID all claims. It succeeds for a volume that is gone.
 func (s *Server) ControllerUnpublishVolume(ctx context.Context, r *csi.ControllerUnpublishVolumeRequest) (*csi.ControllerUnpublishVolumeResponse, error) {
 	id, err := parse(r.GetVolumeId(), blockdev.Volume)
 	if err == nil {
@@ -297,8 +297,7 @@ func (s *Server) ControllerUnpublishVolume(ctx context.Context, r *csi.Controlle
 	return &csi.ControllerUnpublishVolumeResponse{}, errdefs.IgnoreNotFound(err)
 }
 
-// ValidateVolumeCapabilities confirms what CreateVolume would have accepted, and
-// says in the message what it would not.
+// ValidateVolumeCapabilities confirms capabilities and parameters that a volume can be used with. If it cannot, that is no error: the message says why.
 func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.ValidateVolumeCapabilitiesRequest) (*csi.ValidateVolumeCapabilitiesResponse, error) {
 	if r.GetVolumeId() != "" && len(r.GetVolumeCapabilities()) == 0 {
 		return nil, csimap.Missing("volume capabilities")
@@ -333,13 +332,12 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 		Parameters: r.GetParameters(), MutableParameters: r.GetMutableParameters()}}, nil
 }
 
-// maxPage is how large a list may become, in bytes, before it is continued on a next page: gRPC's
-// own limit is 4 MiB, and a caller who asks for all at once is to get an answer too. It follows
-// next_token, as the sidecars do.
+// maxPage is the size in bytes from which a list is continued on a next page. gRPC lets through 4 MiB by default, and a caller that asks for all entries has to
+// get an answer too: it has a next_token, which the sidecars follow.
 const maxPage = 3 << 20
 
-// page reads the paging fields of a request. limit is how many to list, 0 for all: one more
-// than asked for tells whether there is a next page.
+// page reads the paging fields of a request. limit is how many to list, 0 for all: one more than asked for, which shows whether there is a next page.
+// ErrInvalid for a negative number, ErrBadToken for a token that is not an ID of this kind.
 func page(maxEntries int32, token string, kind blockdev.Kind) (after volume.ID, limit int, err error) {
 	if maxEntries < 0 {
 		return volume.ID{}, 0, fmt.Errorf("%w: max_entries is %d", errdefs.ErrInvalid, maxEntries)
@@ -355,8 +353,7 @@ func page(maxEntries int32, token string, kind blockdev.Kind) (after volume.ID, 
 	return after, int(maxEntries) + 1, nil
 }
 
-// fillPage makes entries of what was listed, as many as a page holds, and the token of the next
-// page. entry returns false for what the list leaves out.
+// fillPage makes entries of what was listed, until a page is full, and returns the token of the next page. entry returns false for what the list leaves out.
 func fillPage[T any, E proto.Message](listed []T, maxEntries int32, id func(T) volume.ID, entry func(T) (E, bool, error)) (entries []E, next string, err error) {
 	size := 0
 	for i, one := range listed {
@@ -375,7 +372,7 @@ func fillPage[T any, E proto.Message](listed []T, maxEntries int32, id func(T) v
 	return entries, "", nil
 }
 
-// entryOverhead bounds what a message takes as a field of another one, in bytes.
+// entryOverhead is how many bytes a message needs at most besides its own as a field of another message.
 const entryOverhead = 8
 
 func idOf(v volume.Volume) volume.ID { return v.ID }
@@ -387,8 +384,8 @@ func toStatus(v volume.Volume) []string {
 	return []string{v.Claim.Node}
 }
 
-// ListVolumes lists in the order of IDs; a token is the ID that the last page ended
-// with, so pages stay right when volumes come and go.
+// ListVolumes lists volumes in the order of their IDs. A token is the ID of the last volume of a page, so paging goes on right if volumes are made or deleted
+// meanwhile.
 func (s *Server) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest) (*csi.ListVolumesResponse, error) {
 	after, limit, err := page(r.GetMaxEntries(), r.GetStartingToken(), blockdev.Volume)
 	if err != nil {
@@ -427,7 +424,7 @@ func (s *Server) ControllerGetVolume(ctx context.Context, r *csi.ControllerGetVo
 		Status: &csi.ControllerGetVolumeResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, nil
 }
 
-// ControllerExpandVolume grows a volume and its device; filesystems grow on the node.
+// ControllerExpandVolume grows a volume and its device. Filesystems, encrypted volumes and those with several legs need NodeExpandVolume afterwards.
 func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerExpandVolumeRequest) (*csi.ControllerExpandVolumeResponse, error) {
 	if r.GetVolumeId() != "" && r.GetCapacityRange() == nil {
 		return nil, csimap.Missing("capacity range")
@@ -445,12 +442,13 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerEx
 	if err != nil {
 		return nil, err
 	}
-	// A raw device may carry a filesystem that its user made, and be mounted. One that is encrypted grows where its key is; one with several legs, where the mirror over them is.
+	// A raw device may have a filesystem that its user made, and be mounted, so without a capability it is expanded on the node, unless it is known to be used
+	// as a block device. An encrypted volume grows where its key is; one with several legs where the mirror of them is.
 	block := r.GetVolumeCapability().GetBlock() != nil || (r.GetVolumeCapability() == nil && v.Format.State == volume.Raw)
 	return &csi.ControllerExpandVolumeResponse{CapacityBytes: v.Size, NodeExpansionRequired: !block || v.Encryption.Scheme != volume.NotEncrypted || v.Replicas > 0}, nil
 }
 
-// ControllerModifyVolume sets mutable parameters.
+// ControllerModifyVolume sets mutable parameters; those that are not given stay.
 func (s *Server) ControllerModifyVolume(ctx context.Context, r *csi.ControllerModifyVolumeRequest) (*csi.ControllerModifyVolumeResponse, error) {
 	id, err := parse(r.GetVolumeId(), blockdev.Volume)
 	if err != nil {
@@ -459,7 +457,7 @@ func (s *Server) ControllerModifyVolume(ctx context.Context, r *csi.ControllerMo
 	return &csi.ControllerModifyVolumeResponse{}, s.store.Modify(ctx, id, r.GetMutableParameters())
 }
 
-// ControllerGetVolumeHealth returns what is wrong with one volume.
+// ControllerGetVolumeHealth returns the known problems of one volume.
 func (s *Server) ControllerGetVolumeHealth(ctx context.Context, r *csi.ControllerGetVolumeHealthRequest) (*csi.ControllerGetVolumeHealthResponse, error) {
 	id, err := parse(r.GetVolumeId(), blockdev.Volume)
 	if err != nil {
@@ -472,9 +470,8 @@ func (s *Server) ControllerGetVolumeHealth(ctx context.Context, r *csi.Controlle
 	return &csi.ControllerGetVolumeHealthResponse{VolumeHealth: csimap.Health(id.String(), problems)}, nil
 }
 
-// ControllerListVolumeHealth returns the volumes that something is wrong with. It looks at
-// each volume, so a page is bounded by how many it looks at: it may have fewer entries than
-// asked for, or none, and still be followed by another.
+// ControllerListVolumeHealth lists the volumes that have problems. A page is limited by the number of volumes that it looks at: it may have fewer entries than
+// asked for, or none, and still be followed by another page.
 func (s *Server) ControllerListVolumeHealth(ctx context.Context, r *csi.ControllerListVolumeHealthRequest) (*csi.ControllerListVolumeHealthResponse, error) {
 	after, limit, err := page(r.GetMaxEntries(), r.GetStartingToken(), blockdev.Volume)
 	if err != nil {
@@ -487,7 +484,7 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, r *csi.Controll
 	response := &csi.ControllerListVolumeHealthResponse{}
 	response.Entries, response.NextToken, err = fillPage(volumes, r.GetMaxEntries(), idOf, func(v volume.Volume) (*csi.VolumeHealth, bool, error) {
 		problems, err := s.store.Health(ctx, v.ID)
-		return csimap.Health(v.ID.String(), problems), len(problems) > 0, errdefs.IgnoreNotFound(err) // it may have been deleted meanwhile
+		return csimap.Health(v.ID.String(), problems), len(problems) > 0, errdefs.IgnoreNotFound(err) // deleted since it was listed
 	})
 	return response, err
 }

@@ -18,7 +18,7 @@ import (
 
 func wrapInt64(n int64) *wrapperspb.Int64Value { return wrapperspb.Int64(n) }
 
-// CreateSnapshot cuts a snapshot.
+// CreateSnapshot makes a snapshot. ErrNoSpace if the request names nodes, and the source is on none of these.
 func (s *Server) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotRequest) (*csi.CreateSnapshotResponse, error) {
 	if err := checkName(r.GetName()); err != nil {
 		return nil, err
@@ -39,7 +39,7 @@ func (s *Server) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotReques
 		if err == nil && !slices.Contains(nodes, v.Node) {
 			return nil, fmt.Errorf("%w: a snapshot of volume %s can be used on node %s, not on %v", errdefs.ErrNoSpace, source, v.Node, nodes)
 		}
-		if err != nil && !errors.Is(err, errdefs.ErrNotFound) { // a snapshot that is there needs no source any more
+		if err != nil && !errors.Is(err, errdefs.ErrNotFound) { // an existing snapshot does not need its source any more
 			return nil, err
 		}
 	}
@@ -52,8 +52,7 @@ func (s *Server) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotReques
 
 func checkSnapshotParameters(parameters map[string]string) error {
 	for key := range parameters {
-		// Kubernetes' own test suite repeats the field deletionPolicy of a group snapshot's class among the
-		// parameters. In either, it is for the CO.
+		// Both are for the CO. Kubernetes' test suite repeats the field deletionPolicy of a VolumeGroupSnapshotClass among the parameters.
 		if !csimap.ForCO(key) && key != "deletionPolicy" {
 			return fmt.Errorf("%w: unknown snapshot parameter %q; there are none", errdefs.ErrInvalid, key)
 		}
@@ -83,7 +82,7 @@ func (s *Server) GetSnapshot(ctx context.Context, r *csi.GetSnapshotRequest) (*c
 	return &csi.GetSnapshotResponse{Snapshot: toSnapshot(snapshot)}, nil
 }
 
-// ListSnapshots lists all snapshots, those of one volume, or one.
+// ListSnapshots lists all snapshots, those of one volume, or one snapshot. It lists nothing for IDs that are not there.
 func (s *Server) ListSnapshots(ctx context.Context, r *csi.ListSnapshotsRequest) (*csi.ListSnapshotsResponse, error) {
 	after, limit, err := page(r.GetMaxEntries(), r.GetStartingToken(), blockdev.Snapshot)
 	if err != nil {
@@ -123,14 +122,14 @@ func (s *Server) list(ctx context.Context, r *csi.ListSnapshotsRequest, after vo
 	return []volume.Snapshot{snapshot}, nil
 }
 
-// GroupControllerGetCapabilities: group snapshots.
+// GroupControllerGetCapabilities lists all capabilities of CSI 1.13.
 func (s *Server) GroupControllerGetCapabilities(context.Context, *csi.GroupControllerGetCapabilitiesRequest) (*csi.GroupControllerGetCapabilitiesResponse, error) {
 	return &csi.GroupControllerGetCapabilitiesResponse{Capabilities: []*csi.GroupControllerServiceCapability{{
 		Type: &csi.GroupControllerServiceCapability_Rpc{Rpc: &csi.GroupControllerServiceCapability_RPC{
 			Type: csi.GroupControllerServiceCapability_RPC_CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT}}}}}, nil
 }
 
-// CreateVolumeGroupSnapshot cuts snapshots of several volumes at one moment.
+// CreateVolumeGroupSnapshot makes snapshots of several volumes at one point in time.
 func (s *Server) CreateVolumeGroupSnapshot(ctx context.Context, r *csi.CreateVolumeGroupSnapshotRequest) (*csi.CreateVolumeGroupSnapshotResponse, error) {
 	if err := checkName(r.GetName()); err != nil {
 		return nil, err
@@ -164,8 +163,8 @@ func toGroup(g volume.Group) *csi.VolumeGroupSnapshot {
 	return out
 }
 
-// getGroup returns the group of an ID. Snapshot IDs, if any are given, have to be its
-// members' (ErrInvalid).
+// getGroup returns the group with an ID. ErrInvalid if snapshot IDs are given, and they are not those of its members. If the store has no such group, or fails,
+// the group that is returned with the error has its ID only.
 func (s *Server) getGroup(ctx context.Context, text string, snapshotIDs []string) (volume.Group, error) {
 	if text == "" {
 		return volume.Group{}, csimap.Missing("group snapshot ID")
@@ -191,11 +190,12 @@ func (s *Server) getGroup(ctx context.Context, text string, snapshotIDs []string
 	return group, nil
 }
 
-// DeleteVolumeGroupSnapshot deletes a group and all its snapshots.
+// DeleteVolumeGroupSnapshot deletes a group and all its snapshots. ErrUnavailable, and nothing is deleted, if the pool of a snapshot that the request names is
+// not there.
 func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, r *csi.DeleteVolumeGroupSnapshotRequest) (*csi.DeleteVolumeGroupSnapshotResponse, error) {
 	group, err := s.getGroup(ctx, r.GetGroupSnapshotId(), r.GetSnapshotIds())
 	for _, text := range r.GetSnapshotIds() {
-		// What is in a pool that is not there would stay, and nobody ask again.
+		// Without this check the deletion could succeed without that snapshot, and the CO would not ask again.
 		if id, err := volume.ParseID(text); err == nil && id.Kind == blockdev.Snapshot {
 			if _, err := s.store.GetSnapshot(ctx, id); errors.Is(err, errdefs.ErrUnavailable) {
 				return nil, fmt.Errorf("delete %s: %w", group.ID, err)
@@ -203,7 +203,7 @@ func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, r *csi.DeleteVol
 		}
 	}
 	if err == nil || (errors.Is(err, errdefs.ErrNotFound) && group.ID.Key != "") {
-		err = s.store.DeleteGroup(ctx, group.ID) // also what is left of one
+		err = s.store.DeleteGroup(ctx, group.ID) // or the snapshots that are left of an incomplete group
 	}
 	return &csi.DeleteVolumeGroupSnapshotResponse{}, errdefs.IgnoreNotFound(err)
 }
@@ -217,10 +217,10 @@ func (s *Server) GetVolumeGroupSnapshot(ctx context.Context, r *csi.GetVolumeGro
 	return &csi.GetVolumeGroupSnapshotResponse{GroupSnapshot: toGroup(group)}, nil
 }
 
-// metadataBatch is how many ranges go into one message if the caller does not say.
+// metadataBatch is the largest number of ranges in one message, and the usual one.
 const metadataBatch = 256
 
-// GetMetadataAllocated streams the ranges of a snapshot that were written.
+// GetMetadataAllocated streams the ranges of a snapshot that were written, in bytes.
 func (s *Server) GetMetadataAllocated(r *csi.GetMetadataAllocatedRequest, stream csi.SnapshotMetadata_GetMetadataAllocatedServer) error {
 	ctx := stream.Context()
 	store, err := s.differ()
@@ -239,7 +239,7 @@ func (s *Server) GetMetadataAllocated(r *csi.GetMetadataAllocatedRequest, stream
 	})
 }
 
-// GetMetadataDelta streams the ranges in which a snapshot differs from an earlier one.
+// GetMetadataDelta streams the ranges in which a snapshot differs from an earlier one, in bytes.
 func (s *Server) GetMetadataDelta(r *csi.GetMetadataDeltaRequest, stream csi.SnapshotMetadata_GetMetadataDeltaServer) error {
 	ctx := stream.Context()
 	store, err := s.differ()
@@ -262,7 +262,7 @@ func (s *Server) GetMetadataDelta(r *csi.GetMetadataDeltaRequest, stream csi.Sna
 	})
 }
 
-// differ is the store, if it knows the bytes of snapshots.
+// differ returns the store as a Differ; ErrUnsupported if it cannot read snapshots, as that of a cluster's controller.
 func (s *Server) differ() (volume.Differ, error) {
 	if store, ok := s.store.(volume.Differ); ok {
 		return store, nil
@@ -285,8 +285,8 @@ func (s *Server) metadataSource(ctx context.Context, text string, offset int64, 
 	return snapshot, err
 }
 
-// batches sends what produce yields in messages of up to maxResults ranges. A stream
-// without ranges has one message, which tells the size.
+// batches sends the ranges that produce yields, in messages of maxResults at most (0: metadataBatch). If there are none, it sends one message without ranges,
+// which tells the caller the size of the volume.
 func batches(maxResults int32, produce func(yield func(blockdev.Extent) error) error, send func([]*csi.BlockMetadata) error) error {
 	limit := int(maxResults)
 	if limit == 0 || limit > metadataBatch {

@@ -1,4 +1,4 @@
-// Package identity is the CSI Identity service.
+// Package identity serves the CSI Identity service.
 package identity
 
 import (
@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Server answers for the plugin as a whole.
+// Server implements the service.
 type Server struct {
 	csi.UnimplementedIdentityServer
 	name, version string
@@ -21,11 +21,11 @@ type Server struct {
 	without       []csi.PluginCapability_Service_Type
 }
 
-// ErrStarting: the plugin is not ready yet, and only has to be waited for.
+// ErrStarting means that the plugin is not ready yet, and becomes ready without further ado.
 var ErrStarting = errors.New("starting")
 
-// New returns the service. ready, if set, is ErrStarting until the plugin can serve calls; it asks no
-// pool. without are services that this plugin does not have.
+// New returns the service of a plugin. ready, if set, returns ErrStarting until the plugin can serve calls, and another error if something keeps it from that;
+// it does not look at pools. without lists services that this plugin does not have.
 func New(name, version string, ready func(context.Context) error, without ...csi.PluginCapability_Service_Type) *Server {
 	return &Server{name: name, version: version, ready: ready, without: without}
 }
@@ -35,8 +35,8 @@ func (s *Server) GetPluginInfo(context.Context, *csi.GetPluginInfoRequest) (*csi
 	return &csi.GetPluginInfoResponse{Name: s.name, VendorVersion: s.version}, nil
 }
 
-// GetPluginCapabilities lists the services beyond Identity and Node, and that volumes
-// and snapshots are tied to a node.
+// GetPluginCapabilities lists the services beyond Identity and Node, that volumes and snapshots are accessible from some nodes only, and that volumes grow
+// while they are in use.
 func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabilitiesRequest) (*csi.GetPluginCapabilitiesResponse, error) {
 	var capabilities []*csi.PluginCapability
 	for _, service := range []csi.PluginCapability_Service_Type{
@@ -56,8 +56,8 @@ func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabiliti
 	return &csi.GetPluginCapabilitiesResponse{Capabilities: capabilities}, nil
 }
 
-// Probe is true once the plugin serves calls, false while it starts. It says nothing of pools: what is
-// wrong with one is its health, and no restart of the plugin mends it (CSI specification, Probe).
+// Probe answers whether the plugin serves calls: false while it starts, ErrUnavailable if ready fails otherwise or the call has ended. Problems of pools do not
+// count: they are reported as health, and restarting the plugin, as a CO does for a failed probe, mends none (CSI specification, Probe).
 func (s *Server) Probe(ctx context.Context, _ *csi.ProbeRequest) (*csi.ProbeResponse, error) {
 	if s.ready == nil {
 		return &csi.ProbeResponse{Ready: wrapperspb.Bool(true)}, nil
