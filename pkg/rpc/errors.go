@@ -12,12 +12,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// table is the one place where errors become gRPC codes (CSI specification, Error
-// Scheme, and the tables of each call). The first row that matches counts.
+// table is the only place where errors become gRPC codes (CSI specification, Error Scheme, and the tables of each call). The first row that matches counts.
 //
-// To Kubernetes a code also says whether the work may still be going on: Canceled,
-// DeadlineExceeded, Unavailable, Aborted (and, for the provisioner, ResourceExhausted)
-// mean that it may; all others mean that it is over.
+// To Kubernetes a code also says whether the work may still be going on: it may after Canceled, DeadlineExceeded, Unavailable, Aborted (and, for the
+// provisioner, ResourceExhausted). After all others the work is over.
 var table = []struct {
 	err  error
 	code codes.Code
@@ -37,7 +35,7 @@ var table = []struct {
 	{errdefs.ErrUnsupported, codes.FailedPrecondition},
 	{errdefs.ErrDataLoss, codes.DataLoss},
 	{errdefs.ErrUnavailable, codes.Unavailable},
-	// What the system answers anywhere when it has run out of something, or takes nothing.
+	// Errors of system calls that have no sentinel: a resource has run out, or the filesystem is read-only.
 	{syscall.ENOSPC, codes.ResourceExhausted},
 	{syscall.EDQUOT, codes.ResourceExhausted},
 	{syscall.EROFS, codes.Unavailable},
@@ -47,7 +45,7 @@ var table = []struct {
 	{syscall.EAGAIN, codes.Unavailable},
 }
 
-// Code returns the gRPC code of an error: Internal if it is none of the list.
+// Code returns the gRPC code of an error: that of table, or the one that it has as a gRPC status, or Internal.
 func Code(err error) codes.Code {
 	if err == nil {
 		return codes.OK
@@ -57,14 +55,14 @@ func Code(err error) codes.Code {
 			return row.code
 		}
 	}
-	if s, ok := status.FromError(err); ok { // gRPC's own: an unknown method, a message too large
+	if s, ok := status.FromError(err); ok { // an error of gRPC itself: an unknown method, a message too large
 		return s.Code()
 	}
 	return codes.Internal
 }
 
-// runbooks are the reasons, as package runbook has them, of errors that stay until a person has done something. Kubernetes shows
-// the message of a call in the events of the claim or the pod, which is all that their owner sees, so it leads on from there.
+// runbooks are the errors that last until a person has done something, with their reasons in package runbook. Kubernetes shows the message of a call in the
+// events of the claim or the pod, which is all that their owner sees, so the message names the page of the runbook.
 var runbooks = []struct {
 	err    error
 	reason string

@@ -7,16 +7,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// keys returns what a request must have for itself while it is served, and what it
-// only needs to stay as it is. A volume goes by the key of its name, which its ID
-// ends in, so that a CreateVolume and a DeleteVolume of one volume meet. Requests
-// that only look at things lock nothing.
+// keys returns the keys (package keylock) that a request is served with: exclusive ones that no other request may have meanwhile, and shared ones that others
+// may share. The key of a volume, snapshot or group comes from its name, and is the last part of its ID too, so a CreateVolume and a DeleteVolume of one volume
+// exclude each other. Requests that change nothing have no keys, but for those that read the metadata of snapshots.
 func keys(request any) (exclusive, shared []string) {
 	switch r := request.(type) {
 	case *csi.CreateVolumeRequest:
 		exclusive = []string{keylock.Volume(volume.KeyOf(r.GetName()))}
 		if source := r.GetVolumeContentSource().GetVolume(); source != nil {
-			// Its filesystem is frozen for the cut.
+			// Its filesystem is frozen while the copy is begun.
 			exclusive = append(exclusive, volumeKey(source.GetVolumeId()))
 		}
 		if source := r.GetVolumeContentSource().GetSnapshot(); source != nil {
@@ -49,8 +48,7 @@ func keys(request any) (exclusive, shared []string) {
 	return exclusive, shared
 }
 
-// volumeKey: an ID that is not one of ours (of an inline ephemeral volume, say) is
-// the name of its volume.
+// volumeKey returns the key of a volume. A text that is not an ID of this driver, as of an inline ephemeral volume, counts as the name of the volume.
 func volumeKey(text string) string {
 	if id, err := volume.ParseID(text); err == nil {
 		return keylock.Volume(id.Key)

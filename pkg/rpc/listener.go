@@ -7,30 +7,31 @@ import (
 	"time"
 )
 
-// connections is how many there may be at once: far more than a kubelet and its sidecars have,
-// and few enough that callers who only connect cost the driver neither its memory nor its
-// descriptors.
+// connections is how many a socket of this machine may have at once: far more than a kubelet and the sidecars need, but few enough that callers that only
+// connect do not use up the driver's memory or file descriptors.
 const connections = 512
 
-// handshakeTime is how long a connection may take until it speaks HTTP/2.
+// handshakeTime is how long a new connection may take until its HTTP/2 handshake is done.
 const handshakeTime = 10 * time.Second
 
-// strangerTime is how long a stranger may take to be known, while there is no room for another one: that of a handshake, and of a question to the API server.
+// strangerTime is how long a stranger keeps its connection for certain when all connections are taken: long enough for a handshake, and for a request to the
+// API server that checks its token.
 const strangerTime = 2 * handshakeTime
 
-// limited is a listener that hangs up on whoever comes when all connections are taken, or all that one address may have. Those who are
-// connected go on, but for strangers: the one that came first gives its place to who comes, who may be known. So who only connects keeps nobody out for long, and nobody at all who has
-// his address. To one of another address it gives way only when it has had its time: many who are known may come at once.
+// limited is a listener that bounds its connections, in all and from each address (without the port). A new connection that would be too many is closed, unless
+// a stranger gives way to it, whose connection is closed instead: the oldest one of the same address, or of any address one that has been there for
+// strangerTime. A connection is a stranger's until vouch. So callers that only connect cannot keep out a known caller of the same address, and those of other
+// addresses only for a short time. Strangers of other addresses have that time as many known callers may connect at once.
 type limited struct {
 	net.Listener
 	most, each int
-	strangers  bool // there are some: who comes is one until vouch is called
+	strangers  bool // new connections are strangers until vouch; if false, there are no strangers
 
 	mu   sync.Mutex
-	open []*counted // as they came
+	open []*counted // oldest first
 }
 
-// limit bounds the connections of a listener to most, and to each from one address.
+// limit returns a listener that has most connections of l at once, and each of one address.
 func limit(l net.Listener, most, each int, strangers bool) *limited {
 	return &limited{Listener: l, most: most, each: each, strangers: strangers}
 }
@@ -48,7 +49,7 @@ func (l *limited) Accept() (net.Conn, error) {
 	}
 }
 
-// take counts a connection; nil if there are too many.
+// take adds a connection to the count, and returns it; nil if there are too many. The caller closes it then.
 func (l *limited) take(conn net.Conn) net.Conn {
 	c := &counted{Conn: conn, of: l, from: conn.RemoteAddr().String(), stranger: l.strangers, since: time.Now()}
 	c.address = c.from
@@ -66,8 +67,8 @@ func (l *limited) take(conn net.Conn) net.Conn {
 	return c
 }
 
-// room reports whether there is room for one connection more of some, of which there may be so many; a stranger who has been there for some time
-// may give way to it.
+// room reports whether one more connection may join those that of selects, of which there may be most. If need be, it closes the oldest stranger of these that
+// has been there for after. The caller holds l.mu.
 func (l *limited) room(of func(*counted) bool, most int, after time.Duration) bool {
 	n, first := 0, -1
 	for i, one := range l.open {
@@ -82,12 +83,12 @@ func (l *limited) room(of func(*counted) bool, most int, after time.Duration) bo
 	if n < most || first < 0 {
 		return n < most
 	}
-	_ = l.open[first].Conn.Close() // who serves it finds that out
+	_ = l.open[first].Conn.Close() // its server gets an error, and ends
 	l.open = slices.Delete(l.open, first, first+1)
 	return true
 }
 
-// vouch says that who calls from an address and port is no stranger: his connection gives way to nobody.
+// vouch has the connection from an address and port, which a known caller has, count as no stranger's: it does not give way any more.
 func (l *limited) vouch(from string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -20,28 +20,29 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Remote is what a port has that other machines reach, beyond a socket of this one.
+// Remote is what Serve needs besides for a port that other machines reach.
 type Remote struct {
-	// TLS of the server; without it nothing is served.
+	// TLS is the configuration of the server; all connections use it.
 	TLS *tls.Config
-	// Allow says whether the caller with a token may make a call, in full (/package.Service/Method), and returns the context that the
-	// call goes on with. ErrUnavailable: that cannot be found out now; ErrPrecondition: this caller may not; any other error: nobody known
-	// has this token.
+	// Allow decides whether the caller with a token may make a call, by its full name (/package.Service/Method), and returns the context for the call.
+	// ErrUnavailable if it cannot find that out now; ErrPrecondition if this caller may not make this call; any other error means that no known caller has this
+	// token.
 	Allow func(ctx context.Context, token, method string) (context.Context, error)
 }
 
-// What callers from elsewhere can take of this process at the most. Whoever wants more waits, or is hung up on; or a connection over which nobody was let in yet gives way.
+// What callers of a Remote can use of this process at most. Beyond that their calls wait, or their connections are closed; connections over which no call was
+// allowed yet give way to others (limited).
 const (
 	remoteConnections = 64
-	remoteOfOne       = 8        // of one address, which a node's pods may share with it: a pod that only connects does not keep others out
-	remoteStreams     = 64       // of one connection
-	remoteRequest     = 64 << 10 // bytes; answers are as large as gRPC takes them
+	remoteOfOne       = 8        // connections of one address, which a node may share with its pods: a pod that only connects does not keep others out
+	remoteStreams     = 64       // calls at once over one connection
+	remoteRequest     = 64 << 10 // bytes; answers are limited by gRPC's default
 	remoteHeaders     = 16 << 10 // bytes: a token has some 1 KiB
 	remoteIdle        = 5 * time.Minute
-	remoteAge         = time.Hour // then calls go over a new connection, and those that go on after as long again are ended
+	remoteAge         = time.Hour // then new calls use a new connection; after as long again the calls in flight are ended
 )
 
-// Both sides ask whether the other one is still there: a cable that was cut ends a call after askEvery and answerWithin.
+// Both sides send keepalive pings: if the network is cut, a call ends after askEvery and answerWithin.
 const (
 	askEvery     = 20 * time.Second
 	answerWithin = 10 * time.Second
@@ -53,7 +54,7 @@ func (r *Remote) options() []grpc.ServerOption {
 		grpc.MaxRecvMsgSize(remoteRequest),
 		grpc.MaxHeaderListSize(remoteHeaders),
 		grpc.MaxConcurrentStreams(remoteStreams),
-		grpc.StaticStreamWindowSize(remoteRequest), // of a call that is not let in yet, too: gRPC would take in some MiB of each
+		grpc.StaticStreamWindowSize(remoteRequest), // also for calls that are not allowed yet: gRPC would receive some MiB of each
 		grpc.StaticConnWindowSize(remoteRequest),
 		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: remoteIdle, MaxConnectionAge: remoteAge, MaxConnectionAgeGrace: remoteAge,
 			Time: askEvery, Timeout: answerWithin}),
@@ -66,7 +67,8 @@ const (
 	tokenPrefix = "Bearer "
 )
 
-// check fails unless the caller of ctx may make a call, and returns the context that the call goes on with. Its errors have their codes.
+// check returns the context for a call if its caller may make it. Else it returns a gRPC status: Unauthenticated without a known token, PermissionDenied if the
+// caller may not, Unavailable if that cannot be found out now.
 func (r *Remote) check(ctx context.Context, method string) (context.Context, error) {
 	var token string
 	if values := metadata.ValueFromIncomingContext(ctx, tokenHeader); len(values) == 1 {
@@ -87,21 +89,21 @@ func (r *Remote) check(ctx context.Context, method string) (context.Context, err
 	return ctx, status.Error(codes.Unauthenticated, err.Error())
 }
 
-// What is logged of refused calls, which anybody can make: so many one by one in so long, and of the rest how many there were.
+// Anybody can make calls that are refused. So many of these are logged one by one in each refusalsEvery; the rest are counted, and the log has the sum.
 const (
 	refusalsTold  = 10
 	refusalsEvery = time.Minute
 )
 
-// refusals keep who is not let in from filling the log.
+// refusals limits what is logged of refused calls. All its methods may be called at once.
 type refusals struct {
 	log klog.Logger
 
 	mu      sync.Mutex
 	since   time.Time
-	told    int // since then
+	told    int // calls logged since
 	leftOut int
-	later   *time.Timer // tells of those
+	later   *time.Timer // logs leftOut
 }
 
 // tell reports whether a refusal is logged.
@@ -121,7 +123,7 @@ func (r *refusals) tell() bool {
 	return false
 }
 
-// sum logs how many were left out.
+// sum logs how many calls were left out since the last time.
 func (r *refusals) sum() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -131,7 +133,7 @@ func (r *refusals) sum() {
 	r.leftOut = 0
 }
 
-// end logs what is to be said yet.
+// end stops the timer and logs the last sum.
 func (r *refusals) end() {
 	r.mu.Lock()
 	if r.later != nil {
@@ -141,10 +143,10 @@ func (r *refusals) end() {
 	r.sum()
 }
 
-// Dial prepares a connection to the port of another machine; it connects when the first call is made. A call has the token that
-// token returns, which is asked for each time, and once more, with renew, if the other side did not know the one that it got. The
-// errors of calls are those of pkg/errdefs: ErrUnavailable also if the other side is not there, is another one than its TLS
-// configuration says, or does not let this caller in.
+// Dial returns a connection to a port of another machine that is served with a Remote; it connects with the first call. Each call is sent with what token
+// returns then. If the other side does not know that token, token is called again with renew: a unary call is repeated once with the new token, a stream fails,
+// and the next one has it. Errors of token are returned as they are. Errors of calls wrap the first sentinel of pkg/errdefs that has their code; ErrUnavailable
+// also if the other side cannot be reached, is not the one of the TLS configuration, or refuses this caller; ErrUnknownCall if it does not know the call.
 func Dial(address string, config *tls.Config, token func(ctx context.Context, renew bool) (string, error)) (*grpc.ClientConn, error) {
 	authorized := func(ctx context.Context, renew bool) (context.Context, error) {
 		text, err := token(ctx, renew)
@@ -153,7 +155,7 @@ func Dial(address string, config *tls.Config, token func(ctx context.Context, re
 	return grpc.NewClient("passthrough:///"+address,
 		grpc.WithTransportCredentials(credentials.NewTLS(config)),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: askEvery, Timeout: answerWithin}),
-		grpc.WithNoProxy(), // it is in the cluster
+		grpc.WithNoProxy(), // the other side is in the cluster
 		grpc.WithDisableServiceConfig(),
 		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, request, reply any, c *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
 			for renew := false; ; renew = true {
@@ -177,7 +179,7 @@ func Dial(address string, config *tls.Config, token func(ctx context.Context, re
 		}))
 }
 
-// remoteStream gives the errors of a stream their sentinels. A token that the other side does not know is renewed for the next one.
+// remoteStream gives errors of a stream their sentinels, and renews a token that the other side does not know, for the next stream.
 type remoteStream struct {
 	grpc.ClientStream
 	address string
@@ -192,14 +194,14 @@ func (s *remoteStream) RecvMsg(m any) error {
 	return fromStatus(s.Context(), s.address, err)
 }
 
-// fromStatus gives the error of a call its sentinel again. Several share a code: it is the first one of the table.
+// fromStatus gives the error of a call a sentinel again, by its code: of several with that code the first in table. Errors without a sentinel stay such.
 func fromStatus(ctx context.Context, address string, err error) error {
 	s, ok := status.FromError(err)
-	if err == nil || !ok || s.Code() == codes.Unknown { // io.EOF is none, and neither are errors of this side
+	if err == nil || !ok || s.Code() == codes.Unknown { // io.EOF and errors of this side have no status
 		return err
 	}
 	if code := s.Code(); (code == codes.Canceled || code == codes.DeadlineExceeded) && ctx.Err() == nil {
-		return &remoteError{errdefs.ErrUnavailable, address + " gave the call up: " + s.Message()} // it is ending
+		return &remoteError{errdefs.ErrUnavailable, address + " gave the call up: " + s.Message()} // the caller's context goes on: the other side is ending
 	}
 	for _, row := range table {
 		if row.code == s.Code() {
@@ -215,7 +217,7 @@ func fromStatus(ctx context.Context, address string, err error) error {
 	return fmt.Errorf("%s: %s: %s", address, s.Code(), s.Message())
 }
 
-// remoteError has the words of the other side, in which those of its sentinel are.
+// remoteError has the text of the other side, which contains that of the sentinel already.
 type remoteError struct {
 	sentinel error
 	message  string

@@ -1,7 +1,5 @@
-// Package rpc serves CSI over a unix socket. Around every call it does what no
-// service has to think of: it logs the call without its secrets, keeps a second
-// operation on the same volume away, turns errors into codes, and turns a panic into
-// an error.
+// Package rpc serves CSI over a unix socket, and calls between nodes over TLS. For every call it does what all services need: it logs the call without its
+// secrets, refuses a second operation on the same volume meanwhile, turns errors into gRPC codes, and a panic into an error.
 package rpc
 
 import (
@@ -37,19 +35,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// drainTime is how long calls in flight get to end when the server stops.
+// drainTime is how long calls in flight may go on when the server stops, until they are cancelled.
 const drainTime = 4 * time.Second
 
-// abandonTime is how long calls that were cancelled get: one that hangs in a system
-// call cannot hold the driver up.
+// abandonTime is how long cancelled calls may take to end: one that hangs in a system call does not keep the driver from ending.
 const abandonTime = 500 * time.Millisecond
 
-// localWindow is how many bytes of requests a caller on this machine may send ahead. As it is fixed, gRPC does not measure the connection:
-// it would by a ping with each request, whose answer wakes the driver once more.
+// localWindow is how many bytes of requests a caller on this machine may send ahead (the flow control window of HTTP/2). As it is fixed, gRPC does not estimate
+// the bandwidth: that costs a ping with each request, whose answer wakes the driver once more.
 const localWindow = 1 << 20
 
-// ParseEndpoint returns the path of a unix socket: unix:///csi/csi.sock, unix:/csi/csi.sock
-// or just /csi/csi.sock. ErrInvalid for anything else.
+// ParseEndpoint returns the path of a unix socket, given as unix:///csi/csi.sock, unix:/csi/csi.sock or /csi/csi.sock. ErrInvalid for anything else, and for a
+// path that is too long (sockaddr_un, unix(7)).
 func ParseEndpoint(endpoint string) (string, error) {
 	path := endpoint
 	if u, err := url.Parse(endpoint); err == nil && u.Scheme != "" {
@@ -66,8 +63,8 @@ func ParseEndpoint(endpoint string) (string, error) {
 	return path, nil
 }
 
-// Listen opens the socket, for the driver's own user only, and makes the directories that lead to it: those below /run are gone after each
-// boot. The socket of a driver that is dead is replaced; that of one that answers is ErrInUse.
+// Listen makes a socket that the driver's own user alone can connect to, and the directories of its path: those below /run are gone after each boot. It
+// replaces a socket that no process serves. ErrInUse if a process serves it, ErrExists if the path is no socket.
 func Listen(endpoint string) (net.Listener, error) {
 	path, err := ParseEndpoint(endpoint)
 	if err != nil {
@@ -85,8 +82,7 @@ func Listen(endpoint string) (net.Listener, error) {
 			return nil, fmt.Errorf("remove the stale socket: %w", err)
 		}
 	}
-	// The mode of the socket is that of its creation: there is no moment when others
-	// could connect. The mask is the process's, so it must not be changed elsewhere.
+	// The mask gives the socket its mode from the beginning, so others can never connect. It is the process's, so no other code may change it.
 	umask.Lock()
 	defer umask.Unlock()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -101,8 +97,7 @@ func Listen(endpoint string) (net.Listener, error) {
 	return listener, nil
 }
 
-// umask is held while the mask of the process is another: of two at once, the second would
-// take that of the first for the process's own.
+// umask is held while the mask of the process is changed, so that a second Listen does not take the changed mask for the process's own.
 var umask sync.Mutex
 
 // Services are the CSI services to serve; nil ones are not registered.
@@ -112,27 +107,26 @@ type Services struct {
 	GroupController  csi.GroupControllerServer
 	SnapshotMetadata csi.SnapshotMetadataServer
 	Node             csi.NodeServer
-	// Overview is for people: what there is on this machine (driver status and its kin).
+	// Overview serves the state of this machine to driver status and similar commands.
 	Overview socket.Source
-	// Others registers services that are no part of CSI.
+	// Others registers further services.
 	Others func(grpc.ServiceRegistrar)
 
-	// Observe, if set, is told of every call that has ended: how it ended, with its code, and how long it took.
+	// Observe, if set, is called at the end of every call, with its full name, its error as a gRPC status, and how long it took.
 	Observe func(method string, err error, took time.Duration)
 
-	// Traced: the calls are spans, of the traces that their callers send along or of their own (internal/trace).
+	// Traced makes each call a span, of the trace that its caller sends along or of a new one (internal/trace).
 	Traced bool
 
-	// Remote, if set, is of a port that other machines reach: then only those are served who may.
+	// Remote, if set, is for a port that other machines reach: calls need TLS and a token.
 	Remote *Remote
 
-	// Locks that the calls take, if somebody else works on the same volumes too; nil: a
-	// table of their own.
+	// Locks are taken by the calls; the caller gives them if others work on the same volumes too. nil: a table of their own.
 	Locks *keylock.Table
 }
 
-// Serve serves until ctx ends; then it takes no more calls, gives those in flight
-// 4 s to end, cancels the rest, and removes the socket. It closes the listener.
+// Serve serves until ctx ends. Then it takes no new calls, lets those in flight go on for drainTime, cancels the rest, and removes the socket. It closes the
+// listener. It returns an error if serving fails, or if calls do not end within abandonTime after they were cancelled.
 func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks, observe: s.Observe, remote: s.Remote}
 	guard.node, _ = s.Node.(interrupter)
@@ -146,7 +140,7 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 		grpc.ChainStreamInterceptor(guard.stream),
 		grpc.WaitForHandlers(true),
 		grpc.ConnectionTimeout(handshakeTime),
-		grpc.NumStreamWorkers(4), // stacks that have grown once: a third off an empty call
+		grpc.NumStreamWorkers(4), // they keep their grown stacks, which saves a third of the time of an empty call
 	}
 	if s.Traced {
 		options = append(options, grpc.StatsHandler(wordless{otelgrpc.NewServerHandler()}))
@@ -185,7 +179,7 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	return nil
 }
 
-// register has a server serve the services that there are.
+// register registers the services that are set.
 func (s Services) register(server *grpc.Server) {
 	if s.Identity != nil {
 		csi.RegisterIdentityServer(server, s.Identity)
@@ -210,8 +204,8 @@ func (s Services) register(server *grpc.Server) {
 	}
 }
 
-// wordless keeps the texts of errors from a stats handler: they name what a span has nothing of (internal/trace), as mount options. Their
-// codes it is told.
+// wordless hides the texts of errors from a stats handler, which gets their codes alone: a text may have what must not be in a span, as mount options
+// (internal/trace).
 type wordless struct{ stats.Handler }
 
 func (h wordless) HandleRPC(ctx context.Context, what stats.RPCStats) {
@@ -223,7 +217,7 @@ func (h wordless) HandleRPC(ctx context.Context, what stats.RPCStats) {
 	h.Handler.HandleRPC(ctx, what)
 }
 
-// guard stands around every call.
+// guard has what is shared by all calls of a server; its interceptors wrap every call.
 type guard struct {
 	log     klog.Logger
 	locks   *keylock.Table
@@ -235,8 +229,8 @@ type guard struct {
 	refusals    refusals
 }
 
-// interrupter is a service that goes on with some work after its caller is gone. It is told of
-// requests that find the volume busy, which may mean that nobody wants that work any more.
+// interrupter is a service some of whose work goes on after its caller is gone. Interrupt is called with each request that finds its volume busy, which may
+// mean that this work is not wanted any more.
 type interrupter interface{ Interrupt(request any) }
 
 func (g *guard) unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
@@ -258,7 +252,7 @@ func (g *guard) unary(ctx context.Context, request any, info *grpc.UnaryServerIn
 	return response, nil
 }
 
-// stream serves the streaming calls of SnapshotMetadata, which all get one request.
+// stream serves streaming calls: those of SnapshotMetadata, which have one request, and those of Services.Others, whose requests have no keys.
 func (g *guard) stream(server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	call := g.begin(info.FullMethod)
 	defer func() { call.unlock() }() // the one that received will set
@@ -272,7 +266,7 @@ func (g *guard) stream(server any, stream grpc.ServerStream, info *grpc.StreamSe
 	return call.end(stream.Context(), nil, err)
 }
 
-// allowed fails unless the caller of ctx may make a call, and returns the context that the call goes on with.
+// allowed returns the context for a call if its caller may make it (Remote); on a socket of this machine every caller may.
 func (c *call) allowed(ctx context.Context) (_ context.Context, err error) {
 	if c.guard.remote == nil {
 		return ctx, nil
@@ -285,7 +279,7 @@ func (c *call) allowed(ctx context.Context) (_ context.Context, err error) {
 	return ctx, err
 }
 
-// callStream tells its call of the request that comes in.
+// callStream passes each request that is received to its call.
 type callStream struct {
 	grpc.ServerStream
 	call *call
@@ -311,14 +305,14 @@ func guarded(name string, run func() (any, error)) (response any, err error) {
 	return run()
 }
 
-// call is one call from its begin to its end.
+// call is the state of one call.
 type call struct {
 	guard   *guard
-	method  string // in full, as gRPC has it
-	name    string // without its service
+	method  string // in full: /package.Service/Method
+	name    string // the Method alone
 	log     klog.Logger
 	start   time.Time
-	refused bool // its caller may not make it
+	refused bool // its caller may not make it (Remote)
 	request any
 	unlock  func()
 }
@@ -329,7 +323,7 @@ func (g *guard) begin(method string) *call {
 	return &call{guard: g, method: method, name: name, log: g.log.WithValues("method", name), start: time.Now(), unlock: func() {}}
 }
 
-// received takes the locks that the request asks for; ErrBusy if it cannot have all.
+// received takes the locks of a request; ErrBusy if one of them is taken.
 func (c *call) received(request any) error {
 	c.request = request
 	if v := c.log.V(5); v.Enabled() {
@@ -347,7 +341,7 @@ func (c *call) received(request any) error {
 	return nil
 }
 
-// end logs how the call went, once (of refused ones some), counts it, and gives its error a code.
+// end logs and counts how the call went, and returns its error as a gRPC status. Of refused calls it logs some only (refusals).
 func (c *call) end(ctx context.Context, response any, err error) error {
 	c.logEnd(ctx, response, err)
 	metrics.CallsInFlight.Dec(c.name)
@@ -375,9 +369,8 @@ func (c *call) logEnd(ctx context.Context, response any, err error) {
 	}
 }
 
-// printable is a message without its secrets: fields that CSI marks, and service
-// account tokens, which come in the volume context (and which protosanitizer does
-// not know). What bytes hold that are a message by themselves, nobody here knows.
+// printable returns the text of a message without its secrets. These are the fields that CSI marks, and values in maps whose key tells that they are secret, as
+// service account tokens in the volume context, which protosanitizer does not know. Of opaque bytes it returns the length alone.
 func printable(message any) string {
 	m, ok := message.(proto.Message)
 	if !ok || m == nil {
@@ -397,8 +390,7 @@ func printable(message any) string {
 	return protosanitizer.StripSecrets(m).String()
 }
 
-// eachSecret finds the values with the key of a secret in all maps of a message and of
-// the messages in it.
+// eachSecret calls visit for each value of a map whose key tells that it is secret, in a message and the messages in it.
 func eachSecret(m protoreflect.Message, visit func(protoreflect.Map, protoreflect.MapKey)) {
 	m.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
 		switch {
