@@ -30,7 +30,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// checkCluster checks the flags that only the parts of a cluster have.
+// checkCluster checks the flags that belong to a cluster.
 func (o *options) checkCluster() error {
 	switch {
 	case o.mode == "all" && o.kubeconfig != "":
@@ -52,7 +52,7 @@ func (o *options) checkCluster() error {
 	return nil
 }
 
-// kubernetes says how to reach the API server. It does not try to. asks is what needs it: a flag or a command.
+// kubernetes returns how to reach the API server; it does not connect. Its errors name asks, the flag or command that needs the API server.
 func (o *options) kubernetes(asks string) (*rest.Config, error) {
 	config, err := rest.InClusterConfig()
 	if o.kubeconfig != "" {
@@ -68,14 +68,14 @@ func (o *options) kubernetes(asks string) (*rest.Config, error) {
 	return config, nil
 }
 
-// namespace is that of the pod; with --kubeconfig, of its context.
+// namespace returns the namespace of this pod, or with --kubeconfig that of its context.
 func (o *options) namespace() (string, error) {
 	namespace, _, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(&clientcmd.ClientConfigLoadingRules{ExplicitPath: o.kubeconfig}, nil).Namespace()
 	return namespace, err
 }
 
-// newIdentity is that of a plugin of a cluster: what only a node can answer, the
-// controller offers if it asks the nodes.
+// newIdentity returns the Identity service of a part of a cluster. It offers SnapshotMetadata only if the controller asks the nodes for that
+// (--snapshot-metadata).
 func newIdentity(o options, ready func(context.Context) error) *identity.Server {
 	if o.blocks {
 		return identity.New(o.driverName, version, ready)
@@ -83,7 +83,7 @@ func newIdentity(o options, ready func(context.Context) error) *identity.Server 
 	return identity.New(o.driverName, version, ready, csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE)
 }
 
-// startController serves what a cluster has one of, over the objects of the cluster.
+// startController serves the controller's services, over the objects of the cluster.
 func startController(ctx context.Context, o options) error {
 	config, err := o.kubernetes("--mode=" + o.mode)
 	if err != nil {
@@ -113,8 +113,7 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	// If nobody serves it.
-	defer listener.Close()
+	defer listener.Close() // answer closes it too
 	c := controller.New(s)
 	services := rpc.Services{Identity: newIdentity(o, ready), Controller: c, GroupController: c}
 	if o.blocks {
@@ -138,7 +137,7 @@ func startController(ctx context.Context, o options) error {
 	})
 }
 
-// startNode serves what each node of a cluster has, and carries out the objects of the node.
+// startNode serves a node's services, and has an agent carry out the objects of this node.
 func startNode(ctx context.Context, o options) (err error) {
 	config, err := o.kubernetes("--mode=" + o.mode)
 	if err != nil {
@@ -148,7 +147,7 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	// The kubelet makes the directory of a pool, so what it looks like says nothing.
+	// An existing directory proves nothing: the kubelet makes that of a pool, even if the disk is missing. The API server has what the pools were.
 	memory, err := agent.NewMemory(config, o.nodeID)
 	if err != nil {
 		return err
@@ -160,12 +159,11 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	locks := &keylock.Table{}
-	listener, err := rpc.Listen(o.endpoint) // before the agent works: there may be another one on this node
+	listener, err := rpc.Listen(o.endpoint) // before the agent runs: another driver may run on this node
 	if err != nil {
 		return err
 	}
-	// If nobody serves it.
-	defer listener.Close()
+	defer listener.Close() // answer closes it too
 	remote, err := o.listenPort()
 	if err != nil {
 		return err
@@ -187,7 +185,7 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	measuring := measure.New(ctx, local, o.measured(opened), o.perVolume)
-	defer measuring.Close() // before the pools are
+	defer measuring.Close() // closed before the pools
 	watching.Start()
 	defer watching.Close()
 	return beside(ctx, reached.keeping(a.Run), func(ctx context.Context) error {
@@ -201,7 +199,7 @@ func startNode(ctx context.Context, o options) (err error) {
 	})
 }
 
-// agentOptions are those that the flags say, for the agent of a node and its pools; others may be nil.
+// agentOptions returns the options of the agent that follow from flags, pools and others, which may be nil.
 func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened []blockdev.Pool, others *port.Callers) agent.Options {
 	with := agent.Options{Driver: o.driverName, MaxVolumes: o.maxVolumes, CopyBandwidth: o.bandwidth, ScrubEvery: o.scrubEvery, ScrubBandwidth: o.scrubRate, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
 	for i, pool := range opened {
@@ -214,17 +212,18 @@ func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened 
 	return with
 }
 
-// watched tells the agent of the volumes that the node makes and deletes by itself, and asks it
-// where the node is, and for the claims of volumes.
+// watched is what the Node service works with in a cluster. It tells the agent when the node makes or deletes a volume by itself (an ephemeral one), and asks
+// it for the labels of the node and the claims of volumes.
 type watched struct {
 	node.Volumes
 	agent  *agent.Agent
-	labels []string // of the Node, that say where it is
-	// network in which it reaches others; nil: none.
+	labels []string // keys of labels of the Node that say where it is
+	// network is the one in which this node reaches others; nil: none.
 	network *v1alpha1.Network
 }
 
-// Topology has the network only of a node that is in one: Kubernetes has a driver never change the value of a label that it once gave a node.
+// Topology returns the segments of this node besides its name. The network is among them only while the node is in one: Kubernetes wants a driver never to
+// change the value of a label that it once gave a node.
 func (w *watched) Topology(ctx context.Context) (map[string]string, error) {
 	where, err := w.agent.Labels(ctx, w.labels)
 	if err != nil || w.network == nil {
@@ -249,8 +248,8 @@ func (w *watched) Delete(ctx context.Context, id volume.ID) error {
 	return w.Volumes.Delete(ctx, id)
 }
 
-// beside serves until ctx ends, with a part running beside it for as long as calls are
-// served. If the part fails, serving ends.
+// beside serves until ctx ends. part runs as long as calls are served, also those that end after ctx. If part ends before, serving ends, and its error is
+// returned too.
 func beside(ctx context.Context, part, serve func(context.Context) error) error {
 	serving, end := context.WithCancel(ctx)
 	defer end()

@@ -27,8 +27,8 @@ func main() {
 	os.Exit(cli.Exit("driver", err))
 }
 
-// newRoot returns the command line. Without a command it serves, so that its flags are those of serve.
-// main prints the error of a command, in one line, and ends with the status that cli.Exit says.
+// newRoot returns the command line. Without a command it serves, so its flags are those of serve. Commands return their errors: main prints an error in one
+// line, and ends with the status of cli.Exit.
 func newRoot() *cobra.Command {
 	cobra.EnableCommandSorting = false
 	root := serveCommand()

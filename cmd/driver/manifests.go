@@ -46,7 +46,7 @@ then "kubectl apply -f -".`,
 	return cmd
 }
 
-// manifests prints the objects of Kubernetes that volumes and snapshots have lost.
+// manifests prints the objects of Kubernetes that are missing for volumes and snapshots, and doubts about them as comments (package lost).
 func manifests(ctx context.Context, o options, l lost.Options, to io.Writer) error {
 	o.mode, o.driverName = "manifests", l.Driver
 	config, err := o.kubernetes("manifests")

@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// observer is told of each call that has ended.
+// observer is called at the end of each call (rpc.Services).
 type observer = func(method string, err error, took time.Duration)
 
 // checkMonitoring checks the flags of metrics and traces.
@@ -45,8 +45,8 @@ func (o *options) checkMonitoring() error {
 	return nil
 }
 
-// checkAddress returns the host of HOST:PORT, which may be empty; an error for anything else. Without a port it would be any one that is free,
-// and nobody would know which.
+// checkAddress returns the host of HOST:PORT, which may be empty. It is an error if there is no port: an empty one would stand for any free port, which nobody
+// knows.
 func checkAddress(address string) (host string, err error) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -59,7 +59,7 @@ func checkAddress(address string) (host string, err error) {
 	return host, err
 }
 
-// measured are the pools that were opened, in the order of their flags.
+// measured returns the opened pools as they are measured, in the order of their flags.
 func (o *options) measured(opened []blockdev.Pool) []measure.Pool {
 	var measured []measure.Pool
 	for i, pool := range opened {
@@ -68,8 +68,8 @@ func (o *options) measured(opened []blockdev.Pool) []measure.Pool {
 	return measured
 }
 
-// monitored serves calls, and beside them metrics, if it is asked to: those of sources, those of the calls, and those that
-// libraries have: requests to Kubernetes, and queues.
+// monitored serves calls, and metrics if --metrics-endpoint is given: those of sources, of the calls, and of the libraries for requests to Kubernetes and for
+// queues.
 func (o *options) monitored(ctx context.Context, sources []metrics.Source, serve func(context.Context, observer) error) error {
 	if o.metrics == "" {
 		return serve(ctx, nil)
@@ -80,7 +80,7 @@ func (o *options) monitored(ctx context.Context, sources []metrics.Source, serve
 	}
 	klog.FromContext(ctx).Info("Serving metrics", "address", listener.Addr().String())
 	calls := csimetrics.NewCSIMetricsManagerWithOptions(o.driverName, csimetrics.WithSubsystem(csimetrics.SubsystemPlugin),
-		csimetrics.WithProcessStartTime(false)) // it is there already
+		csimetrics.WithProcessStartTime(false)) // the registry has it already
 	all := metrics.Registry(version, sources, calls.GetRegistry(), metrics.Only(libraries.Registry, "rest_client_", "workqueue_"))
 	return beside(ctx, func(ctx context.Context) error { return metrics.Serve(ctx, listener, all) },
 		func(ctx context.Context) error { return serve(ctx, calls.RecordMetrics) })

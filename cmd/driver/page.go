@@ -30,8 +30,7 @@ func (o *options) checkPage() error {
 	return nil
 }
 
-// withPage serves calls, and beside that the page of a source, if there is to be one. It fails if the page's
-// address cannot be had.
+// withPage serves calls by serve, and the page of a source if --page is given. It fails if it cannot listen on the page's address.
 func (o *options) withPage(ctx context.Context, source page.Source, serve func(context.Context) error) error {
 	if o.page == "" {
 		return serve(ctx)
@@ -44,24 +43,24 @@ func (o *options) withPage(ctx context.Context, source page.Source, serve func(c
 	return beside(ctx, func(ctx context.Context) error { return page.New(source).Serve(ctx, listener) }, serve)
 }
 
-// polled is the source of the page of one machine. What this driver does it hears of; what others do to disks and volumes nobody tells,
-// so all is looked at now and then: of an LVM pool that is a report of lvm2.
+// polled is the source of the page of one machine. It is told of the calls of this driver; changes that others make to disks and volumes cause no event, so it
+// looks at everything now and then, which for an LVM pool takes a report of lvm2.
 type polled struct {
 	overview socket.Source
-	busy     func() bool // something is being copied or zeroed
+	busy     func() bool // something is copied or zeroed
 	done     atomic.Int64
 }
 
-// While somebody looks at the page: how soon what the driver does is shown, and how often all is looked at though it does nothing.
+// While a page is open: how soon a change of the driver is shown, and how often everything is looked at otherwise.
 const (
 	pageSoon = 2 * time.Second
 	pageIdle = 10 * time.Second
 )
 
-// looks are the calls that change nothing.
+// looks matches the full names of calls that change nothing.
 var looks = regexp.MustCompile(`Get|List|Probe|Validate`)
 
-// observing is an observer that hears of what may be shown, and tells another one, if there is one.
+// observing returns an observer that counts the calls which may have changed something, and calls next, which may be nil.
 func (p *polled) observing(next observer) observer {
 	return func(method string, err error, took time.Duration) {
 		if !looks.MatchString(method) {
@@ -93,7 +92,7 @@ func (p *polled) Changes(ctx context.Context) <-chan struct{} {
 			last, shown = time.Now(), done
 			select {
 			case changes <- struct{}{}:
-			default: // it was told already
+			default: // the last one was not received yet
 			}
 		}
 	}()

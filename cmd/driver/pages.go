@@ -10,8 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// unmapProgram takes the pages of the program's own file out of this process's memory (madvise(2), MADV_DONTNEED). Its start has read much that is not needed again: the types
-// of the whole Kubernetes API, the tables of all packages. What is needed comes back with the first use, from the page cache or from the file. What can be written is left alone.
+// unmapProgram takes the pages of the program's own file out of the memory of this process (madvise(2), MADV_DONTNEED). The start has read much that is not
+// needed again: the types of the Kubernetes API, the tables of all packages. A page that is needed later comes back at its first use, from the page cache or
+// the file. Writable mappings are left alone.
 func unmapProgram() error {
 	program, err := os.Readlink("/proc/self/exe")
 	if err != nil {

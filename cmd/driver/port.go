@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// checkPort checks the flags of the port between controller and agents.
+// checkPort checks the flags of the agent's port.
 func (o *options) checkPort() error {
 	switch {
 	case o.agentEndpoint != "" && o.mode != "node":
@@ -42,7 +42,7 @@ func (o *options) checkPort() error {
 	return nil
 }
 
-// callers is who calls agents, if that is wanted; else nil.
+// callers returns what connects to agents; nil if it is not wanted.
 func callers(config *rest.Config, wanted bool) (*port.Callers, error) {
 	if !wanted {
 		return nil, nil
@@ -50,7 +50,7 @@ func callers(config *rest.Config, wanted bool) (*port.Callers, error) {
 	return port.NewCallers(config)
 }
 
-// transfers registers the service that other agents fetch copies from, which all together get no more than --copy-bandwidth.
+// transfers returns what registers the service from which other agents fetch copies, with at most --copy-bandwidth for all together.
 func (o *options) transfers(open transfer.Source) func(grpc.ServiceRegistrar) {
 	var limit transfer.Limiter
 	if o.bandwidth > 0 {
@@ -59,7 +59,7 @@ func (o *options) transfers(open transfer.Source) func(grpc.ServiceRegistrar) {
 	return func(r grpc.ServiceRegistrar) { transfer.Register(r, open, limit) }
 }
 
-// listenPort opens the agent's port; nil if it has none.
+// listenPort opens the agent's port; nil without --agent-endpoint.
 func (o *options) listenPort() (*port.Listener, error) {
 	if o.agentEndpoint == "" {
 		return nil, nil
@@ -67,7 +67,7 @@ func (o *options) listenPort() (*port.Listener, error) {
 	return port.Listen(o.agentEndpoint)
 }
 
-// withPort serves calls, and beside them those that come by the agent's port, if it has one.
+// withPort serves calls by serve, and services on the agent's port if there is one.
 func (o *options) withPort(ctx context.Context, listener *port.Listener, config *rest.Config, namespace string, services rpc.Services, serve func(context.Context) error) error {
 	if listener == nil {
 		return serve(ctx)

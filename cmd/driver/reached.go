@@ -30,19 +30,20 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// reached is what a node has of other nodes' volumes, and they of its own; without a network that is nothing.
+// reached is how a node uses volumes of other nodes, and they its own. Without a network it uses its own alone.
 type reached struct {
-	volumes  node.Volumes // that can be used
+	volumes  node.Volumes // all that this node can use
 	keeping  func(run func(context.Context) error) func(context.Context) error
 	services func(grpc.ServiceRegistrar)
 	samples  metrics.Source
 	uses     func(context.Context) []overview.Use
 }
 
-// usesNothing is of a node that uses no volumes but its own.
+// usesNothing is reached.uses of a node that uses no volumes of other nodes.
 func usesNothing(context.Context) []overview.Use { return nil }
 
-// reach has the volumes of this node given to others, and lets it use those of others. Without a network it ends what the node gave before its machine started.
+// reach has volumes of this node exported to others, and lets this node use those of others. Without a network it only ends exports from before the machine
+// started.
 func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local, mounts *mount.Table, locks *keylock.Table, network *v1alpha1.Network) (*reached, error) {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -61,7 +62,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	if err != nil {
 		return nil, err
 	}
-	// Beside the socket, in a folder of the node that only root can look into.
+	// The key is beside the socket, in a folder of the node that only root can read.
 	if how.Key, err = volume.ExportKey(filepath.Join(filepath.Dir(socket), "node.key")); err != nil {
 		return nil, err
 	}
@@ -107,7 +108,8 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	}, nil
 }
 
-// replicate has this node use volumes with several legs too, if its kernel can mirror; what it returns looks after their mirrors until its context ends.
+// replicate lets this node use volumes with several legs too, if its kernel can mirror. It returns a function that looks after their mirrors until its context
+// ends.
 func (o *options) replicate(ctx context.Context, a *agent.Agent, everywhere *volume.Everywhere, remote *remotepool.Pool, mounts *mount.Table) (func(context.Context), error) {
 	legs := a.ReplicaLegs(everywhere, remote)
 	pool, err := replicapool.New(o.nodeID, legs)
@@ -127,7 +129,8 @@ func (o *options) replicate(ctx context.Context, a *agent.Agent, everywhere *vol
 	return func(ctx context.Context) { legs.ReconcileMirrors(ctx, pool) }, nil
 }
 
-// keepingNothing is what a node keeps that is in no network: it waits for the one that it was told of.
+// keepingNothing is reached.keeping of a node without a network. If it was started with --remote-address, it also waits until that can be used
+// (untilReachable).
 func (o *options) keepingNothing(run func(context.Context) error) func(context.Context) error {
 	if o.remoteAddress == "" {
 		return run
@@ -136,7 +139,7 @@ func (o *options) keepingNothing(run func(context.Context) error) func(context.C
 	return func(ctx context.Context) error { return beside(ctx, wait, run) }
 }
 
-// registering registers the services of others, and what nodes that use volumes of each other say.
+// registering registers the services of others, and those that nodes with a network call.
 func (r *reached) registering(others func(grpc.ServiceRegistrar)) func(grpc.ServiceRegistrar) {
 	return func(registrar grpc.ServiceRegistrar) {
 		others(registrar)

@@ -20,13 +20,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// remotePort is where nodes give their volumes to others, unless --remote-address says another port: that of NVMe over TCP.
+// remotePort is the port on which volumes are exported if --remote-address has none: that of NVMe over TCP.
 const remotePort = 4420
 
-// networkPattern: the name is the value of a label, and of a topology segment.
+// networkPattern is the form of a network's name, which is the value of a label and of a topology segment.
 var networkPattern = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$`)
 
-// checkRemote checks the flags of what nodes give to each other.
+// checkRemote checks the flags of volumes that nodes use of each other.
 func (o *options) checkRemote() error {
 	switch {
 	case o.remoteAddress == "" && o.remoteTLS:
@@ -52,10 +52,10 @@ func (o *options) checkRemote() error {
 	return nil
 }
 
-// parseRemote reads --remote-address: an IP address or the name of an interface, which may be followed by a port.
+// parseRemote reads --remote-address: an IP address or the name of an interface, with or without a port.
 func parseRemote(text string) (host string, port uint16, err error) {
 	host, port = text, remotePort
-	if name, number, err := net.SplitHostPort(text); err == nil { // not so an IPv6 address alone
+	if name, number, err := net.SplitHostPort(text); err == nil { // fails for an IPv6 address alone, which has no port
 		n, err := strconv.ParseUint(number, 10, 16)
 		if err != nil || n == 0 {
 			return "", 0, fmt.Errorf("--remote-address=%s: %q is no port", text, number)
@@ -72,8 +72,8 @@ func parseRemote(text string) (host string, port uint16, err error) {
 	return host, port, nil
 }
 
-// network is in which volumes of this node are given to others, and at which address; nil if they are not. What cannot be done now, as without a
-// kernel that can, or while an interface is not there yet, keeps nobody from using all other volumes: see untilReachable.
+// network returns the network in which volumes of this node are exported, and the address there; nil without --remote-address. It is also nil while that is not
+// possible, as without a kernel that can, or until an interface is there: that is logged, all other volumes can be used, and untilReachable waits for it.
 func (o *options) network(ctx context.Context) *v1alpha1.Network {
 	if o.remoteAddress == "" {
 		return nil
@@ -89,7 +89,7 @@ func (o *options) network(ctx context.Context) *v1alpha1.Network {
 	return &v1alpha1.Network{Name: o.remoteNetwork, Address: at.String()}
 }
 
-// reachable is the address at which this node can give volumes to others, if it can, and use those of others.
+// reachable returns the address at which this node exports volumes, or why it cannot export, or use those of other nodes. It does not wait for tlshd.
 func (o *options) reachable() (netip.AddrPort, error) {
 	at, err := o.remoteAt()
 	if err == nil {
@@ -99,15 +99,15 @@ func (o *options) reachable() (netip.AddrPort, error) {
 		_, err = nvmet.Open(at)
 	}
 	if err == nil {
-		if err = o.encrypts(); errors.Is(err, errdefs.ErrUnavailable) { // who connects asks again, and what is given can be ended
+		if err = o.encrypts(); errors.Is(err, errdefs.ErrUnavailable) { // others retry to connect, and exports can be ended meanwhile
 			err = nil
 		}
 	}
 	return at, err
 }
 
-// encrypts returns an error unless what crosses the network can be encrypted as it is to be: errdefs.ErrUnsupported if this kernel cannot, errdefs.ErrUnavailable while
-// no tlshd runs.
+// encrypts returns an error if volumes are to be exported and used over TLS (--remote-tls), and cannot be: errdefs.ErrUnsupported if this kernel cannot,
+// errdefs.ErrUnavailable while no tlshd runs.
 func (o *options) encrypts() error {
 	if !o.remoteTLS {
 		return nil
@@ -118,11 +118,11 @@ func (o *options) encrypts() error {
 	return nil
 }
 
-// reachablePause is between two looks of untilReachable.
+// reachablePause is how often untilReachable looks.
 const reachablePause = 30 * time.Second
 
-// untilReachable is for a node that was not reachable when its driver started: it fails once it is, so that the driver is started again. It returns
-// when ctx ends.
+// untilReachable fails as soon as reachable succeeds. It is for a node that was not reachable when its driver started: the error ends the driver, which is then
+// started again. It returns nil when ctx ends.
 func untilReachable(ctx context.Context, pause time.Duration, reachable func() (netip.AddrPort, error)) error {
 	ticks := time.NewTicker(pause)
 	defer ticks.Stop()
@@ -138,7 +138,7 @@ func untilReachable(ctx context.Context, pause time.Duration, reachable func() (
 	}
 }
 
-// remoteAt is the address that --remote-address says.
+// remoteAt returns the address and port of --remote-address.
 func (o *options) remoteAt() (netip.AddrPort, error) {
 	host, port, err := parseRemote(o.remoteAddress)
 	if err != nil {
@@ -153,7 +153,7 @@ func (o *options) remoteAt() (netip.AddrPort, error) {
 	return netip.AddrPortFrom(ip.Unmap(), port), nil
 }
 
-// addressOf is the first address of an interface that other machines can reach, one of IPv4 if there is any.
+// addressOf returns the first address of an interface that is not link-local, of IPv4 if there is one.
 func addressOf(name string) (netip.Addr, error) {
 	found, err := net.InterfaceByName(name)
 	if err != nil {

@@ -42,9 +42,9 @@ import (
 // options are the flags of serve.
 type options struct {
 	endpoint     string
-	metrics      string // where metrics are served; empty: nowhere
-	perVolume    bool   // also those of each volume
-	traces       string // where traces are sent; empty: nowhere
+	metrics      string // address to serve metrics on; empty: none are served
+	perVolume    bool   // with metrics of each volume
+	traces       string // address to send traces to; empty: none are sent
 	mode         string
 	nodeID       string
 	driverName   string
@@ -56,26 +56,26 @@ type options struct {
 	abandonGrace time.Duration
 	startupTaint bool
 	labels       labelFlags
-	// The port between controller and agents, which the agents have.
+	// The agent's port, which the controller and other agents call.
 	agentEndpoint string
 	copyBandwidth string
-	bandwidth     int64 // as that says; 0: no limit
-	blocks        bool  // the controller asks them for the blocks of snapshots
-	// Where volumes of this node are given to others, and in which network.
+	bandwidth     int64 // bytes per second, from copyBandwidth; 0: no limit
+	blocks        bool  // the controller serves SnapshotMetadata, and asks the agents
+	// Where volumes of this node are exported to other nodes, and in which network.
 	remoteAddress, remoteNetwork string
 	remoteTLS                    bool
 	scrubEvery                   time.Duration
 	scrubBandwidth               string
-	scrubRate                    int64 // as that says; 0: no limit
+	scrubRate                    int64 // bytes per second of each leg, from scrubBandwidth; 0: no limit
 	page                         string
 	logFormat                    string
-	verbosity                    int // klog's -v
+	verbosity                    int // that of klog, -v
 
 	ephemeralPools, ephemeralSize string
-	ephemeral                     node.Ephemeral // as the two say
+	ephemeral                     node.Ephemeral // from these two
 }
 
-// labelFlags collects --topology-label KEY.
+// labelFlags are the values of --topology-label KEY.
 type labelFlags []string
 
 func (l *labelFlags) String() string { return strings.Join(*l, " ") }
@@ -99,7 +99,7 @@ const (
 	defaultEndpoint = "unix:///csi/csi.sock"
 )
 
-// poolFlags collects --pool NAME=URL.
+// poolFlags are the values of --pool NAME=URL.
 type poolFlags []poolFlag
 
 type poolFlag struct {
@@ -139,7 +139,7 @@ func (p *poolFlags) Set(text string) error {
 	return nil
 }
 
-// setDefault takes the default pool if none was given.
+// setDefault adds the default pool if no pool was given.
 func (p *poolFlags) setDefault() error {
 	if len(*p) > 0 {
 		return nil
@@ -147,13 +147,13 @@ func (p *poolFlags) setDefault() error {
 	return p.Set(defaultPool)
 }
 
-// driverNamePattern: CSI specification, GetPluginInfoResponse.name.
+// driverNamePattern is the form of a driver's name (CSI specification, GetPluginInfoResponse.name).
 var driverNamePattern = regexp.MustCompile(`^[a-zA-Z0-9]([-.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$`)
 
-// nodePattern: the name is the value of a topology segment (CSI specification, Topology).
+// nodePattern is the form of a node's name, which is the value of a topology segment (CSI specification, Topology).
 var nodePattern = regexp.MustCompile(`^[a-zA-Z0-9]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$`)
 
-// serveCommand is "driver serve", and what the program does without a command.
+// serveCommand returns the command "driver serve", which is also what the program does without a command.
 func serveCommand() *cobra.Command {
 	var o options
 	cmd := &cobra.Command{
@@ -171,7 +171,7 @@ func serveCommand() *cobra.Command {
 	}
 	o.addFlags(cmd)
 	for flag, values := range map[string][]cobra.Completion{"mode": modes, "logging-format": logFormats} {
-		_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)) // both flags are there
+		_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)) // cannot fail: both flags exist
 	}
 	return cmd
 }
@@ -246,9 +246,9 @@ func (o *options) loggingFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.logFormat, "logging-format", "text", "text or json")
 }
 
-// complete checks the flags after they were parsed, and sets what follows from them.
+// complete checks the flags after they were parsed, and sets the fields that are computed from them.
 func (o *options) complete(flags *pflag.FlagSet) error {
-	o.verbosity, _ = strconv.Atoi(flags.Lookup("v").Value.String()) // it was parsed as a number
+	o.verbosity, _ = strconv.Atoi(flags.Lookup("v").Value.String()) // klog has parsed it as a number
 	switch {
 	case !slices.Contains(modes, o.mode):
 		return fmt.Errorf("--mode=%s: all, controller and node are known", o.mode)
@@ -275,8 +275,8 @@ func (o *options) complete(flags *pflag.FlagSet) error {
 	return o.setEphemeral(flags.Changed("ephemeral-pools"))
 }
 
-// setEphemeral reads the flags of inline ephemeral volumes; given: there is --ephemeral-pools. On one machine they may
-// be in any pool unless that says otherwise: whoever has the socket may make any volume.
+// setEphemeral reads the flags of inline ephemeral volumes; given says whether --ephemeral-pools was. Without it, with --mode=all, such volumes may be in any
+// pool: who has the socket may make any volume there. With --mode=node they may be in none.
 func (o *options) setEphemeral(given bool) (err error) {
 	if o.ephemeral.MaxSize, err = csimap.ParseQuantity(o.ephemeralSize); err != nil {
 		return fmt.Errorf("--ephemeral-max-size: %w", err)
@@ -328,7 +328,7 @@ func serve(ctx context.Context, o options) error {
 	return startAlone(ctx, o)
 }
 
-// startAlone serves everything over the pools of this machine.
+// startAlone serves all services over the pools of this machine.
 func startAlone(ctx context.Context, o options) (err error) {
 	watching := disks.New(ctx)
 	store, mounts, pools, err := openLocal(ctx, o, nil, watching)
@@ -340,11 +340,10 @@ func startAlone(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	// If nobody serves it.
-	defer listener.Close()
-	store.DropOldLeftovers(ctx) // now that nobody else is at work here
+	defer listener.Close() // answer closes it too
+	store.DropOldLeftovers(ctx) // the socket is ours, so no other driver works on the pools
 	measuring := measure.New(ctx, store, o.measured(pools), o.perVolume)
-	defer measuring.Close() // before the pools are
+	defer measuring.Close() // closed before the pools
 	watching.Start()
 	defer watching.Close()
 	c := controller.New(store)
@@ -357,7 +356,7 @@ func startAlone(ctx context.Context, o options) (err error) {
 	})
 }
 
-// overview is what the commands show of this machine.
+// overview returns what driver status and similar commands show of this machine.
 func (o *options) overview(local *volume.Local, uses func(context.Context) []overview.Use) socket.Source {
 	kinds := map[string]string{}
 	for _, pool := range o.pools {
@@ -372,15 +371,15 @@ func (o *options) overview(local *volume.Local, uses func(context.Context) []ove
 	}
 }
 
-// openLocal opens the pools of this machine; known tells what is remembered of the pool of a name, nil
-// if nothing is. The caller closes those that it returns, also with an error.
+// openLocal opens the pools of this machine. known returns what was recorded of the pool with a name, nil if nothing was; without known nothing was of any. The
+// caller closes the pools that it returns, with an error too.
 func openLocal(ctx context.Context, o options, known func(pool string) blockdev.Known, watching *disks.Monitor) (*volume.Local, *mount.Table, []blockdev.Pool, error) {
 	log := klog.FromContext(ctx)
 	mounts, err := mount.LoadTable()
 	if err != nil {
 		return nil, nil, nil, err
 	}
-	// All at once: one whose disk hangs must not keep the others waiting.
+	// All at once: a pool whose disk hangs must not delay the others.
 	found, failures := make([]blockdev.Pool, len(o.pools)), make([]error, len(o.pools))
 	var opening sync.WaitGroup
 	for i, one := range o.pools {
@@ -402,17 +401,17 @@ func openLocal(ctx context.Context, o options, known func(pool string) blockdev.
 	}
 	limit := o.maxVolumes
 	if o.mode == "node" {
-		limit = 0 // the cluster has the claims, and counts them
+		limit = 0 // claims are objects of the cluster, whose controller counts them
 	}
 	store, err := volume.NewLocal(ctx, o.nodeID, opened, mounts, limit)
 	for _, pool := range opened {
-		go func() { // nobody waits for it: the disk may hang
+		go func() { // not waited for: the disk may hang
 			if blockdev.Unwrap(pool) == nil {
-				return // that was said
+				return // OpenLazy has logged that
 			}
 			problems := pool.PoolHealth(ctx)
 			if blockdev.Unwrap(pool) == nil {
-				return // it was closed meanwhile, which is all that they say
+				return // it was closed meanwhile, and the problems say that alone
 			}
 			for _, problem := range problems {
 				log.Info("Pool has a problem", "pool", pool.Name(), "reason", problem.Reason, "message", problem.Message)
@@ -430,12 +429,12 @@ func closeAll(pools []blockdev.Pool) error {
 	return errors.Join(failures...)
 }
 
-// answer answers calls until ctx ends, and closes the listener.
+// answer serves calls until ctx ends, and closes the listener.
 func answer(ctx context.Context, o options, listener net.Listener, services rpc.Services) error {
 	log := klog.FromContext(ctx)
 	log.Info("Serving", "driver", o.driverName, "version", version, "node", o.nodeID, "mode", o.mode, "endpoint", o.endpoint, "pools", o.pools.String())
-	debug.FreeOSMemory()                   // of all mounts and records that were read, as much again as is kept
-	if err := unmapProgram(); err != nil { // it works with it as well
+	debug.FreeOSMemory()                   // the garbage of reading all mounts and records, as large as what is kept of them
+	if err := unmapProgram(); err != nil { // serving works without it
 		log.Error(err, "Could not give back the memory that only the start needed")
 	}
 	services.Traced = o.traces != ""

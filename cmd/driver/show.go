@@ -12,19 +12,19 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
 )
 
-// running is the driver that serves on this machine: its pools are its own, so it is asked for what they have.
+// running is the cli.Source of a machine: it asks the driver that serves there.
 type running struct{ path string }
 
 func (r running) Overview(ctx context.Context) (*overview.Overview, error) {
 	return socket.Ask(ctx, r.path)
 }
 
-// Details of a volume: the overview of a machine has them all, and nobody writes down its history but the log.
+// Details returns none: the overview of a machine has all of a volume, and its history is in the log alone.
 func (running) Details(context.Context, *overview.Volume) ([]cli.Event, []string, error) {
 	return nil, nil, nil
 }
 
-// showCommands are those that show what the driver of this machine has; in a cluster "kubectl ashlar" has the same.
+// showCommands returns the commands that show what the driver of this machine has. In a cluster "kubectl ashlar" has the same ones.
 func showCommands() []*cobra.Command {
 	var endpoint string
 	all := cli.Commands(func() (cli.Source, error) {

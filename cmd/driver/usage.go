@@ -9,11 +9,10 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// groupKey is the annotation of a flag that says below which title the help shows it.
+// groupKey is the annotation of a flag with the title of its group in the help.
 const groupKey = "group"
 
-// addFlags gives a command the flags that add defines. Its help shows them below a title, in the order of
-// their definition.
+// addFlags adds the flags that add defines to a command. Its help shows them below a title, in the order of their definition.
 func addFlags(cmd *cobra.Command, title string, add func(*pflag.FlagSet)) {
 	group := pflag.NewFlagSet(title, pflag.ContinueOnError)
 	group.SortFlags = false
@@ -23,8 +22,7 @@ func addFlags(cmd *cobra.Command, title string, add func(*pflag.FlagSet)) {
 	cmd.Flags().AddFlagSet(group)
 }
 
-// usage prints how a command is called: its commands, and its flags in groups. Help is this below the
-// command's own description.
+// usage prints how a command is called, its commands, and its flags in groups. Help prints that below the command's description.
 func usage(cmd *cobra.Command) error {
 	var text strings.Builder
 	text.WriteString("Usage:\n")
@@ -56,7 +54,7 @@ type flagGroup struct {
 	flags *pflag.FlagSet
 }
 
-// flagGroups returns the flags of a command by their titles, and last those without one.
+// flagGroups returns the flags of a command in groups by title, those without one last.
 func flagGroups(cmd *cobra.Command) []flagGroup {
 	var groups []flagGroup
 	rest := flagGroup{"Flags", pflag.NewFlagSet("", pflag.ContinueOnError)}
@@ -82,8 +80,8 @@ func flagGroups(cmd *cobra.Command) []flagGroup {
 	return groups
 }
 
-// flagError says what is wrong with a flag, and where to look. A long flag that was written with one dash
-// is read as a row of short ones, of which -v takes what follows as its value; neither tells what is wrong.
+// flagError says what is wrong with a flag, and where to look. pflag reads a long flag with one dash as several short ones, and -v takes what follows as its
+// value, so its own errors would not tell of the missing dash.
 func flagError(cmd *cobra.Command, err error) error {
 	var written string // what followed a single dash
 	var unknown *pflag.NotExistError
@@ -101,7 +99,7 @@ func flagError(cmd *cobra.Command, err error) error {
 	return fmt.Errorf("%w; \"%s --help\" lists the flags", err, cmd.CommandPath())
 }
 
-// noArguments is for commands that take flags only.
+// noArguments is cobra.Command.Args of commands that take flags only.
 func noArguments(_ *cobra.Command, args []string) error {
 	if len(args) > 0 {
 		return fmt.Errorf("unexpected argument %q", args[0])
@@ -109,7 +107,7 @@ func noArguments(_ *cobra.Command, args []string) error {
 	return nil
 }
 
-// knownCommand is for the program itself: an argument that is left was meant as a command.
+// knownCommand is cobra.Command.Args of the program itself: an argument that is left was meant as a command.
 func knownCommand(_ *cobra.Command, args []string) error {
 	if len(args) > 0 {
 		return fmt.Errorf("unknown command %q; \"driver --help\" lists them", args[0])
