@@ -21,12 +21,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
 )
 
-// adoption is what is to be adopted, and how.
+// adoption is the command adopt.
 type adoption struct {
 	*cluster
 	out     io.Writer
 	all     bool
-	volumes bool // PersistentVolumes, too
+	volumes bool // make PersistentVolumes, too
 	dryRun  bool
 	timeout time.Duration
 	lost    lost.Options
@@ -71,7 +71,7 @@ PersistentVolumes (with Retain) and their claims, and contents of snapshots with
 			if a.cluster, err = connect(flags); err != nil {
 				return err
 			}
-			a.out = cli.Plain(cmd.OutOrStdout()) // each line has its end
+			a.out = cli.Plain(cmd.OutOrStdout()) // which writes whole lines
 			return a.run(cmd.Context(), args)
 		},
 	}
@@ -128,7 +128,7 @@ func (a *adoption) run(ctx context.Context, wanted []string) error {
 
 const noStrays = "There are no strays.\n"
 
-// list prints the strays.
+// list prints the strays of all pools.
 func (a *adoption) list(pools []v1alpha1.Pool) error {
 	count := 0
 	for _, p := range pools {
@@ -156,7 +156,8 @@ func (a *adoption) list(pools []v1alpha1.Pool) error {
 	return err
 }
 
-// choose returns what is asked of each pool: the value of its annotation, in parts.
+// choose returns what to ask of each pool, by its name: the IDs of strays, or adoptAll. It is an error if a name is unknown, or a stray may be one of several
+// pools.
 func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]string, error) {
 	asked := map[string][]string{}
 	for _, p := range pools {
@@ -172,7 +173,7 @@ func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]stri
 		if !named {
 			id = one
 		}
-		var on []string // the pools that keep it
+		var on []string // the pools that have it
 		for _, p := range pools {
 			if (!named || p.Name == of) && slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return s.ID == id || s.Group == id }) {
 				on = append(on, p.Name)
@@ -194,7 +195,7 @@ func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]stri
 	return asked, once(pools, asked)
 }
 
-// copied is the error for a stray that several pools keep: a disk was copied, or the volume has moved.
+// copied returns the error for a stray of several pools: a disk was copied, or the volume has moved.
 func copied(stray string, on ...string) error {
 	return fmt.Errorf("%s is a stray of several pools, of which only one can be meant: %s; name that one (NODE.POOL/%s), or, if a disk was copied, take the wrong one away first; "+
 		"of a volume that has moved the condition Accounted of each pool says which may have what was written last", stray, strings.Join(on, ", "), stray)
@@ -203,13 +204,13 @@ func copied(stray string, on ...string) error {
 // strayed reports whether a pool has strays.
 func strayed(p *v1alpha1.Pool) bool { return p.Status.StrayCount+len(p.Status.Strays) > 0 }
 
-// unlisted is how many strays of a pool are not in its list, which has the first of them.
+// unlisted returns how many strays of a pool are not in its list, which is bounded.
 func unlisted(p *v1alpha1.Pool) int { return max(p.Status.StrayCount-len(p.Status.Strays), 0) }
 
-// inOrder is what can be done where it cannot be seen which strays several pools keep.
+// inOrder says what to do if the lists do not show which strays are in several pools.
 const inOrder = "adopt from the pools that list all of theirs first, then from the others one at a time, each by its name; or, if a disk was copied, take the wrong disk away first"
 
-// nowhereElse makes sure that a stray which one pool lists cannot be one of those that another does not list.
+// nowhereElse returns an error if a stray of one pool may also be among those that another pool does not list.
 func nowhereElse(pools []v1alpha1.Pool, stray, on string) error {
 	for i := range pools {
 		if p := &pools[i]; p.Name != on && unlisted(p) > 0 {
@@ -219,7 +220,8 @@ func nowhereElse(pools []v1alpha1.Pool, stray, on string) error {
 	return nil
 }
 
-// seen makes sure that a pool which does not list all of its strays is asked for them alone, and after those that do.
+// seen returns an error if all strays of a pool that does not list all of them are asked for, together with strays of another pool, or before those of a pool
+// that lists all.
 func seen(pools []v1alpha1.Pool, asked map[string][]string) error {
 	for i := range pools {
 		p := &pools[i]
@@ -235,7 +237,7 @@ func seen(pools []v1alpha1.Pool, asked map[string][]string) error {
 	return nil
 }
 
-// once makes sure that no two pools are asked for the same stray: whichever agent comes first would have it.
+// once returns an error if two pools may be asked for the same stray: the agent that comes first would get the object.
 func once(pools []v1alpha1.Pool, asked map[string][]string) error {
 	if err := seen(pools, asked); err != nil {
 		return err
@@ -263,7 +265,7 @@ func among(asked []string, s *v1alpha1.Stray) bool {
 // adoptAll is the value of the annotation that asks for all strays of a pool.
 const adoptAll = "all"
 
-// ask writes down what the agent of a pool is to make objects for.
+// ask writes into the object of a pool which strays its agent is to make objects for. With dryRun it only prints them.
 func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) error {
 	if len(ids) == 0 {
 		return nil
@@ -279,7 +281,7 @@ func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) erro
 	return nil
 }
 
-// wait waits until the agent of a pool has done what it was asked for: it then takes the annotation off.
+// wait waits until the agent of a pool has taken the annotation off, and none of the strays is left; for a.timeout at most.
 func (a *adoption) wait(whole context.Context, name string, ids []string) error {
 	ctx, cancel := context.WithTimeout(whole, a.timeout)
 	defer cancel()
@@ -318,13 +320,13 @@ func left(p *v1alpha1.Pool, ids []string) bool {
 	return slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return among(ids, &s) })
 }
 
-// restore makes what Kubernetes lacks. What is there already it leaves as it is.
+// restore makes the objects that Kubernetes lacks. It leaves existing ones as they are.
 func (a *adoption) restore(ctx context.Context) error {
 	objects, doubts, err := lost.Find(ctx, a, a.lost)
 	if err != nil {
 		return fmt.Errorf("find what is missing: %w", err)
 	}
-	var failures []error // one that cannot be made, as its namespace is not there, keeps no other from being made
+	var failures []error // the others are made all the same
 	for _, o := range objects {
 		name := o.GetObjectKind().GroupVersionKind().Kind + " " + strings.TrimPrefix(o.GetNamespace()+"/"+o.GetName(), "/")
 		done := "made"

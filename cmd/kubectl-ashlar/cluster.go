@@ -36,29 +36,28 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
-// cluster is the cluster that kubectl's flags name.
+// cluster is a connection to the cluster that kubectl's flags select.
 type cluster struct {
 	client.Client
 	config *rest.Config
 	kube   kubernetes.Interface
 	clock  *clock
-	back   time.Time // when the API server answered again after it had not
+	back   time.Time // when the API server last answered again after it had been silent
 }
 
-// patience is how long is waited for an API server that does not answer; tests wait less.
+// patience is how long a request is repeated while the API server does not answer; tests wait less.
 var patience = 2 * time.Minute
 
-// standstill is how long is waited for a move of which nothing changes; tests wait less.
+// standstill is how long a move may show no change before it is not waited for any more; tests wait less.
 var standstill = 2 * time.Minute
 
-// lookAgain is how long is waited between two looks; tests wait less.
+// lookAgain is the time between two looks, and between two tries of a request; tests wait less.
 var lookAgain = time.Second
 
-// errSilent: so it is not known whether what was asked for was done.
+// errSilent is the error of a request that the API server has not answered: it may have been done, or not.
 var errSilent = errors.New("the API server has not answered")
 
-// patiently makes a request again for as long as the API server does not answer, until patience is over: then it is errSilent. The request may
-// have been done each time.
+// patiently repeats a request while the API server does not answer (unanswered), for patience; errSilent after that. The request may have been done each time.
 func (c *cluster) patiently(ctx context.Context, request func() error) error {
 	begun, away := time.Now(), false
 	for {
@@ -82,7 +81,8 @@ func (c *cluster) patiently(ctx context.Context, request func() error) error {
 	}
 }
 
-// unanswered reports whether what a request came to is no answer: nothing was heard, or the API server, or what is before it, could not answer now.
+// unanswered reports whether the error of a request is no answer to it: nothing came back, or a server error or "too many requests", of the API server or of a
+// proxy before it.
 func unanswered(err error) bool {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) {
@@ -92,13 +92,13 @@ func unanswered(err error) bool {
 	return code >= http.StatusInternalServerError || code == http.StatusTooManyRequests
 }
 
-// page is how many objects are asked for at once, as kubectl does.
+// page is how many objects are listed with one request, as kubectl does.
 const page = 500
 
-// requestTime is how long the answer to a request is waited for, unless --request-timeout says otherwise: as long as an API server works on one.
+// requestTime is the default of --request-timeout, how long a request may take: an API server works on one no longer.
 const requestTime = "1m0s"
 
-// connect prepares a connection. It asks the API server nothing: what asks can be interrupted.
+// connect prepares a connection. It makes no request: those of the commands can be interrupted.
 func connect(flags *genericclioptions.ConfigFlags) (*cluster, error) {
 	config, err := flags.ToRESTConfig()
 	if err != nil {
@@ -106,7 +106,7 @@ func connect(flags *genericclioptions.ConfigFlags) (*cluster, error) {
 	}
 	c := &cluster{config: config, clock: &clock{}}
 	config.UserAgent = "kubectl-ashlar/" + version
-	config.QPS, config.Burst = 50, 100 // a handful of lists
+	config.QPS, config.Burst = 50, 100 // a command makes a handful of lists
 	config.Wrap(c.clock.wrap)
 	known, err := view.Scheme()
 	if err != nil {
@@ -119,7 +119,8 @@ func connect(flags *genericclioptions.ConfigFlags) (*cluster, error) {
 	return c, err
 }
 
-// mapper says what the API server calls the kinds that are asked for, so that it is not asked: such a question could not be interrupted.
+// mapper knows the resources of all kinds that are used here. Otherwise the client would ask the API server for them, with a request that cannot be
+// interrupted.
 func mapper() meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
 	v1alpha1.AddToMapper(m)
@@ -136,17 +137,17 @@ func mapper() meta.RESTMapper {
 
 // Overview makes the overview with one round of lists.
 func (c *cluster) Overview(ctx context.Context) (*overview.Overview, error) {
-	if _, err := c.kube.Discovery().ServerVersionWithContext(ctx); err != nil { // for its clock, too
+	if _, err := c.kube.Discovery().ServerVersionWithContext(ctx); err != nil { // the answer has the API server's time, too
 		return nil, fmt.Errorf("ask the API server at %s: %w", c.config.Host, err)
 	}
 	return view.Take(ctx, c, view.Options{Version: version, Page: page, Now: c.clock.now(), Kubernetes: true})
 }
 
-// clock is that of the API server, as its answers tell: Leases are not judged by a machine whose own is wrong.
+// clock is the clock of the API server, from the dates of its answers. Leases are judged by it, as that of this machine may be wrong.
 type clock struct {
 	mu     sync.Mutex
 	server time.Time
-	at     time.Time // when that was, by this machine
+	at     time.Time // when that answer came, by the clock of this machine
 }
 
 func (c *clock) now() time.Time {
@@ -165,7 +166,7 @@ type ticking struct {
 	clock *clock
 }
 
-// WrappedRoundTripper is asked for by what ends requests that take too long.
+// WrappedRoundTripper gives client-go the transport below (net.RoundTripperWrapper of apimachinery).
 func (t *ticking) WrappedRoundTripper() http.RoundTripper { return t.RoundTripper }
 
 func (t *ticking) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -180,8 +181,8 @@ func (t *ticking) RoundTrip(r *http.Request) (*http.Response, error) {
 	return answer, err
 }
 
-// Details of a volume: what happened to its claim, its PersistentVolume and its object; and from its node, its devices and mounts. What cannot be
-// found out hides nothing of the rest: it is missing.
+// Details returns the events of a volume: of its objects, its PersistentVolume, its claim and its pods. It also adds to the volume its devices and mounts,
+// which its node knows. What cannot be found out is listed in missing; err is not nil only if the context has ended.
 func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cli.Event, missing []string, err error) {
 	subjects := []subject{{"Volume", metav1Default, keyOf(v.ID)}}
 	if v.Replicas != nil {
@@ -222,16 +223,16 @@ func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cl
 	return history, missing, nil
 }
 
-// keyOf is the last part of an ID: the name of the object.
+// keyOf returns the last part of an ID, which is the name of the object.
 func keyOf(id string) string { return id[strings.LastIndexByte(id, '.')+1:] }
 
-// eventsTime is how long describe waits for events, which an API server may have in an etcd of their own.
+// eventsTime is how long Details waits for events, which an API server may keep in an etcd of their own.
 const eventsTime = 30 * time.Second
 
-// metav1Default is the namespace of events of objects that have none.
+// metav1Default is the namespace of events of objects that have no namespace.
 const metav1Default = "default"
 
-// subject is what events are of.
+// subject is an object that events are about.
 type subject struct{ kind, namespace, name string }
 
 func (c *cluster) events(ctx context.Context, s subject) ([]cli.Event, error) {
@@ -255,7 +256,7 @@ func (c *cluster) events(ctx context.Context, s subject) ([]cli.Event, error) {
 	return events, nil
 }
 
-// latest is when an event was seen last, which depends on who wrote it.
+// latest returns when an event was seen last. Which field has that depends on who wrote the event.
 func latest(e *corev1.Event) time.Time {
 	if e.Series != nil {
 		return e.Series.LastObservedTime.UTC()
@@ -268,10 +269,11 @@ func latest(e *corev1.Event) time.Time {
 	return e.CreationTimestamp.UTC()
 }
 
-// nodeTime is how long describe waits for the driver on a node, which waits itself for a disk that hangs.
+// nodeTime is how long Details waits for the driver on a node, which may itself wait for a disk that hangs.
 const nodeTime = 30 * time.Second
 
-// fromNode adds to a volume what its node alone knows: the driver there is asked. Of a volume with replicas it is the node that may use it.
+// fromNode adds to a volume what only its node knows, and asks the driver there. For a volume with replicas it asks the node that the volume is published to,
+// if any.
 func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
 	node := v.Node
 	if v.Replicas != nil {
@@ -289,7 +291,7 @@ func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
 	var exit exec.CodeExitError
 	if err := c.run(ctx, agent, &said, &complaint, "/driver", "describe", v.ID, "-o", "json"); ctx.Err() != nil {
 		return fmt.Errorf("ask the driver on node %s: %w", node, ctx.Err())
-	} else if v.Replicas != nil && errors.As(err, &exit) && exit.Code == cli.StatusNoVolume { // it is not used there yet
+	} else if v.Replicas != nil && errors.As(err, &exit) && exit.Code == cli.StatusNoVolume { // the volume is published, but not used there yet
 		return nil
 	} else if err != nil {
 		return fmt.Errorf("ask the driver on node %s: %w", node, cmp.Or(complained(&complaint.Buffer), err))
@@ -305,7 +307,7 @@ func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
 	return nil
 }
 
-// bounded keeps what a pod says, and refuses to go on where that is more than a driver says of one volume.
+// bounded keeps what is written, up to mostSaid bytes; then Write fails. A driver prints less about one volume.
 type bounded struct{ bytes.Buffer }
 
 const mostSaid = 4 << 20 // bytes
@@ -317,7 +319,7 @@ func (b *bounded) Write(p []byte) (int, error) {
 	return b.Buffer.Write(p)
 }
 
-// complained is what a program said is wrong; nil if it said nothing.
+// complained returns what a program has printed on its standard error as an error; nil if that is empty.
 func complained(said *bytes.Buffer) error {
 	if text := strings.TrimSpace(said.String()); text != "" {
 		return fmt.Errorf("%s", text)
@@ -325,7 +327,7 @@ func complained(said *bytes.Buffer) error {
 	return nil
 }
 
-// agent returns the pod of the agent on a node.
+// agent returns the running pod of the agent on a node.
 func (c *cluster) agent(ctx context.Context, node string) (*corev1.Pod, error) {
 	agents, err := c.agents(ctx, client.MatchingFields{"spec.nodeName": node})
 	if err != nil {
@@ -337,7 +339,7 @@ func (c *cluster) agent(ctx context.Context, node string) (*corev1.Pod, error) {
 	return &agents[0], nil
 }
 
-// agents returns the pods of agents that run.
+// agents returns the running pods of agents.
 func (c *cluster) agents(ctx context.Context, which ...client.ListOption) ([]corev1.Pod, error) {
 	var pods corev1.PodList
 	which = append(which, client.MatchingLabels(view.AgentLabels))
@@ -349,10 +351,11 @@ func (c *cluster) agents(ctx context.Context, which ...client.ListOption) ([]cor
 	}), nil
 }
 
-// run runs a program in the driver's container of a pod. If it returns as the context has ended, what was printed is not to be read: that may go on.
+// run runs a program in the driver's container of a pod. If it returns because the context has ended, the program may still write to stdout and stderr, so they
+// must not be read.
 func (c *cluster) run(ctx context.Context, pod *corev1.Pod, stdout, stderr io.Writer, program ...string) error {
 	request := c.kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource("exec").
-		Timeout(0). // the program may take its time
+		Timeout(0). // the program may run for any time
 		VersionedParams(&corev1.PodExecOptions{Container: view.AgentContainer, Command: program, Stdout: true, Stderr: true}, scheme.ParameterCodec)
 	overSocket, err := remotecommand.NewWebSocketExecutor(c.config, http.MethodGet, request.URL().String())
 	if err != nil {
@@ -375,7 +378,7 @@ func (c *cluster) run(ctx context.Context, pod *corev1.Pod, stdout, stderr io.Wr
 	select {
 	case err := <-done:
 		return err
-	case <-ctx.Done(): // which the beginning of a stream does not heed
+	case <-ctx.Done(): // StreamWithContext does not heed it while it connects
 		return ctx.Err()
 	}
 }

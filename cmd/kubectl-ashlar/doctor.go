@@ -27,7 +27,7 @@ run programs in the driver's pods (pods/exec). It ends with status 1 if there is
 			if err != nil || len(args) > 0 {
 				return nil, cobra.ShellCompDirectiveNoFileComp
 			}
-			agents, _ := c.agents(cmd.Context()) // without them there is nothing to complete with
+			agents, _ := c.agents(cmd.Context()) // on an error there are no completions
 			var names []string
 			for _, pod := range agents {
 				if strings.HasPrefix(pod.Spec.NodeName, begun) {
@@ -68,7 +68,7 @@ run programs in the driver's pods (pods/exec). It ends with status 1 if there is
 	}
 }
 
-// examine runs the doctor in a pod of an agent.
+// examine runs "driver doctor" in the pod of an agent, with the pools of that pod.
 func (c *cluster) examine(cmd *cobra.Command, pod *corev1.Pod) error {
 	program := append([]string{"/driver", "doctor"}, poolsOf(pod)...)
 	out, complaints := cli.Plain(cmd.OutOrStdout()), cli.Plain(cmd.ErrOrStderr())
@@ -82,7 +82,7 @@ func (c *cluster) examine(cmd *cobra.Command, pod *corev1.Pod) error {
 	return nil
 }
 
-// poolsOf returns the flags for pools that the driver of a pod was started with.
+// poolsOf returns the --pool flags of the driver in a pod.
 func poolsOf(pod *corev1.Pod) []string {
 	var flags []string
 	for _, container := range pod.Spec.Containers {

@@ -19,19 +19,19 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// evacuation is the move of all volumes of a node.
+// evacuation is the command evacuate: the move of all volumes of a node.
 type evacuation struct {
 	*cluster
-	out      io.Writer // of lines
-	table    io.Writer // of the plan
+	out      io.Writer // for lines
+	table    io.Writer // for the plan
 	node     string
-	to       string // a place; empty: any
+	to       string // the flag --to; empty: any place
 	only     place
 	parallel int
 	dryRun   bool
-	with     bool // snapshots
+	with     bool // move snapshots, too
 	room     *room
-	unheard  bool // of the volume that was asked about last nothing was heard
+	unheard  bool // the API server did not answer the last request about a volume
 }
 
 func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
@@ -73,19 +73,19 @@ elsewhere or gone. It ends with status 1 if something stays. It can be run again
 	f.IntVar(&e.parallel, "parallel", 2, "how many volumes are copied at once")
 	f.BoolVar(&e.dryRun, "dry-run", false, "print what would be done, and do nothing")
 	f.BoolVar(&e.with, "with-snapshots", false, "move the snapshots of the node as well, each to a pool of its own name")
-	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flag is there
+	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // cannot fail: the flag exists
 	return cmd
 }
 
-// leaving is a volume that is to leave the node.
+// leaving is a volume on the node, and its move.
 type leaving struct {
 	followed
-	why     error // it stays
-	begun   bool  // it is asked to move
+	why     error // why it stays; nil: it can move
+	begun   bool  // its move was asked for
 	ended   bool
-	rests   bool      // it is used, and its move does not go on now
-	last    string    // how far it was when that last changed
-	changed time.Time // when that was
+	rests   bool      // its volume is used, and its move shows no change for standstill
+	last    string    // the last text about it
+	changed time.Time // when that text changed
 }
 
 func (e *evacuation) run(ctx context.Context) error {
@@ -127,7 +127,7 @@ func (e *evacuation) run(ctx context.Context) error {
 	return errors.Join(e.staying(all), e.moveSnapshots(ctx, copies))
 }
 
-// moveSnapshots moves those of the node; nil: they are to stay.
+// moveSnapshots moves the snapshots of the node; nil: they stay.
 func (e *evacuation) moveSnapshots(ctx context.Context, copies *cuts) error {
 	if copies == nil {
 		return nil
@@ -144,7 +144,7 @@ func (e *evacuation) moveSnapshots(ctx context.Context, copies *cuts) error {
 	return err
 }
 
-// plan finds out what is to leave the node, and where to: the largest first.
+// plan returns the volumes that are on the node, or on their way to or from it, the largest first: each with the place it is to move to, or why it stays.
 func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving, error) {
 	var all []*leaving
 	for _, field := range []string{"spec.nodeName", "spec.move.node"} {
@@ -166,10 +166,10 @@ func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving
 	return all, nil
 }
 
-// target is where a volume is to move to, or why it stays.
+// target returns where a volume is to move to, or why it stays. It counts the room that the volume takes there.
 func (e *evacuation) target(v *v1alpha1.Volume) (place, error) {
 	switch m := v.Spec.Move; {
-	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(v): // it has moved, and the node still has its bytes
+	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(v): // it has moved; the node has not given its bytes back yet
 		return place{node: v.Spec.NodeName}, nil
 	case m != nil && m.Node == e.node:
 		return place{}, fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", v.Spec.NodeName, called(v))
@@ -231,7 +231,7 @@ func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) 
 	return nil
 }
 
-// carryOut moves what can be moved. It ends when nothing is left to do but for what is used, and does not move meanwhile.
+// carryOut moves the volumes that can move. It returns when all moves have ended, but for those of used volumes that show no change.
 func (e *evacuation) carryOut(ctx context.Context, all []*leaving) error {
 	for {
 		busy, err := e.step(ctx, all)
@@ -251,7 +251,7 @@ func (e *evacuation) carryOut(ctx context.Context, all []*leaving) error {
 	}
 }
 
-// step looks at each move, and begins as many as may be under way at once, and those of volumes that are used. busy: there is more to do or to wait for.
+// step looks at each move, and begins moves: those of used volumes all at once, others up to parallel at a time. busy: it has to be called again.
 func (e *evacuation) step(ctx context.Context, all []*leaving) (busy bool, err error) {
 	under := 0
 	for _, l := range all {
@@ -274,10 +274,10 @@ func (e *evacuation) step(ctx context.Context, all []*leaving) (busy bool, err e
 	return busy, nil
 }
 
-// waits reports whether a volume is yet to be asked to move.
+// waits reports whether the move of a volume is still to be asked for.
 func (l *leaving) waits() bool { return !l.begun && !l.ended && l.why == nil }
 
-// takes is how many of the moves that may be under way at once a volume takes: those that are used take none.
+// takes returns how many of the parallel moves a volume counts for: 1 while it moves, 0 if it is used.
 func (l *leaving) takes() int {
 	if l.begun && !l.ended && l.user() == "" {
 		return 1
@@ -285,22 +285,23 @@ func (l *leaving) takes() int {
 	return 0
 }
 
-// errUnknown: a move may go on, and nothing is heard of it.
+// errUnknown is the error of a move that may go on, while its state cannot be read.
 var errUnknown = errors.New("it is not known how far its move is")
 
-// silent is for a volume of which the API server did not answer. That ends no other one, if it answers otherwise: a request that reads, and what comes of the next volume.
+// silent handles a volume for which the API server has not answered. If another request is answered, only this volume is given up; it is an error if that one
+// is not, or if the same happened to the volume before.
 func (e *evacuation) silent(ctx context.Context, l *leaving, err error) error {
 	err = fmt.Errorf("%w: %w", errUnknown, err)
 	if e.unheard || e.List(ctx, &v1alpha1.VolumeList{}, client.Limit(1)) != nil {
 		return fmt.Errorf("%s: %w", l.title, err)
 	}
-	e.unheard, e.back = true, time.Now() // nothing was looked at meanwhile
+	e.unheard, e.back = true, time.Now() // the moves were not looked at meanwhile
 	l.ended, l.why = true, err
 	_, err = fmt.Fprintf(e.out, "%s: %v; other requests are answered\n", l.title, err)
 	return err
 }
 
-// begin asks for the move of a volume. That this one is refused ends no other; that nobody answers does.
+// begin asks for the move of a volume. If it is refused, the volume stays, and the others go on; it is an error if the API server does not answer (silent).
 func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 	err := e.ask(ctx, l.v, l.to, func() error {
 		v := l.v
@@ -325,7 +326,7 @@ func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 	return l.tell(e.out)
 }
 
-// lookAt looks how far the move of a volume is.
+// lookAt reads how far the move of a volume is, and prints what has changed.
 func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	err := e.again(ctx, &l.followed)
 	if ctx.Err() != nil {
@@ -345,13 +346,13 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	if text != l.last {
 		l.last, l.changed, l.rests = text, time.Now(), false
 	}
-	still := err == nil && !l.ended && time.Since(l.changed) > standstill && time.Since(e.back) > standstill // moves wait for the API server, too
+	still := err == nil && !l.ended && time.Since(l.changed) > standstill && time.Since(e.back) > standstill // while the API server was silent, moves could not go on
 	if still && l.user() == "" {
 		err = fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", standstill, text)
 	}
 	switch {
 	case still && err == nil:
-		l.rests = true // which staying tells
+		l.rests = true // staying prints it
 		return nil
 	case errors.Is(err, errDeleted):
 		l.ended, text = true, err.Error()
@@ -365,7 +366,7 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	return err
 }
 
-// staying is an error if something stays on the node.
+// staying returns an error if volumes stay on the node, or are still used; else it prints that none is left.
 func (e *evacuation) staying(all []*leaving) error {
 	stay, used := 0, 0
 	var whose []string

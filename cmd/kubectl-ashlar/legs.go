@@ -16,14 +16,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// legs are what says where a replica of a volume may be, as the driver's controller sees it.
+// legs is what decides where a leg of a volume may be, as in the driver's controller.
 type legs struct {
 	all   []*v1alpha1.Volume
-	whole map[string]*v1alpha1.ReplicatedVolume // by name
-	nodes []corev1.Node                         // none: they may not be listed
+	whole map[string]*v1alpha1.ReplicatedVolume // the volumes of the legs, by name
+	nodes []corev1.Node                         // empty: the user may not list them
 }
 
-// lookForLegs finds them among all volumes.
+// lookForLegs fills found with the legs among all volumes, and with the volumes that they are of.
 func (c *cluster) lookForLegs(ctx context.Context, volumes []v1alpha1.Volume, found *legs) error {
 	for i := range volumes {
 		if v := &volumes[i]; v.Spec.ReplicaOf != "" {
@@ -44,7 +44,7 @@ func (c *cluster) lookForLegs(ctx context.Context, volumes []v1alpha1.Volume, fo
 	return nil
 }
 
-// labels of a node; nil: they are not known.
+// labels returns the labels of a node; nil if they are not known.
 func (l *legs) labels(node string) map[string]string {
 	if i := slices.IndexFunc(l.nodes, func(n corev1.Node) bool { return n.Name == node }); i >= 0 {
 		return l.nodes[i].Labels
@@ -52,7 +52,7 @@ func (l *legs) labels(node string) map[string]string {
 	return nil
 }
 
-// notBeside is why a replica cannot come to a node; nil if it can, and for what is none. The controller places them by the same rule.
+// notBeside returns why a leg cannot be on a node; nil if it can, or v is no leg. The controller places legs by the same rule.
 func (l *legs) notBeside(v *v1alpha1.Volume, node string) error {
 	if v.Spec.ReplicaOf == "" {
 		return nil
@@ -73,20 +73,20 @@ func (l *legs) notBeside(v *v1alpha1.Volume, node string) error {
 	return nil
 }
 
-// isReplaced reports whether another replica is to take the place of what is to move, or has done so: it is one of a volume that is used.
+// isReplaced reports whether the move is done by another leg, which takes the place of this one: it is a leg of a volume in use, or is being deleted.
 func (f *followed) isReplaced() bool {
 	v := f.v
 	return v.Spec.ReplicaOf != "" && (v1alpha1.Going(v) || v.Moving() && v.Spec.Claim != nil)
 }
 
-// lookAtLegs finds out how far that is, in words.
+// lookAtLegs sets f.legs to how far the other leg is, in words.
 func (c *cluster) lookAtLegs(ctx context.Context, f *followed) {
 	if f.legs = ""; !f.isReplaced() {
 		return
 	}
 	whole := &v1alpha1.ReplicatedVolume{}
 	if c.Get(ctx, client.ObjectKey{Name: f.v.Spec.ReplicaOf}, whole) != nil {
-		return // what was said before is true
+		return // the text before is still true
 	}
 	if !slices.Contains(whole.Spec.Legs, f.v.Name) {
 		f.legs = "another replica has everything; this one is being deleted"
@@ -104,7 +104,7 @@ func (c *cluster) lookAtLegs(ctx context.Context, f *followed) {
 	}
 }
 
-// stageOfLegs is stageOf for one that is replaced.
+// stageOfLegs is stageOf for a leg that is replaced.
 func (f *followed) stageOfLegs() (kind, text string, done bool, err error) {
 	if f.replaced {
 		return "", "another replica has taken its place", true, nil
@@ -114,17 +114,18 @@ func (f *followed) stageOfLegs() (kind, text string, done bool, err error) {
 	return kind, text, false, nil
 }
 
-// shown is a volume as an overview has it. Of a replica it is that of its volume.
+// shown returns a volume as the overview has it; for a leg, the volume that it is of.
 func shown(o *overview.Overview, v *v1alpha1.Volume) *overview.Volume {
 	for i := range o.Volumes {
 		if seen := &o.Volumes[i]; seen.ID == v.ID() || v.Spec.ReplicaOf != "" && keyOf(seen.ID) == v.Spec.ReplicaOf {
 			return seen
 		}
 	}
-	return &overview.Volume{ID: v.ID(), Name: cmp.Or(v.Spec.ReplicaOf, v.Spec.Name)} // it was made since
+	return &overview.Volume{ID: v.ID(), Name: cmp.Or(v.Spec.ReplicaOf, v.Spec.Name)} // made after the overview was taken
 }
 
-// findMoved finds what a person calls a volume. Of one with replicas it is that on a node, if one is given; a replica beside the first is called by its own KEY or ID as well. The first one has those of its volume.
+// findMoved returns the volume that a name is for. Of a volume with several legs it is the leg on node from. Each leg but the first also has a key and an ID of
+// its own; those of the first are those of the volume.
 func (c *cluster) findMoved(ctx context.Context, o *overview.Overview, name, from string) (*overview.Volume, *v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := c.Get(ctx, client.ObjectKey{Name: keyOf(name)}, v); err == nil && v.Spec.ReplicaOf != "" && v.Spec.ReplicaOf != v.Name && (name == v.Name || name == v.ID()) {
@@ -163,7 +164,7 @@ func (c *cluster) findMoved(ctx context.Context, o *overview.Overview, name, fro
 	return nil, nil, fmt.Errorf("%s has replicas; say which one is to move, with --from NODE: there is one on %s", cli.Title(seen), strings.Join(on, ", "))
 }
 
-// comesFrom is an error for what is not on a node, and has not just moved from there.
+// comesFrom returns an error unless o is on a node, or has just moved from there, or no node is given.
 func comesFrom(o mobile, node string) error {
 	if m, _ := o.Moves(); node == "" || node == o.Node() || m != nil && m.Left && m.Node == node {
 		return nil
@@ -171,7 +172,7 @@ func comesFrom(o mobile, node string) error {
 	return fmt.Errorf("--from %s: it is on node %s", node, o.Node())
 }
 
-// called is what a person has to give move for a volume, or a replica: the first one has the ID of its volume.
+// called returns the arguments of move that select a volume or a leg. The first leg has the ID of its volume, so it needs --from.
 func called(v *v1alpha1.Volume) string {
 	if v.Spec.ReplicaOf == v.Name {
 		return v.ID() + " --from " + v.Spec.NodeName

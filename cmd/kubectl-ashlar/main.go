@@ -1,4 +1,4 @@
-// Command kubectl-ashlar is the plugin of kubectl: "kubectl ashlar".
+// Command kubectl-ashlar is a plugin of kubectl: "kubectl ashlar".
 package main
 
 import (
@@ -19,9 +19,9 @@ import (
 var version = "dev"
 
 func main() {
-	klog.LogToStderr(true) // of client-go: only what matters
+	klog.LogToStderr(true) // errors of client-go
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
-	context.AfterFunc(ctx, stop) // the next signal ends it at once
+	context.AfterFunc(ctx, stop) // from now on a signal ends the process
 	err := newRoot().ExecuteContext(ctx)
 	stop()
 	if errors.Is(err, context.Canceled) {
@@ -30,7 +30,7 @@ func main() {
 	os.Exit(cli.Exit("kubectl ashlar", err))
 }
 
-// newRoot returns the command line. All that it asks, it asks with the rights of the user's own kubeconfig.
+// newRoot returns the command line. All requests are made with the rights of the user's kubeconfig.
 func newRoot() *cobra.Command {
 	cobra.EnableCommandSorting = false
 	flags := genericclioptions.NewConfigFlags(true)

@@ -19,15 +19,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// moving is the move of one volume, or of one snapshot.
+// moving is the command move: the move of one volume, or of one snapshot.
 type moving struct {
 	*cluster
 	out       io.Writer
-	to        string // a place
-	from      string // the node of the replica; empty: there is one, or the name says which
+	to        string // the flag --to
+	from      string // the node of the leg to move; empty: the volume has one, or the name selects a leg
 	wait      bool
 	cancel    bool
-	snapshots bool // of the volume, too
+	snapshots bool // move the snapshots of the volume, too
 }
 
 func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
@@ -57,7 +57,7 @@ volume has not moved.`,
 			if m.cluster, err = connect(flags); err != nil {
 				return err
 			}
-			m.out = cli.Plain(cmd.OutOrStdout()) // each line has its end
+			m.out = cli.Plain(cmd.OutOrStdout()) // which writes whole lines
 			return m.run(cmd.Context(), args[0])
 		},
 	}
@@ -67,12 +67,12 @@ volume has not moved.`,
 	f.BoolVar(&m.wait, "wait", true, "wait until the move has ended")
 	f.BoolVar(&m.cancel, "cancel", false, "take the move back, if the volume has not moved yet")
 	f.BoolVar(&m.snapshots, "with-snapshots", false, "move its snapshots to that node as well, each to the pool of its own name")
-	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flags are there
+	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // cannot fail: the flags exist
 	_ = cmd.RegisterFlagCompletionFunc("from", completeOf(flags, nodesOf))
 	return cmd
 }
 
-// volumesOf is what the volumes may be called.
+// volumesOf returns all names that volumes can be given by.
 func volumesOf(o *overview.Overview) (names []string) {
 	for i := range o.Volumes {
 		names = append(names, cli.NamesOf(&o.Volumes[i])...)
@@ -80,7 +80,7 @@ func volumesOf(o *overview.Overview) (names []string) {
 	return names
 }
 
-// nodesOf are the names of the nodes that have pools.
+// nodesOf returns the names of the nodes that have pools.
 func nodesOf(o *overview.Overview) (names []string) {
 	for _, n := range o.Nodes {
 		names = append(names, n.Name)
@@ -88,7 +88,7 @@ func nodesOf(o *overview.Overview) (names []string) {
 	return names
 }
 
-// placesOf are the nodes that have pools, and the pools.
+// placesOf returns the places that --to can name: nodes that have pools, and the pools.
 func placesOf(o *overview.Overview) (names []string) {
 	for _, n := range o.Nodes {
 		names = append(names, n.Name)
@@ -99,13 +99,13 @@ func placesOf(o *overview.Overview) (names []string) {
 	return names
 }
 
-// place is where a volume, or a snapshot, is to move to.
+// place is where a volume or snapshot is to move to.
 type place struct {
 	node string
-	pool string // of that node; empty: of the name of that which has it now
+	pool string // of that node; empty: the pool of the same name as now
 }
 
-// placeOf reads a place as people give it: NODE, or NODE/POOL.
+// placeOf reads a place as it is given on the command line: NODE, or NODE/POOL.
 func placeOf(text string) (place, error) {
 	node, pool, named := strings.Cut(text, "/")
 	if node == "" || named && pool == "" || strings.Contains(pool, "/") {
@@ -114,7 +114,7 @@ func placeOf(text string) (place, error) {
 	return place{node, pool}, nil
 }
 
-// flag is it as people give it.
+// flag returns the place as it is given on the command line.
 func (p place) flag() string {
 	if p.pool == "" {
 		return p.node
@@ -129,7 +129,7 @@ func (p place) String() string {
 	return "pool " + p.pool + " of node " + p.node
 }
 
-// is says that something is there.
+// is says that a volume or snapshot is there.
 func (p place) is() string {
 	if p.pool == "" {
 		return "it is on " + p.String()
@@ -137,19 +137,19 @@ func (p place) is() string {
 	return "it is in " + p.String()
 }
 
-// of is the pool that something would come to.
+// of returns the pool that a volume or snapshot would come to.
 func (p place) of(o mobile) string { return cmp.Or(p.pool, o.In()) }
 
-// has reports whether something is there.
+// has reports whether a volume or snapshot is there.
 func (p place) has(o mobile) bool { return o.Node() == p.node && o.In() == p.of(o) }
 
-// goal is where something is to move to that is asked to.
+// goal returns where a volume or snapshot is to move to. It has to be asked to.
 func goal(o mobile) place {
 	m, _ := o.Moves()
 	return place{m.Node, m.Pool}
 }
 
-// completeOf completes with names of an overview; with nothing, where there is none.
+// completeOf completes with names in an overview; with nothing if there is no overview.
 func completeOf(flags *genericclioptions.ConfigFlags, of func(*overview.Overview) []string) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, _ []string, begun string) (names []cobra.Completion, _ cobra.ShellCompDirective) {
 		c, err := connect(flags)
@@ -195,7 +195,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	if m.snapshots && to.has(v) && v.Spec.Move == nil { // it has moved, or was always there
+	if m.snapshots && to.has(v) && v.Spec.Move == nil { // it has moved, or has always been there
 		return m.moveSnapshotsOf(ctx, o, v, to)
 	}
 	r, err := m.look(ctx, o)
@@ -218,7 +218,7 @@ func (m *moving) run(ctx context.Context, name string) error {
 	return m.moveSnapshotsOf(ctx, o, v, to)
 }
 
-// may is why a volume may not be asked to move to a place, beside that it does so already.
+// may returns why a volume cannot be asked to move to a place. The caller has excluded that it is asked to already.
 func (r *room) may(v *v1alpha1.Volume, to place) error {
 	m := v.Spec.Move
 	if to.has(v) && m == nil {
@@ -233,7 +233,7 @@ func (r *room) may(v *v1alpha1.Volume, to place) error {
 	return r.takes(v, to)
 }
 
-// mobile is what can move: a volume, or a snapshot.
+// mobile is a volume or a snapshot.
 type mobile interface {
 	client.Object
 	Node() string
@@ -245,27 +245,28 @@ type mobile interface {
 	Deleting() bool
 }
 
-// asked reports whether something is asked to move to a place, or has just done so.
+// asked reports whether a volume or snapshot is asked to move to a place, or has moved there and the move has not ended.
 func asked(o mobile, to place) bool {
 	m, _ := o.Moves()
 	return m != nil && !v1alpha1.Going(o) && (!m.Left && m.Node == to.node && (to.pool == "" || to.pool == goal(o).of(o)) || m.Left && to.has(o))
 }
 
-// tries is how often a write is tried again, as somebody else has changed the object.
+// tries is how often a write is tried if others change the object meanwhile.
 const tries = 10
 
-// ask writes down that something is to move to a place, if it may.
+// ask writes into an object where it is to move to, unless it is asked to already. may returns why it cannot be asked, and is called for each version of the
+// object.
 func (c *cluster) ask(ctx context.Context, o mobile, to place, may func() error) error {
 	tried := false
 	return c.change(ctx, o, func() (bool, error) {
 		m, _ := o.Moves()
 		if tried && to.has(o) && m == nil {
-			return false, nil // it has moved by now
+			return false, nil // an earlier try was done, and it has moved by now
 		}
 		tried = true
 		if asked(o, to) {
 			follows := m.Follows
-			m.Follows = false // from now on somebody wants it
+			m.Follows = false // asked for by a person: the driver does not take it back any more
 			return follows, nil
 		}
 		if err := may(); err != nil {
@@ -280,15 +281,16 @@ func (c *cluster) ask(ctx context.Context, o mobile, to place, may func() error)
 	})
 }
 
-// errDeleted: what was to move is not there any more.
+// errDeleted is the error of a move whose volume or snapshot was deleted meanwhile.
 var errDeleted = errors.New("it was deleted meanwhile")
 
-// change is revise of what can move, by definitions that know moves. What was written and not answered is what somebody else has changed.
+// change is revise for a volume or snapshot. It is also an error if the CRDs of the cluster do not know the move that was written. A write that was done and
+// not answered looks to edit like a change by somebody else.
 func (c *cluster) change(ctx context.Context, o mobile, edit func() (changed bool, err error)) error {
 	moves := func() *v1alpha1.Move { m, _ := o.Moves(); return m.DeepCopy() }
 	return c.revise(ctx, o, edit, func(change client.Patch) error {
 		want := moves()
-		if want != nil && want.Pool != "" { // older definitions leave out what they do not know: it would move to another pool than this
+		if want != nil && want.Pool != "" { // older CRDs drop unknown fields: it would move to a pool of the old name
 			kept := o.DeepCopyObject().(mobile)
 			if err := c.patiently(ctx, func() error { return c.Patch(ctx, kept, change, client.DryRunAll) }); err != nil {
 				return err
@@ -305,7 +307,8 @@ func (c *cluster) change(ctx context.Context, o mobile, edit func() (changed boo
 	})
 }
 
-// revise writes an edit of an object, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read. write writes the change of the object; nil: as it is.
+// revise writes an edit of an object, on the condition that nobody else has changed the object since it was read; if so, it reads the object again, and
+// repeats. edit returns false if there is nothing to write. write writes the change; nil: as it is. errDeleted if the object was deleted meanwhile.
 func (c *cluster) revise(ctx context.Context, o client.Object, edit func() (changed bool, err error), write func(change client.Patch) error) error {
 	if write == nil {
 		write = func(change client.Patch) error {
@@ -331,7 +334,7 @@ func (c *cluster) revise(ctx context.Context, o client.Object, edit func() (chan
 	}
 }
 
-// refusal is an error of the API server in the words of the rules that refused what was written.
+// refusal returns an error of the API server as the messages of the validation rules that have refused the object.
 func refusal(err error) error {
 	var status apierrors.APIStatus
 	if !apierrors.IsInvalid(err) || !errors.As(err, &status) || status.Status().Details == nil {
@@ -347,13 +350,13 @@ func refusal(err error) error {
 	return fmt.Errorf("the API server refuses that: %s", strings.Join(words, "; "))
 }
 
-// cancelMove cancels a move that has not been done yet.
+// cancelMove takes back a move that is not done yet.
 func (m *moving) cancelMove(ctx context.Context, o mobile, title string) error {
 	home, tried := o.Node(), false
 	err := m.change(ctx, o, func() (bool, error) {
 		switch w, _ := o.Moves(); {
 		case w == nil && tried && o.Node() == home:
-			return false, nil // it was done, and not answered
+			return false, nil // an earlier try was done, and not answered
 		case w == nil:
 			return false, fmt.Errorf("it does not move; it is on node %s", o.Node())
 		case w.Left:
@@ -370,17 +373,17 @@ func (m *moving) cancelMove(ctx context.Context, o mobile, title string) error {
 	return err
 }
 
-// followed is a move that is waited for.
+// followed is the move of a volume that is waited for.
 type followed struct {
 	v     *v1alpha1.Volume
 	title string
 	to    place
-	pods  string // that use the volume, by its claim of when it was looked at first
+	pods  string // the pods that used the volume when it was first read, by its claim then
 	claim *v1alpha1.Claim
 	told  string
 
-	legs     string // of a replica: how far another one is that takes its place
-	replaced bool   // it has
+	legs     string // of a leg that is replaced: how far the other leg is
+	replaced bool   // the other leg has taken the place of this one
 }
 
 func following(v *v1alpha1.Volume, seen *overview.Volume, to place) *followed {
@@ -396,7 +399,7 @@ func following(v *v1alpha1.Volume, seen *overview.Volume, to place) *followed {
 	return f
 }
 
-// user is which node uses the volume, and which pods if that is known; empty: nobody does.
+// user returns the node that uses the volume, and its pods if they are known; empty if none does.
 func (f *followed) user() string {
 	switch c := f.v.Spec.Claim; {
 	case !f.v.IsUsed():
@@ -412,13 +415,13 @@ func (f *followed) user() string {
 	}
 }
 
-// carried reports whether the node that uses the volume says how far the move is.
+// carried reports whether status.move is by the node that uses the volume, for its present claim.
 func (f *followed) carried() bool {
 	c, s := f.v.Spec.Claim, f.v.Status.Move
 	return c != nil && s != nil && s.Node == f.to.node && s.Claim == c.Generation && s.Claim > 0
 }
 
-// stage is how far a move is, as of stageOf.
+// stage is stageOf for this move.
 func (f *followed) stage() (kind, text string, done bool, err error) {
 	if f.isReplaced() {
 		return f.stageOfLegs()
@@ -430,7 +433,8 @@ func (f *followed) stage() (kind, text string, done bool, err error) {
 	return stageOf(f.v, f.to, user)
 }
 
-// stageOf is how far a move to a place is, in words, and whether it has ended. kind stays the same while only figures change. user is who keeps it from going on; empty: nobody does.
+// stageOf returns how far a move to a place is, in words, and whether it has ended; an error if it will not be done. kind stays the same while only figures
+// change. user is the node that keeps the move from going on; empty: none does.
 func stageOf(o mobile, to place, user string) (kind, text string, done bool, err error) {
 	m, s := o.Moves()
 	heard := s != nil && (m != nil && m.Left || s.Node == to.node)
@@ -465,7 +469,7 @@ func stageOf(o mobile, to place, user string) (kind, text string, done bool, err
 	return text, text, false, nil
 }
 
-// tell prints how far a move is, if that is another thing than it was. That it has ended, or failed, is not for tell to say.
+// tell prints how far a move is, unless it is as far as when that was last printed. It prints nothing if the move has ended or failed.
 func (f *followed) tell(out io.Writer) (err error) {
 	if kind, text, done, failed := f.stage(); failed == nil && !done && kind != f.told {
 		f.told = kind
@@ -474,7 +478,7 @@ func (f *followed) tell(out io.Writer) (err error) {
 	return err
 }
 
-// again reads the volume of a move.
+// again reads the volume of a move again. errDeleted if it was deleted, unless another leg has taken its place.
 func (c *cluster) again(ctx context.Context, f *followed) error {
 	now := &v1alpha1.Volume{}
 	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(f.v), now) })
@@ -491,9 +495,9 @@ func (c *cluster) again(ctx context.Context, f *followed) error {
 	return err
 }
 
-// follow says how far a move is, and waits until it has ended, if that is wanted.
+// follow prints how far a move is. With m.wait it waits until the move has ended.
 func (m *moving) follow(ctx context.Context, f *followed) error {
-	known := true // the volume was just written
+	known := true // ask has just read and written the volume
 	return follow(ctx, m.out, f.title, m.wait, fmt.Sprintf("the move to %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.to, called(f.v)),
 		func() (kind, text string, done bool, err error) {
 			if !known {
@@ -510,7 +514,8 @@ func (m *moving) follow(ctx context.Context, f *followed) error {
 		})
 }
 
-// follow says how far something is whenever that is of another kind than before, and waits until it is done, or as long as one look. look is as stageOf is. meanwhile says what becomes of it when this is interrupted.
+// follow prints the text of look whenever its kind has changed. With wait it returns when look is done or fails; without, after the first look. look returns
+// what stageOf does. meanwhile says what goes on if this is interrupted.
 func follow(ctx context.Context, out io.Writer, title string, wait bool, meanwhile string, look func() (kind, text string, done bool, err error)) error {
 	for told := ""; ; {
 		kind, text, done, err := look()

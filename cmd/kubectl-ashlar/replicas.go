@@ -21,7 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// replicating is the change of how many replicas a volume has.
+// replicating is the command replicas: it changes how many legs a volume has.
 type replicating struct {
 	*cluster
 	out  io.Writer
@@ -30,8 +30,8 @@ type replicating struct {
 
 	key   string
 	title string
-	pods  string // that use it
-	// mirrors says of a node that uses a volume whether it can get replicas meanwhile, as it was at the beginning.
+	pods  string // that use the volume
+	// mirrors reports whether a node can let a volume that it uses become one with several legs. It is as of the start of the command.
 	mirrors func(node string) bool
 }
 
@@ -64,7 +64,7 @@ It refuses what cannot be done, waits until it is done, and says how far it is. 
 			if s.cluster, err = connect(flags); err != nil {
 				return err
 			}
-			s.out = cli.Plain(cmd.OutOrStdout()) // each line has its end
+			s.out = cli.Plain(cmd.OutOrStdout()) // which writes whole lines
 			return s.run(cmd.Context(), args[0])
 		},
 	}
@@ -115,7 +115,7 @@ func counted(replicas int) string {
 	return fmt.Sprintf("%d replicas", replicas)
 }
 
-// change says how many replicas a volume is to have that has some.
+// change sets the number of legs of a volume that has several.
 func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume) error {
 	whole := &v1alpha1.ReplicatedVolume{}
 	if err := s.patiently(ctx, func() error { return s.Get(ctx, client.ObjectKey{Name: s.key}, whole) }); err != nil {
@@ -149,7 +149,7 @@ func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume
 	return s.explain(was, whole)
 }
 
-// explain says what happens now to a volume that has had so many replicas.
+// explain prints what happens now to a volume that had was legs.
 func (s *replicating) explain(was int, r *v1alpha1.ReplicatedVolume) error {
 	text := ""
 	switch {
@@ -164,7 +164,7 @@ func (s *replicating) explain(was int, r *v1alpha1.ReplicatedVolume) error {
 	return err
 }
 
-// begin asks for a volume on one node to have replicas, or takes that back.
+// begin asks for a volume on one node to have several legs, or takes that back.
 func (s *replicating) begin(ctx context.Context, r *room) error {
 	v := &v1alpha1.Volume{}
 	if err := s.patiently(ctx, func() error { return s.Get(ctx, client.ObjectKey{Name: s.key}, v) }); err != nil {
@@ -174,7 +174,7 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 	err := s.revise(ctx, v, func() (bool, error) {
 		want := s.many
 		if want == 1 {
-			want = 0 // which is no request
+			want = 0 // which asks for nothing
 		}
 		changed = v.Spec.Replicas != want
 		if !changed || want == 0 {
@@ -211,7 +211,8 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 	return err
 }
 
-// takesReplicas is why fewer nodes than so many can have a further replica of a volume, of so many bytes, in pools of a set, and what can be done.
+// takesReplicas returns why fewer than many nodes can have a further leg of a volume, of so many bytes, in the pools of a set, and what to do; nil if enough
+// can.
 func (r *room) takesReplicas(pools string, v *overview.Volume, bytes int64, many int) error {
 	network, reasons, fit := r.network(v.Node, v.Pool), []string{}, map[string]bool{}
 	for name, p := range r.pools {
@@ -246,10 +247,10 @@ func (r *room) takesReplicas(pools string, v *overview.Volume, bytes int64, many
 	return fmt.Errorf("each replica needs a node of its own, and of %d further nodes that are needed there are %d: %s", many, len(fit), strings.Join(reasons, "; "))
 }
 
-// standing is how a volume is that is to have other replicas: one of the two, or both, if it has some.
+// standing is the state of a volume that is to have another number of legs.
 type standing struct {
-	whole *v1alpha1.ReplicatedVolume // nil: it has none yet
-	legs  []v1alpha1.Volume          // or the volume on one node
+	whole *v1alpha1.ReplicatedVolume // nil: it is still a volume on one node
+	legs  []v1alpha1.Volume          // its legs, or that volume; without those that are deleted
 }
 
 func (s *replicating) read(ctx context.Context) (now standing, err error) {
@@ -279,7 +280,7 @@ func (s *replicating) read(ctx context.Context) (now standing, err error) {
 	return now, err
 }
 
-// stage is how far it is, in words, and whether it has ended. kind stays the same while only figures change.
+// stage returns how far the change is, in words, and whether it is done; an error if it will not be. kind stays the same while only figures change.
 func (s *replicating) stage(now standing) (kind, text string, done bool, err error) {
 	switch {
 	case now.whole == nil && len(now.legs) == 0:
@@ -290,7 +291,7 @@ func (s *replicating) stage(now standing) (kind, text string, done bool, err err
 	return s.stageOf(now.whole, now.legs)
 }
 
-// stageAlone is stage of a volume that has no replicas yet.
+// stageAlone is stage for a volume that is still to become one with several legs.
 func (s *replicating) stageAlone(v *v1alpha1.Volume) (kind, text string, done bool, err error) {
 	why, waits := v.WhyNotReplicated(s.mirrors)
 	switch {
@@ -314,7 +315,7 @@ func (s *replicating) stageAlone(v *v1alpha1.Volume) (kind, text string, done bo
 	return text, text, false, nil
 }
 
-// stageOf is stage of a volume that has replicas, of which some are there. What nobody uses has its replicas when there is room for them.
+// stageOf is stage for a volume with several legs. If no node uses it, the change is done when all legs are made: they get their bytes when it is used.
 func (s *replicating) stageOf(r *v1alpha1.ReplicatedVolume, legs []v1alpha1.Volume) (kind, text string, done bool, err error) {
 	current, made := len(r.Current()), 0
 	for i := range legs {
@@ -357,7 +358,7 @@ func (s *replicating) stageOf(r *v1alpha1.ReplicatedVolume, legs []v1alpha1.Volu
 	return kind, text, false, nil
 }
 
-// follow says how far it is, and waits until it is done, or as long as one look.
+// follow prints how far the change is. With s.wait it waits until it is done.
 func (s *replicating) follow(ctx context.Context) error {
 	return follow(ctx, s.out, s.title, s.wait, fmt.Sprintf("it is to have %s, and that goes on: the same command waits for it again", counted(s.many)), func() (kind, text string, done bool, err error) {
 		now, err := s.read(ctx)

@@ -16,17 +16,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// room is what says whether a volume can move, and where to.
+// room is what decides whether a volume or snapshot can move, and where to.
 type room struct {
 	pools    map[string]*v1alpha1.Pool // by NODE.POOL
-	mirrors  func(node string) bool    // whether a node can have a volume that it uses become one with replicas
-	cordoned map[string]bool           // what Kubernetes says of each node; nil: it may not be asked
+	mirrors  func(node string) bool    // reports whether a node can let a volume that it uses become one with replicas
+	cordoned map[string]bool           // by the name of a node; nil: the user may not list nodes
 	legs     *legs
-	silent   map[string]string // nodes whose agent does not answer, and what is known of that
-	promised map[string]int64  // bytes of what comes to a pool, by a plan or as it was asked for, that the figures of the pool have nothing of
+	silent   map[string]string // the nodes whose agent does not answer, and the problem
+	promised map[string]int64  // by NODE.POOL: bytes of what is to come there, and is not in the figures of the pool yet
 }
 
-// look finds out what room there is.
+// look reads what room needs. o is an overview taken just before.
 func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error) {
 	r := &room{pools: map[string]*v1alpha1.Pool{}, silent: map[string]string{}, promised: map[string]int64{}, legs: &legs{}}
 	var pools v1alpha1.PoolList
@@ -56,7 +56,7 @@ func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error)
 	return r, c.lookForAsked(ctx, r)
 }
 
-// lookForAsked takes the room of what is asked to move, and of which nothing is copied yet.
+// lookForAsked counts the room of all that is to move and is not copied yet, and reads the legs.
 func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
 	var volumes v1alpha1.VolumeList
 	if err := c.List(ctx, &volumes); err != nil {
@@ -82,13 +82,13 @@ func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
 	return nil
 }
 
-// begun reports whether the new node of what moves has made room for it.
+// begun reports whether the figures of the pool have what moves there: its copy has begun.
 func begun(o mobile) bool {
 	m, s := o.Moves()
 	return m.Left || v1alpha1.Going(o) || s != nil && s.Node == m.Node && s.Pool == m.Pool && (s.Progress != nil || s.Copied != nil)
 }
 
-// leaves is why a volume cannot leave its node, and what can be done; nil if it can.
+// leaves returns why a volume cannot leave its node, and what to do; nil if it can.
 func (r *room) leaves(v *v1alpha1.Volume) error {
 	home := v.Spec.NodeName
 	switch m := v.Spec.Move; {
@@ -102,7 +102,7 @@ func (r *room) leaves(v *v1alpha1.Volume) error {
 		return errors.New("its bytes are missing; see kubectl ashlar describe " + v.ID())
 	case m != nil && m.Left:
 		return fmt.Errorf("it has just come from node %s, which has not given its bytes back yet (%s); try again then; if that node never comes back, delete its Node object", m.Node, said(v))
-	case v.Spec.ReplicaOf != "" && v.Spec.Claim != nil: // another one takes its place, which has the bytes from the user of the volume
+	case v.Spec.ReplicaOf != "" && v.Spec.Claim != nil: // another leg takes its place, and gets the bytes from the node that uses the volume
 		return nil
 	case r.silent[home] != "":
 		return fmt.Errorf("its bytes are on node %s, which does not answer: %s", home, r.silent[home])
@@ -113,7 +113,7 @@ func (r *room) leaves(v *v1alpha1.Volume) error {
 	return nil
 }
 
-// said is what the agents say of the move of a volume.
+// said returns what the agents report of the move of a volume.
 func said(v *v1alpha1.Volume) string {
 	if v.Status.Move == nil {
 		return "nothing is heard of that"
@@ -121,7 +121,7 @@ func said(v *v1alpha1.Volume) string {
 	return cmp.Or(v.Status.Move.Message, "nothing is heard of that")
 }
 
-// network that a pool's volumes reach other nodes by; empty: none.
+// network returns the network by which the volumes of a pool reach other nodes; empty: none.
 func (r *room) network(node, pool string) string {
 	if p := r.pools[overview.PoolName(node, pool)]; p != nil && p.Status.Network != nil {
 		return p.Status.Network.Name
@@ -129,7 +129,7 @@ func (r *room) network(node, pool string) string {
 	return ""
 }
 
-// takes is why a place cannot take a volume that can leave its own, and what can be done; nil if it can.
+// takes returns why a place cannot take a volume that can leave its own, and what to do; nil if it can.
 func (r *room) takes(v *v1alpha1.Volume, to place) error {
 	node, pool := to.node, to.of(v)
 	name := overview.PoolName(node, pool)
@@ -162,10 +162,10 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 	return nil
 }
 
-// header is what a pool keeps of an encrypted volume beside its bytes.
+// header is how many bytes a pool keeps of an encrypted volume besides its size.
 const header = 16 << 20
 
-// keeps is how many bytes a pool keeps of what can move. The driver's own word for it (cluster.Keeps) needs Linux.
+// keeps returns how many bytes a pool keeps of a volume or snapshot. It repeats cluster.Keeps, which is for Linux only.
 func keeps(o mobile) int64 {
 	size, encryption := int64(0), ""
 	switch one := o.(type) {
@@ -180,7 +180,7 @@ func keeps(o mobile) int64 {
 	return size
 }
 
-// lacking says that a node has no pool that something could come to.
+// lacking returns the error for a node that does not have the pool of a place.
 func (r *room) lacking(o mobile, to place) error {
 	node, pool := to.node, to.of(o)
 	var others []string
@@ -204,10 +204,10 @@ func (r *room) lacking(o mobile, to place) error {
 	return errors.New("there is no such node; kubectl ashlar pools lists the nodes that have pools")
 }
 
-// errNowhere: no node can be asked.
+// errNowhere is the error if no other node has a pool of the name.
 var errNowhere = errors.New("no other node has a pool")
 
-// best is the place with most room of those that can take a volume: on no node that is cordoned. only: that place alone, if it is one.
+// best returns the place with most room that can take a volume, on a node that is not cordoned. If only names a node, it is there.
 func (r *room) best(v *v1alpha1.Volume, only place) (place, error) {
 	found, err := r.bestOf(v, only, func(to place) error { return r.takes(v, to) })
 	if errors.Is(err, errNowhere) {
@@ -216,7 +216,7 @@ func (r *room) best(v *v1alpha1.Volume, only place) (place, error) {
 	return found, err
 }
 
-// bestOf is best of what can move, by what a place that cannot take it says.
+// bestOf is best for a volume or snapshot. takes returns why a place cannot take it.
 func (r *room) bestOf(o mobile, only place, takes func(place) error) (place, error) {
 	var reasons []string
 	found, most := place{}, int64(-1)
@@ -253,10 +253,10 @@ func (r *room) bestOf(o mobile, only place, takes func(place) error) (place, err
 	return place{}, errors.New(strings.Join(reasons, "; "))
 }
 
-// mostReasons is how many nodes are told of that cannot take a volume.
+// mostReasons is how many reasons an error lists why nodes cannot take a volume.
 const mostReasons = 3
 
-// promise takes the room of what is to come to a place.
+// promise counts the room of what is to come to a place.
 func (r *room) promise(o mobile, to place) {
 	r.promised[overview.PoolName(to.node, to.of(o))] += keeps(o)
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// scrubbing is what asks for the replicas of a volume to be compared.
+// scrubbing is the command scrub.
 type scrubbing struct {
 	*cluster
 	out io.Writer
@@ -57,7 +57,7 @@ func (s *scrubbing) run(ctx context.Context, name string) error {
 	return s.tell(r)
 }
 
-// find finds a volume with replicas.
+// find returns a volume with replicas by a name of it.
 func (s *scrubbing) find(ctx context.Context, name string) (*v1alpha1.ReplicatedVolume, error) {
 	o, err := s.Overview(ctx)
 	if err != nil {
@@ -75,7 +75,7 @@ func (s *scrubbing) find(ctx context.Context, name string) (*v1alpha1.Replicated
 	return r, err
 }
 
-// tell says who compares them when, and what is known.
+// tell prints which node compares the replicas and when, and what the last compare has found.
 func (s *scrubbing) tell(r *v1alpha1.ReplicatedVolume) error {
 	what := "nobody uses it now: its replicas are compared when somebody does"
 	if c := r.Spec.Claim; c != nil {

@@ -15,7 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// cuts are snapshots that are moved, so many at a time.
+// cuts are snapshots that move, some at a time.
 type cuts struct {
 	*cluster
 	out      io.Writer
@@ -23,24 +23,24 @@ type cuts struct {
 	all      []*cut
 }
 
-// cut is one of them.
+// cut is the move of one snapshot.
 type cut struct {
 	s       *v1alpha1.Snapshot
-	to      place // with no pool: a snapshot stays in those of one name
-	why     error // it stays where it is
-	begun   bool  // it is asked to move
+	to      place // without a pool: a snapshot moves between pools of one name
+	why     error // why it stays; nil: it can move
+	begun   bool  // its move was asked for
 	ended   bool
 	told    string
-	last    string    // how far it was when that last changed
-	changed time.Time // when that was
+	last    string    // the last text about it
+	changed time.Time // when that text changed
 }
 
 func (s *cut) title() string { return "snapshot " + cli.Line(s.s.Spec.Name) }
 
-// along is how many snapshots move at once: as many as a node copies.
+// along is how many snapshots move at once: as many as an agent copies at once from one pool of another node.
 const along = 4
 
-// snapshotsOf are all snapshots that a condition is true for, the largest first.
+// snapshotsOf returns all snapshots for which is is true, the largest first.
 func (c *cluster) snapshotsOf(ctx context.Context, is func(*v1alpha1.Snapshot) bool) ([]*v1alpha1.Snapshot, error) {
 	var list v1alpha1.SnapshotList
 	if err := c.List(ctx, &list); err != nil {
@@ -56,7 +56,7 @@ func (c *cluster) snapshotsOf(ctx context.Context, is func(*v1alpha1.Snapshot) b
 	return all, nil
 }
 
-// leavesSnapshot is why a snapshot cannot leave its node, and what can be done; nil if it can.
+// leavesSnapshot returns why a snapshot cannot leave its node, and what to do; nil if it can.
 func (r *room) leavesSnapshot(s *v1alpha1.Snapshot) error {
 	home := s.Spec.NodeName
 	switch m := s.Spec.Move; {
@@ -76,13 +76,13 @@ func (r *room) leavesSnapshot(s *v1alpha1.Snapshot) error {
 	return nil
 }
 
-// ported reports whether the agent of a pool has a port.
+// ported reports whether the agent of a pool has a port (--agent-endpoint).
 func (r *room) ported(node, pool string) bool {
 	p := r.pools[overview.PoolName(node, pool)]
 	return p != nil && p.Status.Agent != nil
 }
 
-// takesSnapshot is why a node cannot take a snapshot that can leave its own, and what can be done; nil if it can.
+// takesSnapshot returns why a node cannot take a snapshot that can leave its own, and what to do; nil if it can.
 func (r *room) takesSnapshot(s *v1alpha1.Snapshot, node string) error {
 	name := overview.PoolName(node, s.Spec.Pool)
 	p := r.pools[name]
@@ -104,7 +104,7 @@ func (r *room) takesSnapshot(s *v1alpha1.Snapshot, node string) error {
 	return nil
 }
 
-// mayTake is why a snapshot may not be asked to move to a node, beside that it does so already.
+// mayTake returns why a snapshot cannot be asked to move to a node. The caller has excluded that it is asked to already.
 func (r *room) mayTake(s *v1alpha1.Snapshot, node string) error {
 	if s.Spec.NodeName == node && s.Spec.Move == nil {
 		return errors.New("it is on that node")
@@ -118,7 +118,7 @@ func (r *room) mayTake(s *v1alpha1.Snapshot, node string) error {
 	return r.takesSnapshot(s, node)
 }
 
-// runSnapshot is run of a snapshot alone, by its ID.
+// runSnapshot is run for one snapshot, by its ID.
 func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id string) error {
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool { return s.ID() == id })
 	if err != nil {
@@ -144,7 +144,7 @@ func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id strin
 	return m.moveAll(ctx, o, all, to.node)
 }
 
-// moveSnapshotsOf moves the snapshots of a volume to the node of a place: each to the pool of its own name there, which need not be that of the volume.
+// moveSnapshotsOf moves the snapshots of a volume to the node of a place, each to the pool of its own name there, which may be another one than the volume's.
 func (m *moving) moveSnapshotsOf(ctx context.Context, o *overview.Overview, v *v1alpha1.Volume, to place) error {
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
 		return s.SourceID() == v.ID() && (s.Spec.NodeName != to.node || s.Spec.Move != nil) && !v1alpha1.Going(s)
@@ -164,7 +164,7 @@ func (m *moving) moveSnapshotsOf(ctx context.Context, o *overview.Overview, v *v
 	return m.moveAll(ctx, o, all, to.node)
 }
 
-// cancelSnapshotsOf cancels the moves of the snapshots of a volume that have not been done yet.
+// cancelSnapshotsOf takes back the moves of the snapshots of a volume that are not done yet.
 func (m *moving) cancelSnapshotsOf(ctx context.Context, v *v1alpha1.Volume) error {
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
 		return s.SourceID() == v.ID() && s.Spec.Move != nil && !s.Spec.Move.Left
@@ -175,7 +175,7 @@ func (m *moving) cancelSnapshotsOf(ctx context.Context, v *v1alpha1.Volume) erro
 	return err
 }
 
-// moveAll moves snapshots to a node, and as long as it waits says how far they are.
+// moveAll moves snapshots to a node. With m.wait it waits, and prints how far they are.
 func (m *moving) moveAll(ctx context.Context, o *overview.Overview, all []*v1alpha1.Snapshot, node string) error {
 	r, err := m.look(ctx, o)
 	if err != nil {
@@ -207,7 +207,7 @@ func (m *moving) moveAll(ctx context.Context, o *overview.Overview, all []*v1alp
 	return c.staying()
 }
 
-// carryOut moves what can be moved.
+// carryOut moves the snapshots that can move, and returns when all moves have ended.
 func (c *cuts) carryOut(ctx context.Context) error {
 	for {
 		busy, err := c.step(ctx)
@@ -222,7 +222,7 @@ func (c *cuts) carryOut(ctx context.Context) error {
 	}
 }
 
-// step looks at each move, and begins as many as may be under way at once. busy: there is more to do or to wait for.
+// step looks at each move, and begins up to parallel at a time. busy: it has to be called again.
 func (c *cuts) step(ctx context.Context) (busy bool, err error) {
 	under := 0
 	for _, s := range c.all {
@@ -247,7 +247,7 @@ func (c *cuts) step(ctx context.Context) (busy bool, err error) {
 	return busy, nil
 }
 
-// begin asks for the move of a snapshot. That this one is refused ends no other; that nobody answers does.
+// begin asks for the move of a snapshot. If it is refused, the snapshot stays, and the others go on; it is an error if the API server does not answer.
 func (c *cuts) begin(ctx context.Context, s *cut) error {
 	home := s.s.Spec.NodeName
 	err := c.ask(ctx, s.s, s.to, func() error {
@@ -275,7 +275,7 @@ func (c *cuts) stays(s *cut) error {
 	return err
 }
 
-// tell prints how far a move is, if that is another thing than it was.
+// tell prints how far a move is, unless it is as far as when that was last printed.
 func (c *cuts) tell(s *cut) (err error) {
 	if kind, text, done, failed := stageOf(s.s, s.to, ""); failed == nil && !done && kind != s.told {
 		s.told = kind
@@ -284,7 +284,7 @@ func (c *cuts) tell(s *cut) (err error) {
 	return err
 }
 
-// lookAt looks how far the move of a snapshot is.
+// lookAt reads how far the move of a snapshot is, and prints what has changed.
 func (c *cuts) lookAt(ctx context.Context, s *cut) error {
 	now := &v1alpha1.Snapshot{}
 	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(s.s), now) })
@@ -311,14 +311,14 @@ func (c *cuts) lookAt(ctx context.Context, s *cut) error {
 		s.ended = true
 		_, err = fmt.Fprintf(c.out, "%s: %s\n", s.title(), text)
 		return err
-	case time.Since(s.changed) > standstill && time.Since(c.back) > standstill: // moves wait for the API server, too
+	case time.Since(s.changed) > standstill && time.Since(c.back) > standstill: // while the API server was silent, moves could not go on
 		s.ended, s.why = true, fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", standstill, text)
 		return c.stays(s)
 	}
 	return c.tell(s)
 }
 
-// staying is an error if something stays where it is.
+// staying returns an error if snapshots stay where they are.
 func (c *cuts) staying() error {
 	stay := 0
 	for _, s := range c.all {
@@ -332,7 +332,8 @@ func (c *cuts) staying() error {
 	return nil
 }
 
-// planSnapshots finds out which snapshots are to leave the node, and where to: to the node of their volume, where that can take them; those of a group to one node.
+// planSnapshots returns the snapshots that are on the node, or on their way to it: each with the node it is to move to, or why it stays. It prefers the node of
+// the snapshot's volume, and the same node for all snapshots of a group.
 func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cuts, error) {
 	all, err := e.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
 		return s.Spec.NodeName == e.node || s.Spec.Move != nil && s.Spec.Move.Node == e.node
@@ -340,7 +341,7 @@ func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cu
 	if err != nil {
 		return nil, err
 	}
-	wanted := map[string]string{} // the nodes of volumes that leave, by their keys, and of groups, by theirs
+	wanted := map[string]string{} // by the key of a volume: its node, or the one it moves to; by "group KEY": the node of that group
 	for _, l := range volumes {
 		wanted[l.v.Name] = l.to.node
 	}
@@ -365,11 +366,11 @@ func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cu
 	return c, nil
 }
 
-// targetOfSnapshot is where a snapshot is to move to, or why it stays.
+// targetOfSnapshot returns where a snapshot is to move to, or why it stays. It counts the room that the snapshot takes there.
 func (e *evacuation) targetOfSnapshot(s *v1alpha1.Snapshot, wanted map[string]string) (place, error) {
 	m := s.Spec.Move
 	switch {
-	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(s): // it has moved, and the node still has its bytes
+	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(s): // it has moved; the node has not given its bytes back yet
 		return place{node: s.Spec.NodeName}, nil
 	case m != nil && m.Node == e.node:
 		return place{}, fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", s.Spec.NodeName, s.ID())
