@@ -9,17 +9,17 @@ import (
 	"time"
 )
 
-// viewers are those who follow changes.
+// viewers counts the open streams of events, and tells them of changes.
 type viewers struct {
 	mu        sync.Mutex
 	count     int
-	stop      context.CancelFunc // ends following; nil: nobody follows
+	stop      context.CancelFunc // ends follow; valid while count is not 0
 	following sync.WaitGroup
-	version   string        // what was told last
-	news      chan struct{} // closed when there is another version
+	version   string        // the last that was published
+	news      chan struct{} // closed when another version is published
 }
 
-// enter notes one viewer more, unless there are as many as there may be. While there is one, follow runs.
+// enter counts one viewer more; false if there are most already. follow runs while there are viewers.
 func (v *viewers) enter(ctx context.Context, most int, follow func(context.Context)) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -27,7 +27,7 @@ func (v *viewers) enter(ctx context.Context, most int, follow func(context.Conte
 		return false
 	}
 	if v.count++; v.count == 1 {
-		ctx, v.stop = context.WithCancel(context.WithoutCancel(ctx)) // the first to come may leave before others
+		ctx, v.stop = context.WithCancel(context.WithoutCancel(ctx)) // the first viewer may leave before others
 		v.following.Go(func() { follow(ctx) })
 	}
 	return true
@@ -41,7 +41,7 @@ func (v *viewers) leave() {
 	}
 }
 
-// publish tells all viewers of a version.
+// publish has all streams send a version, if it is another one than before.
 func (v *viewers) publish(version string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -52,14 +52,14 @@ func (v *viewers) publish(version string) {
 	}
 }
 
-// next returns what is closed when there is another version.
+// next returns a channel that is closed when another version is published.
 func (v *viewers) next() <-chan struct{} {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.news
 }
 
-// follow takes an overview whenever something has changed, but not too often, and tells the viewers, until ctx ends.
+// follow makes an overview after each change, but not more often than goodFor says, and publishes its version, until ctx ends.
 func (p *Page) follow(ctx context.Context) {
 	changes := p.latest.source.Changes(ctx)
 	for {
@@ -68,7 +68,7 @@ func (p *Page) follow(ctx context.Context) {
 			return
 		}
 		p.viewers.publish(t.version())
-		var again <-chan time.Time // what failed is tried without a change, too
+		var again <-chan time.Time // a failure is tried again without a change, too
 		if t.err != nil {
 			again = time.After(5 * atMostEvery)
 		}
@@ -86,9 +86,9 @@ func (p *Page) follow(ctx context.Context) {
 	}
 }
 
-// events is a stream of server-sent events. Each is the version of what a page would show now: the first at once, others
-// when there is another one. The browser asks for the page anew, at its own address, and so needs no second way to make it. The stream ends
-// after a while, as nobody knows whether it is read: the kernel takes hours of it. The last event, "again", asks the browser for another one.
+// events serves a stream of server-sent events. Each is the version of what the page would show now: one at once, others when it changes. The browser then
+// loads the page again, at its own address. The stream ends after limits.stream, as a client that reads nothing may stay unnoticed: the kernel may take hours
+// to find that out. The last event, "again", makes the browser open another stream.
 func (p *Page) events(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	if r.Method == http.MethodHead {
@@ -101,16 +101,16 @@ func (p *Page) events(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	stream := http.NewResponseController(w)
-	_ = stream.SetReadDeadline(time.Time{}) // it was for the request
+	_ = stream.SetReadDeadline(time.Time{}) // it was for reading the request
 	over := p.tell(ctx, w, stream)
-	p.viewers.leave() // before the browser comes again, so that its place is free
+	p.viewers.leave() // first, so that the browser finds its place free
 	if over {
 		_ = stream.SetWriteDeadline(time.Now().Add(p.limits.write))
-		_, _ = fmt.Fprint(w, "event: again\ndata: now\n\n") // who is gone does not come
+		_, _ = fmt.Fprint(w, "event: again\ndata: now\n\n") // a client that is gone does not come again
 	}
 }
 
-// tell writes the events of a stream until its time is over, or (false) who reads them is gone.
+// tell writes the events of a stream until limits.stream is over; false if the client is gone, or serving ends.
 func (p *Page) tell(ctx context.Context, w io.Writer, stream *http.ResponseController) (over bool) {
 	alive, end := time.NewTicker(p.limits.alive), time.NewTimer(p.limits.stream)
 	defer alive.Stop()
@@ -118,7 +118,7 @@ func (p *Page) tell(ctx context.Context, w io.Writer, stream *http.ResponseContr
 	said := ""
 	for {
 		news := p.viewers.next()
-		text := ": nothing new\n\n" // a comment, by which both sides notice that the other is gone
+		text := ": nothing new\n\n" // a comment, by which both sides notice that the other one is gone
 		if version := p.latest.state.Load().version(); version != said {
 			text, said = fmt.Sprintf("data: %s\n\n", version), version
 		}

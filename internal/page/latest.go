@@ -6,34 +6,34 @@ import (
 	"time"
 )
 
-// How often an overview is taken at most, and how long that may take.
+// The shortest time between two overviews, and how long making one may take.
 const (
 	atMostEvery = time.Second
 	takingLimit = 20 * time.Second
 )
 
-// latest is the newest view, which all viewers share.
+// latest has the newest view, which is shared by all viewers.
 type latest struct {
 	source Source
-	ended  context.Context // when it is over, nobody wants an overview any more
-	taking chan struct{}   // whoever has put something in may take an overview
+	ended  context.Context // when it ends, no overview is needed any more
+	taking chan struct{}   // of one element; held while an overview is made
 	state  atomic.Pointer[taken]
-	start  int64 // views of another run of the driver are other ones
+	start  int64 // distinguishes versions of this run of the driver from those of others
 }
 
-// taken is what came of the last try.
+// taken is the result of the last try to make an overview.
 type taken struct {
-	view *view // nil: there was never one
-	err  error // why it is not newer
+	view *view // nil: none was made yet
+	err  error // why the last try failed; then view is older
 	at   time.Time
 	took time.Duration
 }
 
-// goodFor is how long nobody looks anew: what takes long to find out is asked for less often, so that it never takes
-// more than a fifth of the time.
+// goodFor returns how long the result is used before the next try. If an overview takes long, tries are rarer, so that they take no more than a fifth of the
+// time.
 func (t *taken) goodFor() time.Duration { return max(atMostEvery, 4*t.took) }
 
-// version is another one when the page is.
+// version returns a text that changes whenever the page does.
 func (t *taken) version() string {
 	version := "none"
 	if t.view != nil {
@@ -50,13 +50,13 @@ func (l *latest) init(source Source) {
 	l.state.Store(&taken{})
 }
 
-// recent returns what was taken lately.
+// recent returns a result that is good still, or makes another one. The error is that of ctx.
 func (l *latest) recent(ctx context.Context) (*taken, error) {
 	last := l.state.Load()
 	return l.get(ctx, time.Now().Add(-last.goodFor()))
 }
 
-// get returns what was taken at a time or later, and takes an overview if need be. An error is that of ctx.
+// get returns a result of a time or later; if need be it makes an overview, or waits for one that is being made. The error is that of ctx.
 func (l *latest) get(ctx context.Context, notBefore time.Time) (*taken, error) {
 	if t := l.state.Load(); !t.at.Before(notBefore) {
 		return t, nil
@@ -67,7 +67,7 @@ func (l *latest) get(ctx context.Context, notBefore time.Time) (*taken, error) {
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	if t := l.state.Load(); !t.at.Before(notBefore) { // somebody else took it meanwhile
+	if t := l.state.Load(); !t.at.Before(notBefore) { // another caller has made it meanwhile
 		return t, nil
 	}
 	t := l.take(ctx)
@@ -75,7 +75,7 @@ func (l *latest) get(ctx context.Context, notBefore time.Time) (*taken, error) {
 	return t, nil
 }
 
-// take takes an overview. It is for everybody, so it goes on when the one who asked first is gone, but not when all are.
+// take makes an overview. It is for all callers, so it does not end with ctx, but with l.ended, and after takingLimit.
 func (l *latest) take(ctx context.Context) *taken {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), takingLimit)
 	defer cancel()

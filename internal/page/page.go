@@ -1,7 +1,7 @@
-// Package page shows an overview to people: a read-only page of HTML, for a browser with or without JavaScript. It finds
-// out nothing by itself, changes nothing, and refers to no other address than its own and the runbooks'.
+// Package page serves an overview as a read-only page of HTML, for a browser with or without JavaScript. It finds out nothing by itself, changes nothing, and
+// refers to no addresses but its own and those of the runbooks.
 //
-// Every address is relative to where the page is, so that it also works below a path of a proxy.
+// All addresses are relative to that of the page, so that it works below a path of a proxy too.
 package page
 
 import (
@@ -21,12 +21,12 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// Source tells what there is.
+// Source is where the page gets what it shows.
 type Source interface {
-	// Overview returns everything as it is now. Nobody changes it afterwards.
+	// Overview returns everything as it is now. The caller must not change it.
 	Overview(ctx context.Context) (*overview.Overview, error)
-	// Changes returns a channel that has something to receive after an overview may have become another one, until ctx
-	// ends. Changes that follow each other quickly may be one. It is asked only while somebody looks.
+	// Changes returns a channel that can be received from when another overview may be had, until ctx ends. Several changes may be one. It is called only while
+	// somebody follows the page.
 	Changes(ctx context.Context) <-chan struct{}
 }
 
@@ -38,7 +38,7 @@ type Page struct {
 	limits  limits
 }
 
-// New returns the page of a source, which is served by Serve or as an http.Handler.
+// New returns the page of a source. It is served by Serve, or as an http.Handler.
 func New(source Source) *Page {
 	p := &Page{limits: defaults}
 	p.latest.init(source)
@@ -64,8 +64,8 @@ var staticFiles embed.FS
 
 var templates = template.Must(template.New("").Funcs(functions).ParseFS(templateFiles, "templates/*.html"))
 
-// headers of every answer. The browser is to load nothing but what this package has, run no script within the page, and
-// show the page within no other.
+// headers are those of every answer. The browser must load nothing but the files of this package, run no scripts within the page, and show the page in no
+// frame.
 var headers = map[string]string{
 	"Content-Security-Policy":      "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
 	"Cross-Origin-Opener-Policy":   "same-origin",
@@ -90,8 +90,8 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p.routes.ServeHTTP(w, r)
 }
 
-// elsewhere tells whether a page of another site has the browser ask (Fetch Metadata Request Headers, W3C). It could read nothing of the
-// answer, but hold streams of events open until nobody else has one. A link to a page may be anywhere; programs have no such headers.
+// elsewhere reports whether a page of another site makes the browser send this request (Fetch Metadata Request Headers, W3C). Such a page cannot read the
+// answer, but could hold streams of events open until there is none for others. Links to a page are allowed from anywhere. Programs send no such headers.
 func elsewhere(r *http.Request) bool {
 	switch r.Header.Get("Sec-Fetch-Site") {
 	case "", "none", "same-origin":
@@ -101,8 +101,8 @@ func elsewhere(r *http.Request) bool {
 	return !link || r.URL.Path == "/events"
 }
 
-// ours tells whether a request is meant for this page. The page has no login. Where it listens on this machine alone,
-// a page of somebody else must not read it by giving its own name our address (DNS rebinding).
+// ours reports whether a request is meant for this page. The page has no login: if it listens on this machine alone, a page of another site must not read it by
+// giving its own name this address (DNS rebinding).
 func ours(r *http.Request) bool {
 	local, ok := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr)
 	if !ok || !local.IP.IsLoopback() {
@@ -115,19 +115,19 @@ func ours(r *http.Request) bool {
 	return host == "localhost" || net.ParseIP(host) != nil
 }
 
-// heading is what every page has.
+// heading is the part that all pages have.
 type heading struct {
 	Title   string
-	View    *view  // nil: there is none
-	Failure string // why it is not newer; empty: it is new
-	Version string // what the stream of events says while this page is as new as can be
+	View    *view  // nil: nothing is known yet
+	Failure string // why the view is not new; empty: it is new
+	Version string // the version that events send while this page is up to date
 }
 
-// look returns what a page begins with, or answers that nothing is known.
+// look returns the heading of a page. If nothing is known, it answers that, and returns false.
 func (p *Page) look(w http.ResponseWriter, r *http.Request) (heading, bool) {
 	t, err := p.latest.recent(r.Context())
 	if err != nil {
-		return heading{}, false // who asked is gone
+		return heading{}, false // the client is gone
 	}
 	h := heading{View: t.view, Version: t.version()}
 	if t.err != nil {
@@ -171,7 +171,7 @@ func found(is bool) int {
 func (p *Page) json(w http.ResponseWriter, r *http.Request) {
 	t, err := p.latest.recent(r.Context())
 	if err == nil {
-		err = t.err // a program is to notice
+		err = t.err // a program has to notice
 	}
 	var text []byte
 	if err == nil {
@@ -184,7 +184,7 @@ func (p *Page) json(w http.ResponseWriter, r *http.Request) {
 	write(w, r, http.StatusOK, "application/json", text)
 }
 
-// render answers with a page. It is made before any of it is sent: who reads slowly holds nothing but these bytes.
+// render answers with a page. The page is made as a whole before any of it is sent, so a slow client holds nothing but these bytes.
 func render(w http.ResponseWriter, r *http.Request, status int, name string, data any) {
 	var text bytes.Buffer
 	if err := templates.ExecuteTemplate(&text, name, data); err != nil {
@@ -200,7 +200,7 @@ func write(w http.ResponseWriter, r *http.Request, status int, kind string, text
 	w.Header().Set("Content-Length", fmt.Sprint(len(text)))
 	w.WriteHeader(status)
 	if r.Method != http.MethodHead {
-		_, _ = w.Write(text) // who asked may be gone
+		_, _ = w.Write(text) // the client may be gone
 	}
 }
 

@@ -13,18 +13,18 @@ import (
 const (
 	volumesPerPage = 50
 	nodesPerPage   = 12
-	longestFilter  = 512 // bytes; a node's name may have 253, and that of a pool 24
+	longestFilter  = 512 // bytes; the name of a node may have 253, that of a pool 24
 )
 
-// query is what somebody wants to see of all there is: the parameters of the address.
+// query is what the parameters of an address ask for.
 type query struct {
-	Filter string // q: words that all have to be there, and KEY:VALUE, which is exact
-	Sort   string // sort: one of orders, with - before it the other way round
-	Page   int    // page: of volumes, from 1
-	Nodes  int    // nodes: page of nodes, from 1
+	Filter string // q: words that all have to be found; those like KEY:VALUE have to be equal
+	Sort   string // sort: one of orders; with - before it in reverse
+	Page   int    // page: the page of volumes, from 1
+	Nodes  int    // nodes: the page of nodes, from 1
 }
 
-// orders in which volumes can be. What is equal stays in the default one.
+// orders are how volumes can be sorted. Equal ones stay in the default order.
 var orders = map[string]func(a, b *row) int{
 	"health":    func(a, b *row) int { return cmp.Or(cmp.Compare(a.worst, b.worst), cmp.Compare(a.Label, b.Label)) },
 	"claim":     func(a, b *row) int { return cmp.Compare(a.Label, b.Label) },
@@ -53,7 +53,7 @@ func (r *row) used() int64 {
 	return *r.Used
 }
 
-// parseQuery reads the parameters. What makes no sense is left out: an address may be old, or typed by hand.
+// parseQuery reads the parameters. It replaces wrong ones by defaults: an address may be old, or typed by hand.
 func parseQuery(values url.Values) query {
 	q := query{Filter: strings.TrimSpace(values.Get("q")), Sort: values.Get("sort"), Page: number(values.Get("page")), Nodes: number(values.Get("nodes"))}
 	if len(q.Filter) > longestFilter {
@@ -73,7 +73,7 @@ func number(text string) int {
 	return n
 }
 
-// Address of the page with this query, relative to it.
+// Address returns the address of the page with this query, relative to the page.
 func (q query) Address() string {
 	values := url.Values{}
 	if q.Filter != "" {
@@ -94,7 +94,7 @@ func (q query) Address() string {
 	return "./?" + values.Encode()
 }
 
-// SortedBy is the address of the page sorted by a column, or the other way round if it is already.
+// SortedBy returns the address of the page sorted by a column; in reverse if it is sorted by that column already.
 func (q query) SortedBy(column string) string {
 	if q.Sort == column {
 		column = "-" + column
@@ -103,7 +103,7 @@ func (q query) SortedBy(column string) string {
 	return q.Address() + "#volumes"
 }
 
-// Direction in which a column is sorted, as aria-sort has it; empty: it is not.
+// Direction returns how a column is sorted, as a value of aria-sort; empty if it is not.
 func (q query) Direction(column string) string {
 	switch q.Sort {
 	case column:
@@ -114,19 +114,19 @@ func (q query) Direction(column string) string {
 	return ""
 }
 
-// OnPage is the address of another page of volumes.
+// OnPage returns the address of page n of the volumes.
 func (q query) OnPage(n int) string {
 	q.Page = n
 	return q.Address() + "#volumes"
 }
 
-// OnNodes is the address of another page of nodes.
+// OnNodes returns the address of page n of the nodes.
 func (q query) OnNodes(n int) string {
 	q.Nodes = n
 	return q.Address() + "#nodes"
 }
 
-// exact are the keys of words KEY:VALUE of a filter, and what of a volume they compare.
+// exact has, for each key of words KEY:VALUE of a filter, the comparison with a volume.
 var exact = map[string]func(r *row, value string) bool{
 	"node": func(r *row, value string) bool { return oneOf(r.On(), value) },
 	"pool": func(r *row, value string) bool { return oneOf(r.In(), value) },
@@ -145,7 +145,7 @@ func oneOf(names []string, value string) bool {
 	return slices.ContainsFunc(names, func(name string) bool { return strings.EqualFold(name, value) })
 }
 
-// volumes returns the rows that the filter lets through, sorted.
+// volumes returns the rows that match the filter, sorted.
 func (q query) volumes(v *view) []*row {
 	words := strings.Fields(q.Filter)
 	rows := make([]*row, 0, len(v.rows))
@@ -180,15 +180,15 @@ func (r *row) has(words []string) bool {
 	return true
 }
 
-// part is a page of a list.
+// part is one page of a list.
 type part[T any] struct {
 	Items       []T
-	Page, Pages int // from 1
-	First, Last int // of all, from 1; both 0 if there are none
+	Page, Pages int // both from 1
+	First, Last int // numbers of the items in the list, from 1; both 0 if there are none
 	All         int
 }
 
-// cut returns a page of a list; the last one if there are fewer.
+// cut returns a page of a list; the last page if there are fewer.
 func cut[T any](all []T, page, size int) part[T] {
 	pages := max(1, (len(all)+size-1)/size)
 	page = min(page, pages)

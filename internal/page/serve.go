@@ -12,28 +12,28 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/crowd"
 )
 
-// limits keep those who look from taking what the driver needs.
+// limits bound what viewers can take of the driver.
 type limits struct {
-	read        time.Duration // until a request is read
-	write       time.Duration // until an answer, or one event, is taken
-	idle        time.Duration // how long a connection without a request stays, unless others want its place
-	alive       time.Duration // how often a stream without news says so
-	stream      time.Duration // how long a stream goes on; who still looks then opens another one
-	stop        time.Duration // how long answers may still go on when serving ends
-	connections int           // more than that wait; when there are as many, those that are idle end
-	streams     int           // of events; fewer than connections, so that pages are served beside them
+	read        time.Duration // for reading a request
+	write       time.Duration // for writing an answer, or one event
+	idle        time.Duration // how long a connection may be without a request; shorter if others need its place
+	alive       time.Duration // how often a stream sends something if there is no event
+	stream      time.Duration // how long a stream lasts; the browser then opens another one
+	stop        time.Duration // how long answers may take when serving ends
+	connections int           // further ones wait; then idle ones are closed
+	streams     int           // streams of events; fewer than connections, so that pages can be served too
 }
 
 var defaults = limits{read: 10 * time.Second, write: 30 * time.Second, idle: 10 * time.Second, alive: 20 * time.Second, stream: 5 * time.Minute, stop: 5 * time.Second,
 	connections: 256, streams: 128}
 
-// Serve serves the page on a listener until ctx ends, and closes it. Streams of events end then; other answers have a few
-// seconds. Nothing of it runs any more when it returns.
+// Serve serves the page on a listener until ctx ends, and closes the listener. Then streams of events end, and other answers get limits.stop. When it returns,
+// nobody follows the source any more.
 func (p *Page) Serve(ctx context.Context, listener net.Listener) error {
 	defer p.viewers.following.Wait()
 	looking, giveUp := context.WithCancel(context.WithoutCancel(ctx))
 	p.latest.ended = looking
-	defer giveUp() // a disk that hangs does not hold up the end
+	defer giveUp() // ends an overview that is being made: a disk that hangs must not delay the end
 	serving, end := context.WithCancel(ctx)
 	defer end()
 	server := &http.Server{
@@ -54,7 +54,7 @@ func (p *Page) Serve(ctx context.Context, listener net.Listener) error {
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.limits.stop)
 	defer cancel()
 	if server.Shutdown(grace) != nil {
-		_ = server.Close() // who has not read the answer by now does without the rest
+		_ = server.Close() // those who have not read their answers by now do not get the rest
 	}
 	<-failed
 	return nil

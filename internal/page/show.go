@@ -14,7 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// everything is what the first page shows.
+// everything is the data of the first page.
 type everything struct {
 	heading
 	Query   query
@@ -23,7 +23,7 @@ type everything struct {
 	Columns []column
 }
 
-// column of the list of volumes.
+// column is a column of the list of volumes.
 type column struct{ Key, Title string }
 
 var columns = []column{{"claim", "Claim"}, {"pod", "Pod"}, {"node", "Node and pool"}, {"size", "Size"}, {"used", "Used"},
@@ -45,14 +45,14 @@ func allOf(h heading, q query) everything {
 	return e
 }
 
-// oneVolume is what the page of a volume shows.
+// oneVolume is the data of the page of a volume.
 type oneVolume struct {
 	heading
 	ID        string
 	Volume    *overview.Volume   // nil: there is none
-	Problems  []overview.Problem // of it and around it
+	Problems  []overview.Problem // of the volume, and those of its pool and node that it suffers from
 	Snapshots []*overview.Snapshot
-	Copies    []*overview.Volume // that were made from it or its snapshots
+	Copies    []*overview.Volume // that were copied from it or its snapshots
 }
 
 func volumeOf(h heading, id string) oneVolume {
@@ -70,7 +70,7 @@ func volumeOf(h heading, id string) oneVolume {
 	return one
 }
 
-// oneNode is what the page of a node shows.
+// oneNode is the data of the page of a node.
 type oneNode struct {
 	heading
 	Name string
@@ -86,7 +86,7 @@ func nodeOf(h heading, name string) oneNode {
 	return one
 }
 
-// functions of the templates.
+// functions are those of the templates.
 var functions = template.FuncMap{
 	"around":  func(v *view, node, pool string) []overview.Problem { return v.places.Around(node, pool) },
 	"count":   count,
@@ -108,13 +108,13 @@ var functions = template.FuncMap{
 	"worst":   worstProblem,
 }
 
-// first returns no more than n of a list.
+// first returns the first n of a list.
 func first(n int, list any) any {
 	all := reflect.ValueOf(list)
 	return all.Slice(0, min(n, all.Len())).Interface()
 }
 
-// kinds of pools, for people.
+// kinds are the kinds of pools, as they are shown.
 var kinds = map[string]string{"file": "files", "lvm": "LVM", "lvmthin": "LVM, thin"}
 
 func count(n int, what string) string {
@@ -128,7 +128,7 @@ func count(n int, what string) string {
 	return digits + " " + what + "s"
 }
 
-// percent of a whole, between 0 and 100. It is 100 only if nothing is left, and 0 only if there is nothing.
+// percent returns how much of a whole is taken, 0 to 100. It is 100 only if nothing is left, and 0 only if nothing is taken.
 func percent(of, whole int64) int {
 	switch {
 	case of <= 0 || whole <= 0:
@@ -139,7 +139,7 @@ func percent(of, whole int64) int {
 	return min(99, max(1, int(float64(of)/float64(whole)*100+0.5)))
 }
 
-// sumOf says how many problems there are of each severity.
+// sumOf returns how many problems there are of each severity, as text.
 func sumOf(problems []overview.Problem) string {
 	var parts []string
 	for _, s := range severities {
@@ -156,7 +156,7 @@ func sumOf(problems []overview.Problem) string {
 	return strings.Join(parts, ", ")
 }
 
-// severityWords are the severities, for people.
+// severityWords are the severities, as they are shown.
 var severityWords = map[overview.Severity]string{overview.DataLoss: "data loss", overview.Inaccessible: "inaccessible",
 	overview.Degraded: "degraded", overview.Warning: "warning"}
 
@@ -168,20 +168,20 @@ func worstProblem(problems []overview.Problem) *overview.Problem {
 	return &problems[0]
 }
 
-// place is where the page shows a subject.
+// place is a subject of problems as it is shown.
 type place struct {
 	Kind, Name string
 	Address    string
 }
 
-// target says what a subject is called, and where it is shown.
+// target returns what a subject is called, and the address that shows it; no address if it is not shown.
 func target(v *view, s overview.Subject) place {
 	p := place{Kind: strings.ToLower(s.Kind), Name: s.Name}
 	switch s.Kind {
 	case "Node":
 		p.Address = "./node?" + url.Values{"name": {s.Name}}.Encode()
 	case "Pool":
-		if dot := strings.LastIndexByte(s.Name, '.'); dot > 0 { // a node's name may have dots, a pool's has none
+		if dot := strings.LastIndexByte(s.Name, '.'); dot > 0 { // names of nodes may have dots, those of pools have none
 			p.Name = s.Name[dot+1:] + " of " + s.Name[:dot]
 			p.Address = "./node?" + url.Values{"name": {s.Name[:dot]}}.Encode()
 		}
@@ -198,7 +198,7 @@ func target(v *view, s overview.Subject) place {
 	return p
 }
 
-// source is the place of what a volume was copied from.
+// source returns the snapshot or volume that a volume was copied from, as it is shown.
 func source(v *view, id string) place {
 	if v.sources[id] != "" {
 		return target(v, overview.Subject{Kind: "Snapshot", Name: id})

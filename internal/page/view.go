@@ -12,22 +12,22 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// view is an overview, made ready for being looked up, filtered and sorted. Nobody changes it.
+// view is an overview, prepared for looking up, filtering and sorting. It is never changed.
 type view struct {
 	*overview.Overview
 	number  int
 	version string
 
 	Copies []copying
-	Groups []group       // the worst shownGroups
-	Others int           // how many problems are in none of them
-	Total  overview.Pool // of all pools
+	Groups []group       // shownGroups at most, the worst first
+	Others int           // how many problems are in no group
+	Total  overview.Pool // sums of all pools
 
 	rows     []*row // of volumes, in the default order
 	byID     map[string]*row
 	nodes    []*overview.Node
 	snapshot map[string][]*overview.Snapshot // by the ID of their volume
-	sources  map[string]string               // of snapshots, the ID of the volume
+	sources  map[string]string               // by the ID of a snapshot: the ID of its volume
 	places   overview.Places
 	json     func() ([]byte, error)
 }
@@ -35,14 +35,14 @@ type view struct {
 // row is a volume in the list.
 type row struct {
 	*overview.Volume
-	Label     string // what people know it by
+	Label     string // its claim, or else its name
 	Snapshots int
 	Problems  []overview.Problem // of the volume and around it; the worst first
-	text      string             // in lower case, all that the filter looks into
-	worst     int                // of its problems
+	text      string             // all that the filter searches, in lower case
+	worst     int                // index of its worst problem in severities
 }
 
-// copying is a volume or a snapshot that is being copied.
+// copying is a volume or snapshot that is being copied.
 type copying struct {
 	Subject  overview.Subject
 	Name     string
@@ -51,27 +51,27 @@ type copying struct {
 	Progress overview.Progress
 }
 
-// group is problems of one kind.
+// group is all problems of one severity and reason.
 type group struct {
 	Severity overview.Severity
 	Reason   string
 	Problems []overview.Problem
 }
 
-// How many problems of a kind are shown, as of a node that is gone there are thousands; and how many kinds. The driver has fewer, but a
-// node that somebody took over says what it likes.
+// How many problems of a group are shown, as there are thousands if a node is gone, and how many groups. The driver has fewer reasons, but a node that somebody
+// took over may report any.
 const (
 	shownOfGroup = 5
 	shownGroups  = 50
 )
 
-// Shown are those of a group that are shown in the list of what is wrong.
+// Shown returns the problems that are shown in the list of problems.
 func (g group) Shown() []overview.Problem { return g.Problems[:min(shownOfGroup, len(g.Problems))] }
 
-// Rest is how many are not.
+// Rest returns how many problems of the group are not shown there.
 func (g group) Rest() int { return len(g.Problems) - len(g.Shown()) }
 
-// Address is where the rest is to be found: nodes are sorted by what is wrong with them, volumes are filtered.
+// Address returns where all problems of the group are shown: nodes are sorted by their problems, volumes are filtered.
 func (g group) Address() string {
 	switch g.Problems[0].Subject.Kind {
 	case "Node", "Pool":
@@ -108,7 +108,7 @@ func newView(o *overview.Overview, run int64, number int) *view {
 			v.Total.Used += pool.Used
 		}
 	}
-	// What somebody should look at comes first.
+	// Those with the worst problems come first.
 	slices.SortStableFunc(v.rows, orders[defaultOrder])
 	slices.SortStableFunc(v.nodes, func(a, b *overview.Node) int { return cmp.Compare(worstOfNode(a), worstOfNode(b)) })
 	v.group()
@@ -122,7 +122,7 @@ func (v *view) copying(p *overview.Progress, of overview.Subject, name, node, po
 	}
 }
 
-// group puts problems of one kind together, in the order in which they are.
+// group puts the problems of one severity and reason together, in their order.
 func (v *view) group() {
 	where := map[[2]string]int{}
 	for _, p := range v.Problems {
@@ -141,14 +141,14 @@ func (v *view) group() {
 	}
 }
 
-// same tells whether an overview says what this view shows.
+// same reports whether an overview is the one of this view, but for its time.
 func (v *view) same(o *overview.Overview) bool {
 	now := *o
 	now.Taken = v.Taken
 	return reflect.DeepEqual(*v.Overview, now)
 }
 
-// worst returns the place of the worst problem among severities; after all of them if there is none.
+// worst returns the index of the worst problem in severities; their number if there is none.
 func worst(problems []overview.Problem) int {
 	least := len(severities)
 	for _, p := range problems {
@@ -159,7 +159,7 @@ func worst(problems []overview.Problem) int {
 	return least
 }
 
-// severities from the worst.
+// severities are all severities, the worst first.
 var severities = []overview.Severity{overview.DataLoss, overview.Inaccessible, overview.Degraded, overview.Warning}
 
 func worstOfNode(n *overview.Node) int {
@@ -170,7 +170,7 @@ func worstOfNode(n *overview.Node) int {
 	return least
 }
 
-// label is what people know a volume by: its claim, or else its name.
+// label returns what people know a volume by: its claim, or else its name.
 func label(v *overview.Volume) string {
 	return cmp.Or(refText(v.Claim), v.Name, v.ID)
 }
