@@ -5,31 +5,31 @@ import (
 	"slices"
 )
 
-// Room is how much can be made somewhere, in bytes: together, and of one volume.
+// Room is how many bytes of volumes can be made somewhere: together, and of one volume.
 type Room struct {
 	Available int64
 	Largest   int64
 }
 
-// And is the room of two places together.
+// And returns the room of two places together.
 func (r Room) And(other Room) Room {
 	return Room{r.Available + other.Available, max(r.Largest, other.Largest)}
 }
 
-// Rooms adds up the room for volumes with so many replicas, node by node: the first of each volume is on one of some nodes, the others are anywhere else in
-// its network, and no two are in one place.
+// Rooms adds up the room for volumes with a number of replicas, node by node. The first replica of each volume is on one of some nodes, the others are on any
+// nodes of its network, and no two are in one place.
 type Rooms struct {
 	Replicas int // at least 1
 	networks map[string]*network
 }
 
-// network is what nodes that reach each other have room for.
+// network is the room of the nodes of one network.
 type network struct {
-	first  Room            // of the nodes that may have the first replica
-	places map[string]Room // of all nodes
+	first  Room            // of the nodes that can have first replicas
+	places map[string]Room // of all nodes, by place
 }
 
-// Add adds what there is on a node. first: it may have the first replica of a volume.
+// Add adds the room of a node. first says whether it can have first replicas.
 func (r *Rooms) Add(at Site, room Room, first bool) {
 	if r.networks == nil {
 		r.networks = map[string]*network{}
@@ -44,7 +44,7 @@ func (r *Rooms) Add(at Site, room Room, first bool) {
 	}
 }
 
-// Enough reports whether more nodes in a network, none of them for a first replica, would make no difference to the sum.
+// Enough reports whether further nodes of a network make no difference to the sum, unless they can have first replicas.
 func (r *Rooms) Enough(network string) bool {
 	n := r.networks[network]
 	if n == nil || n.first == (Room{}) {
@@ -59,7 +59,7 @@ func (r *Rooms) Enough(network string) bool {
 	return enough >= r.Replicas
 }
 
-// Sum is the room that there is in all.
+// Sum returns the room of all networks.
 func (r *Rooms) Sum() (all Room) {
 	for _, n := range r.networks {
 		all = all.And(n.apart(r.Replicas))
@@ -67,7 +67,7 @@ func (r *Rooms) Sum() (all Room) {
 	return all
 }
 
-// apart is the room in a network for volumes with so many replicas.
+// apart returns the room of a network for volumes with a number of replicas.
 func (n *network) apart(replicas int) Room {
 	if len(n.places) < replicas {
 		return Room{}
@@ -80,7 +80,7 @@ func (n *network) apart(replicas int) Room {
 	return Room{min(n.first.Available, spread(available, replicas)), min(n.first.Largest, largest[len(largest)-replicas])}
 }
 
-// spread is how much there can be of volumes that take as much in each of so many places, of which each has so much room: no place has more than one replica of a volume.
+// spread returns how many bytes of volumes fit into places with so much room each, if every volume takes its size in as many places as it has replicas.
 func spread(room []int64, replicas int) int64 {
 	if len(room) < replicas {
 		return 0
@@ -89,7 +89,7 @@ func spread(room []int64, replicas int) int64 {
 	rest, most := int64(0), int64(math.MaxInt64)
 	for i, one := range room {
 		rest += one
-		if alone := len(room) - 1 - i; alone < replicas { // places that have so much that each volume has a replica there
+		if alone := len(room) - 1 - i; alone < replicas { // the places with more room have a replica of every volume
 			most = min(most, rest/int64(replicas-alone))
 		}
 	}

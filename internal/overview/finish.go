@@ -8,20 +8,20 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/runbook"
 )
 
-// Reasons of problems that an overview finds by itself. All others are those of the driver (blockdev.Problem, failures of objects).
+// Reasons of problems that are found by whoever makes the overview. Others come from the driver (blockdev.Problem, refused changes).
 const (
-	NodeGone       = "NodeGone"       // it has pools, and Kubernetes has no such node, or one with the taint
-	NodeNotReady   = "NodeNotReady"   // its kubelet says so, or says nothing
+	NodeGone       = "NodeGone"       // it has pools, but no Node object, or one with the taint ashlar.dev/gone
+	NodeNotReady   = "NodeNotReady"   // its kubelet reports that, or nothing
 	AgentSilent    = "AgentSilent"    // its agent does not renew its Lease
-	PoolMissing    = "PoolMissing"    // volumes are in it, and nobody reports it
-	PoolFull       = "PoolFull"       // no further volume fits, or it takes no writes
-	PoolNearlyFull = "PoolNearlyFull" // NearlyFull of what it may promise is taken, or of its filesystem
-	Strays         = "Strays"         // it keeps what no object is for
-	TakesLong      = "TakesLong"      // something is being made for longer than that should take
-	NotConfigured  = "NotConfigured"  // the node was started without the pool, and volumes are in it
+	PoolMissing    = "PoolMissing"    // it has volumes, and is not reported
+	PoolFull       = "PoolFull"       // no further volume fits, or it cannot be written
+	PoolNearlyFull = "PoolNearlyFull" // NearlyFull percent of what it may promise, or of its filesystem, is taken
+	Strays         = "Strays"         // it has volumes or snapshots without an object
+	TakesLong      = "TakesLong"      // something is being made for too long
+	NotConfigured  = "NotConfigured"  // its agent was started without it, and it has volumes
 )
 
-// NearlyFull is the share of what a pool may promise from which on it is a problem, in percent.
+// NearlyFull is how many percent of what a pool may promise have to be taken for a problem.
 const NearlyFull = 90
 
 // Kinds of subjects.
@@ -32,7 +32,7 @@ const (
 	KindSnapshot = "Snapshot"
 )
 
-// ranks of severities, the worst first.
+// ranks are the severities in order, the worst first.
 var ranks = map[Severity]int{DataLoss: 0, Inaccessible: 1, Degraded: 2, Warning: 3}
 
 // Worse compares severities: negative if a is worse than b.
@@ -50,8 +50,8 @@ func Found(severity Severity, reason, message string, kind, name string) Problem
 	return Problem{Severity: severity, Reason: reason, Message: message, Subject: Subject{Kind: kind, Name: name}, Runbook: runbook.URL(reason)}
 }
 
-// Full returns what an operator should know of a pool's room, if that is a problem: of what it may promise, hardly anything or nothing
-// is left. What else is wrong with the pool, and its kind, are there already: where it promises nothing because of that, it is not full.
+// Full returns a problem if hardly any or no room is left in a pool. Its Kind and its other problems have to be set before: if it offers no room because of one
+// of these (stops), it is not full.
 func (p *Pool) Full() (Problem, bool) {
 	if p.Total <= 0 || slices.ContainsFunc(p.Problems, p.stops) {
 		return Problem{}, false
@@ -67,17 +67,17 @@ func (p *Pool) Full() (Problem, bool) {
 	return Problem{}, false
 }
 
-// stops reports whether a problem of the pool is why it promises nothing, however much of it is left: the pool cannot be used, a disk of its
-// group is missing, or the blocks of its thin pool are taken.
+// stops reports whether a problem is why the pool offers no room, whatever its figures are: the pool cannot be used, a disk of its group is missing, or the
+// blocks of its thin pool are taken.
 func (p *Pool) stops(because Problem) bool {
 	return Worse(because.Severity, Degraded) < 0 || because.Reason == "DeviceMissing" || because.Reason == PoolNearlyFull && p.Kind == "lvmthin"
 }
 
-// PoolName is what a pool is called among those of all nodes: the name of its object in a cluster, and of the subject of its problems.
+// PoolName returns NODE.POOL: the name of a pool among those of all nodes, of its object, and of the subject of its problems.
 func PoolName(node, pool string) string { return node + "." + pool }
 
-// Finish sorts everything, gathers the problems of all nodes, pools, volumes and snapshots, and counts what is in each pool.
-// Whoever makes an overview calls it last.
+// Finish sorts everything, gathers the problems of all nodes, pools, volumes and snapshots, and counts what is in each pool. It is called last when an overview
+// is made.
 func (o *Overview) Finish() {
 	o.Problems = []Problem{}
 	o.count()
@@ -110,14 +110,14 @@ func (o *Overview) Finish() {
 	o.Nodes, o.Volumes, o.Snapshots = list(o.Nodes), list(o.Volumes), list(o.Snapshots)
 }
 
-// gather adds problems to those of everything, and returns them with the worst first.
+// gather adds problems to o.Problems, and returns them with the worst first.
 func (o *Overview) gather(problems []Problem) []Problem {
 	sortWorst(problems)
 	o.Problems = append(o.Problems, problems...)
 	return list(problems)
 }
 
-// sortWorst puts the worst first, and leaves what is equally bad as it is.
+// sortWorst sorts problems, the worst first; equally bad ones keep their order.
 func sortWorst(problems []Problem) {
 	slices.SortStableFunc(problems, func(a, b Problem) int { return Worse(a.Severity, b.Severity) })
 }
@@ -141,7 +141,7 @@ func (o *Overview) count() {
 	}
 }
 
-// list is a list that is never nil.
+// list returns an empty list for nil.
 func list[T any](all []T) []T {
 	if all == nil {
 		return []T{}

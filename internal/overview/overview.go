@@ -1,5 +1,5 @@
-// Package overview is what there is, and what is wrong with it: nodes, their pools, volumes and snapshots, as an operator
-// wants to see them. The page, the commands and the plugin of kubectl show it; none of them finds out anything by itself.
+// Package overview describes nodes, their pools, volumes and snapshots, and their problems, as operators see them. The page, the commands of driver and the
+// plugin of kubectl show it; they find out nothing else.
 package overview
 
 import (
@@ -7,27 +7,27 @@ import (
 	"time"
 )
 
-// Overview is everything at one moment. All sizes are bytes; all times are UTC. Lists are never nil, and sorted: problems
-// by severity (the worst first), then by what they are about; everything else by node, pool and name.
+// Overview is everything at one time. All sizes are in bytes, all times in UTC. Lists are never nil, and sorted: problems by severity (the worst first), then
+// by subject; everything else by node, pool and name (Finish).
 type Overview struct {
 	Taken   time.Time `json:"taken"`
-	Cluster bool      `json:"cluster"` // of a cluster; else of one machine
-	Driver  string    `json:"driver"`  // its name
-	Version string    `json:"version"` // of what made this
-	// Missing says what is left out, and why: "pods: ..." of what the user may not list, say.
+	Cluster bool      `json:"cluster"` // true: of a cluster; false: of one machine
+	Driver  string    `json:"driver"`  // name of the driver
+	Version string    `json:"version"` // of the program that made this
+	// Missing says what is left out, and why, as "pods: ..." if the user may not list pods.
 	Missing []string `json:"missing,omitempty"`
-	// Blind: nodes or agents could not be looked at, or not now. That nothing is said of them is then no proof that they are well.
+	// Blind: the state of nodes or agents could not be read, or not fully. Then that no problem of them is listed does not mean that there is none.
 	Blind bool `json:"blind,omitempty"`
 
 	Problems  []Problem  `json:"problems"` // of everything below
 	Nodes     []Node     `json:"nodes"`
 	Volumes   []Volume   `json:"volumes"`
 	Snapshots []Snapshot `json:"snapshots"`
-	Classes   []Class    `json:"classes,omitempty"` // StorageClasses of the driver; of a cluster only
-	Uses      []Use      `json:"uses,omitempty"`    // of one machine only; each volume once
+	Classes   []Class    `json:"classes,omitempty"` // StorageClasses of the driver; only of a cluster
+	Uses      []Use      `json:"uses,omitempty"`    // only of one machine; each volume once
 }
 
-// Use is a volume that a machine uses, and whose bytes are not in a pool of that alone: another node has it, or several have.
+// Use is a volume that a machine uses and whose bytes are not in its own pools alone: it is on another node, or on several.
 type Use struct {
 	Key     string   `json:"key"` // the last part of its ID
 	Devices []string `json:"devices,omitempty"`
@@ -38,24 +38,24 @@ type Use struct {
 type Class struct {
 	Name string `json:"name"`
 	Pool string `json:"pool,omitempty"` // a set of pools (poolset.Set); empty: each node's default one
-	// Nodes are those that its allowedTopologies name, and with access=any those of them that are in a network; nil: all will do.
+	// Nodes are the nodes that its allowedTopologies allow, with access=any without those that are in no network; nil: all nodes.
 	Nodes []string `json:"nodes"`
-	// Replicas that each volume has; 0: it has no others.
+	// Replicas is how many replicas each volume has; 0: its bytes are on one node.
 	Replicas int `json:"replicas,omitempty"`
-	// Sites are where replicas are apart, by node; only with replicas. Nodes that may get none are not there.
+	// Sites are the sites of nodes, by their names; only with replicas. Nodes that can have no replica are left out.
 	Sites map[string]Site `json:"sites,omitempty"`
 }
 
-// Site is where a replica is, beside which no other one of the volume may be: all of them are in one network.
+// Site is where a replica can be. All replicas of a volume are in one network, and no two in one site.
 type Site struct {
 	Network string `json:"network"`
-	Name    string `json:"name"` // a node, or what the label of nodes says that keeps them apart
+	Name    string `json:"name"` // a node, or the value of the label that keeps replicas apart
 }
 
-// Allows reports whether the volumes of a class may be on a node.
+// Allows reports whether volumes of the class may be on a node.
 func (c *Class) Allows(node string) bool { return c.Nodes == nil || slices.Contains(c.Nodes, node) }
 
-// Problem is something wrong that somebody should do something about.
+// Problem is something that is wrong and that a person should act on.
 type Problem struct {
 	Severity Severity `json:"severity"`
 	Reason   string   `json:"reason"`  // one CamelCase word
@@ -67,8 +67,7 @@ type Problem struct {
 // Severity of a problem.
 type Severity string
 
-// The severities, from the worst. The first three are those of CSI (VolumeHealth); Warning is what will become one of them
-// if nobody does anything.
+// The severities, the worst first. The first three are those of CSI (VolumeHealth). Warning is for what becomes worse if nobody acts.
 const (
 	DataLoss     Severity = "DataLoss"
 	Inaccessible Severity = "Inaccessible"
@@ -76,22 +75,22 @@ const (
 	Warning      Severity = "Warning"
 )
 
-// Subject is what a problem is of.
+// Subject is what a problem is about.
 type Subject struct {
 	Kind string `json:"kind"` // Node, Pool, Volume or Snapshot
 	Name string `json:"name"` // of a pool NODE.POOL, of a volume or snapshot its ID
 }
 
-// Ref names an object of Kubernetes that has a namespace.
+// Ref names a namespaced object of Kubernetes.
 type Ref struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 }
 
-// Node is a node that has pools, or had them.
+// Node is a node that has pools, or had some.
 type Node struct {
 	Name     string    `json:"name"`
-	Ready    bool      `json:"ready"` // the node's driver answers, as far as one knows
+	Ready    bool      `json:"ready"` // the driver of the node answers, as far as is known
 	Problems []Problem `json:"problems"`
 	Pools    []Pool    `json:"pools"`
 }
@@ -104,25 +103,25 @@ type Pool struct {
 	Default bool   `json:"default"`
 	UUID    string `json:"uuid,omitempty"`
 
-	Total     int64 `json:"total"`     // what it may promise in all
-	Promised  int64 `json:"promised"`  // the sizes of its volumes and snapshots
-	Available int64 `json:"available"` // what it may still promise
-	Used      int64 `json:"used"`      // what its volumes and snapshots take of the disk; 0 if that is not known
-	MaxVolume int64 `json:"maxVolume"` // the largest volume that could be made now
+	Total     int64 `json:"total"`     // size of all volumes and snapshots that it may have
+	Promised  int64 `json:"promised"`  // size of those that it has
+	Available int64 `json:"available"` // size of those that it may have besides
+	Used      int64 `json:"used"`      // bytes of the disk that these take; 0: not known
+	MaxVolume int64 `json:"maxVolume"` // size of the largest volume that can be made now
 
 	Volumes    int       `json:"volumes"`
 	Snapshots  int       `json:"snapshots"`
 	Problems   []Problem `json:"problems"`
-	Strays     []Stray   `json:"strays"`     // what it keeps that no object is for: the first hundred
-	StrayCount int       `json:"strayCount"` // how many there are in all
+	Strays     []Stray   `json:"strays"`     // volumes and snapshots without an object; the first hundred
+	StrayCount int       `json:"strayCount"` // how many there are
 }
 
-// Stray is a volume or a snapshot that no object is for.
+// Stray is a volume or snapshot in a pool that has no object.
 type Stray struct {
 	ID   string `json:"id"`
 	Name string `json:"name,omitempty"`
 	Size int64  `json:"size"`
-	// Claim and PersistentVolume that it was made for, if its record says.
+	// Claim and PersistentVolume are those that it was made for, if its record has them.
 	Claim            *Ref   `json:"claim,omitempty"`
 	PersistentVolume string `json:"persistentVolume,omitempty"`
 }
@@ -132,41 +131,41 @@ type State string
 
 // The states.
 const (
-	Making   State = "Making" // it is being made: copied, zeroed
+	Making   State = "Making" // it is being made, copied or zeroed
 	Ready    State = "Ready"
 	Deleting State = "Deleting"
-	Failed   State = "Failed" // what was asked for last was refused; see Failure
+	Failed   State = "Failed" // the last change was refused; see Failure
 	Lost     State = "Lost"   // its bytes are missing
 )
 
 // Volume is a volume.
 type Volume struct {
 	ID   string `json:"id"`
-	Name string `json:"name"` // the CSI name
+	Name string `json:"name"` // its CSI name
 	Node string `json:"node"`
 	Pool string `json:"pool"`
 
 	Size       int64     `json:"size"`
-	Used       *int64    `json:"used,omitempty"`       // what it takes of the pool; nil: not known
+	Used       *int64    `json:"used,omitempty"`       // bytes that it takes of the pool; nil: not known
 	Filesystem string    `json:"filesystem,omitempty"` // empty: a raw block device
-	Encryption string    `json:"encryption,omitempty"` // of what the pool keeps; empty: it is not encrypted
+	Encryption string    `json:"encryption,omitempty"` // scheme of its bytes in the pool; empty: not encrypted
 	Thin       bool      `json:"thin,omitempty"`
 	Created    time.Time `json:"created"`
 
 	Claim            *Ref   `json:"claim,omitempty"` // the PersistentVolumeClaim that it was made for
 	PersistentVolume string `json:"persistentVolume,omitempty"`
-	Pods             []Ref  `json:"pods,omitempty"`      // that use it
-	Published        string `json:"published,omitempty"` // the node that may use it
-	Source           string `json:"source,omitempty"`    // the ID of what it was copied from
-	// Settings are the mutable parameters that are in force: limits, and what its device is set to.
+	Pods             []Ref  `json:"pods,omitempty"`      // the pods that use it
+	Published        string `json:"published,omitempty"` // the node that it is published to
+	Source           string `json:"source,omitempty"`    // ID of the volume or snapshot that it was copied from
+	// Settings are the mutable parameters in force: limits, and settings of its device.
 	Settings map[string]string `json:"settings,omitempty"`
 
-	// Awaits is what was asked for and the volume is to have, and what that waits for, for people: replicas.
+	// Awaits says, for people, which replicas it is to get, and what that waits for; empty: none.
 	Awaits string `json:"awaits,omitempty"`
-	// Replicas: its bytes are on several nodes, and Node and Pool are those of one that has all of them; nil: they are on that node alone.
+	// Replicas is set if its bytes are on several nodes; then Node and Pool are those of a replica that has all of them.
 	Replicas *Replicas `json:"replicas,omitempty"`
 
-	// Devices of it, and where they are mounted or bound; only its own machine knows.
+	// Devices of the volume, and where they are mounted or bound. Only its own machine knows them.
 	Devices []string `json:"devices,omitempty"`
 	Mounts  []string `json:"mounts,omitempty"`
 

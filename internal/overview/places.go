@@ -2,10 +2,10 @@ package overview
 
 import "slices"
 
-// Places are what is wrong with nodes and pools, by which of them it is.
+// Places are the problems of nodes and pools, by subject.
 type Places map[Subject][]Problem
 
-// Places returns what is wrong with all nodes and pools of a finished overview.
+// Places returns the problems of all nodes and pools. The overview has to be finished.
 func (o *Overview) Places() Places {
 	places := Places{}
 	for _, p := range o.Problems {
@@ -16,8 +16,8 @@ func (o *Overview) Places() Places {
 	return places
 }
 
-// Around returns what is wrong with a node and one of its pools so that all that is there suffers, the worst first: it cannot be reached
-// (Inaccessible or worse), or nobody hears of it (AgentSilent). A pool that is nearly full, say, is well for the volumes that it has.
+// Around returns the problems of a node and one of its pools that affect all that is there, the worst first: those that make it unreachable (Inaccessible or
+// worse), and AgentSilent. Others, as of a pool that is nearly full, do not affect the volumes in it.
 func (p Places) Around(node, pool string) []Problem {
 	var all []Problem
 	for _, of := range []Subject{{KindPool, PoolName(node, pool)}, {KindNode, node}} {
@@ -31,7 +31,7 @@ func (p Places) Around(node, pool string) []Problem {
 	return all
 }
 
-// around is Around of a volume: of one with replicas it is none of its problems, as long as there is one which has all that was written and around which all is well.
+// around is Around for a volume. A volume with replicas has none as long as one current leg has none.
 func (p Places) around(v *Volume) (all []Problem) {
 	if v.Replicas == nil {
 		return p.Around(v.Node, v.Pool)
@@ -54,8 +54,7 @@ func (p Places) around(v *Volume) (all []Problem) {
 	return all
 }
 
-// Of returns what is wrong with a volume, the worst first: with itself, and around it. What is around it is no problem of its own: it is
-// one of Overview.Problems already, as its subject says.
+// Of returns the problems of a volume, and those around it, the worst first. The latter are in Overview.Problems once, with the pool or node as their subject.
 func (p Places) Of(v *Volume) []Problem {
 	around := p.around(v)
 	if len(around) == 0 {

@@ -6,47 +6,47 @@ import (
 	"time"
 )
 
-// Replicas are the copies of a volume whose bytes are on several nodes (docs/replication.md).
+// Replicas describes a volume whose bytes are on several nodes (docs/replication.md).
 type Replicas struct {
-	Wanted  int    `json:"wanted"`          // how many there are to be
-	Current int    `json:"current"`         // how many have all that was written
-	Lacks   string `json:"lacks,omitempty"` // why there are fewer than there are to be, as no node can have another one
-	Legs    []Leg  `json:"legs"`            // in the order in which they were made
+	Wanted  int    `json:"wanted"`          // how many legs it is to have
+	Current int    `json:"current"`         // how many legs have all that was written
+	Lacks   string `json:"lacks,omitempty"` // why it has fewer than it is to have: no node can have a further one
+	Legs    []Leg  `json:"legs"`            // oldest first
 }
 
-// Leg is one of these copies: a volume of its own, which is not among Overview.Volumes.
+// Leg is one replica: a volume of its own, which is not in Overview.Volumes.
 type Leg struct {
 	ID    string   `json:"id"`
-	Node  string   `json:"node,omitempty"` // empty: it is not made anywhere yet
+	Node  string   `json:"node,omitempty"` // empty: no node is chosen yet
 	Pool  string   `json:"pool,omitempty"`
-	Used  *int64   `json:"used,omitempty"` // what it takes of the pool; nil: not known
+	Used  *int64   `json:"used,omitempty"` // bytes that it takes of the pool; nil: not known
 	State LegState `json:"state"`
-	// Message says why it is not current, and what is waited for.
+	// Message says why it is not current, and what it waits for.
 	Message  string     `json:"message,omitempty"`
-	Since    *time.Time `json:"since,omitempty"` // when it was current last; nil: not known
+	Since    *time.Time `json:"since,omitempty"` // when it was last current; nil: not known
 	Progress *Progress  `json:"progress,omitempty"`
 }
 
-// LegState is how a leg is.
+// LegState is the state of a leg.
 type LegState string
 
 // The states of a leg.
 const (
 	LegCurrent LegState = "Current" // it has all that was written
-	LegJoining LegState = "Joining" // what it lacks is being copied to it
-	LegWaiting LegState = "Waiting" // it is not used now
+	LegJoining LegState = "Joining" // what it lacks is copied to it
+	LegWaiting LegState = "Waiting" // its volume does not use it now
 	LegMaking  LegState = "Making"  // it is being made
-	LegLeaving LegState = "Leaving" // the volume does without it
-	LegLost    LegState = "Lost"    // its bytes, or its object, are missing
+	LegLeaving LegState = "Leaving" // the volume is done with it
+	LegLost    LegState = "Lost"    // its bytes or its object are missing
 )
 
-// String is how many are current of those that there are to be.
+// String returns CURRENT/WANTED.
 func (r *Replicas) String() string { return fmt.Sprintf("%d/%d", r.Current, r.Wanted) }
 
 // Place is a pool of a node.
 type Place struct{ Node, Pool string }
 
-// Places are where the bytes of the volume are; one, but of a volume with replicas.
+// Places returns where the bytes of the volume are: in one pool, or with replicas in several.
 func (v *Volume) Places() []Place {
 	if v.Replicas == nil {
 		return []Place{{v.Node, v.Pool}}
@@ -60,7 +60,7 @@ func (v *Volume) Places() []Place {
 	return all
 }
 
-// On are the nodes that have the volume's bytes.
+// On returns the nodes that have bytes of the volume.
 func (v *Volume) On() (nodes []string) {
 	for _, p := range v.Places() {
 		if !slices.Contains(nodes, p.Node) {
@@ -70,7 +70,7 @@ func (v *Volume) On() (nodes []string) {
 	return nodes
 }
 
-// In are the names of the pools that have them.
+// In returns the names of the pools that have bytes of the volume.
 func (v *Volume) In() (pools []string) {
 	for _, p := range v.Places() {
 		if !slices.Contains(pools, p.Pool) {
@@ -80,7 +80,7 @@ func (v *Volume) In() (pools []string) {
 	return pools
 }
 
-// Is reports whether its bytes, or some of its replicas, are in a pool of a name on a node; empty: any.
+// Is reports whether bytes of the volume are in a pool with a name on a node. An empty node or pool stands for any.
 func (v *Volume) Is(node, pool string) bool {
 	return slices.ContainsFunc(v.Places(), func(p Place) bool { return (node == "" || p.Node == node) && (pool == "" || p.Pool == pool) })
 }

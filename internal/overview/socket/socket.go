@@ -1,5 +1,5 @@
-// Package socket asks a running driver for its overview, over the unix socket that it serves CSI on: its pools are its own, and nobody
-// else can look into them. The service is this project's, and no part of CSI.
+// Package socket gets the overview of a running driver, over the unix socket on which it serves CSI: no other process can look into its pools. The service is
+// this project's own, and no part of CSI.
 package socket
 
 import (
@@ -25,7 +25,7 @@ const (
 	method  = "Get"
 )
 
-// handler is what gRPC wants a service to be.
+// handler is the interface that gRPC asks of a service.
 type handler interface {
 	get(ctx context.Context) (*wrapperspb.BytesValue, error)
 }
@@ -39,7 +39,7 @@ func (s Source) get(ctx context.Context) (*wrapperspb.BytesValue, error) {
 	return wrapperspb.Bytes(text), err
 }
 
-// description is a service of one call, without a request: the answer is the overview as JSON, which has a contract already.
+// description is a service with one call, Get, which has no request. The answer is the overview as JSON.
 var description = grpc.ServiceDesc{ServiceName: service, HandlerType: (*handler)(nil), Methods: []grpc.MethodDesc{{MethodName: method,
 	Handler: func(server any, ctx context.Context, decode func(any) error, intercept grpc.UnaryServerInterceptor) (any, error) {
 		request := &emptypb.Empty{}
@@ -53,12 +53,12 @@ var description = grpc.ServiceDesc{ServiceName: service, HandlerType: (*handler)
 		return intercept(ctx, request, &grpc.UnaryServerInfo{Server: server, FullMethod: "/" + service + "/" + method}, serve)
 	}}}}
 
-// Register has a server answer with the overviews of a source.
+// Register serves the overviews of a source.
 func Register(server grpc.ServiceRegistrar, source Source) {
 	server.RegisterService(&description, source)
 }
 
-// Ask returns the overview of the driver that serves on the socket at a path.
+// Ask returns the overview of the driver that serves on the socket at a path. It fails if none answers.
 func Ask(ctx context.Context, path string) (*overview.Overview, error) {
 	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
