@@ -1,4 +1,4 @@
-// Package btrfs asks a btrfs which one it is, and finds what the kernel tells of it in sysfs.
+// Package btrfs identifies a btrfs, and finds its devices in sysfs.
 package btrfs
 
 import (
@@ -16,14 +16,14 @@ import (
 // Identity is the UUID of a filesystem.
 type Identity [16]byte
 
-// Info is what a btrfs says of itself.
+// Info is what a btrfs reports of itself.
 type Info struct {
 	MaxID    uint64 // the largest ID of a device
-	Devices  uint64 // how many there are
+	Devices  uint64 // number of devices
 	Identity Identity
 }
 
-// Ask asks the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_FS_INFO).
+// Ask returns the Info of the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_FS_INFO).
 func Ask(f *os.File) (Info, error) {
 	const fsInfo = 0x8400941f
 	var all struct {
@@ -36,8 +36,8 @@ func Ask(f *os.File) (Info, error) {
 	return all.Info, nil
 }
 
-// Commit ends the transaction of the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_SYNC). Other than syncfs(2) it does not fail
-// for what was written to files before.
+// Commit commits the transaction of the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_SYNC). Unlike syncfs(2) it does not fail for earlier errors of writes
+// to files.
 func Commit(f *os.File) error {
 	const sync = 0x9408
 	if err := ioctl.Pointer(f, sync, nil); err != nil {
@@ -46,12 +46,12 @@ func Commit(f *os.File) error {
 	return nil
 }
 
-// Directory is where the kernel tells of a btrfs that is mounted.
+// Directory returns the directory of a mounted btrfs in sysfs.
 func (id Identity) Directory() string {
 	return fmt.Sprintf("/sys/fs/btrfs/%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
 }
 
-// Devices returns the numbers (makedev(3)) of the devices that the kernel has for it.
+// Devices returns the numbers (makedev(3)) of the devices of a mounted btrfs.
 func (id Identity) Devices() (numbers []uint64, err error) {
 	devices, err := filepath.Glob(id.Directory() + "/devices/*/dev")
 	if err != nil {
@@ -61,7 +61,7 @@ func (id Identity) Devices() (numbers []uint64, err error) {
 		var major, minor uint32
 		number, err := os.ReadFile(device)
 		if err != nil {
-			continue // it was taken away
+			continue // removed meanwhile
 		}
 		if _, err := fmt.Sscanf(string(number), "%d:%d", &major, &minor); err == nil {
 			numbers = append(numbers, unix.Mkdev(major, minor))

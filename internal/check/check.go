@@ -1,4 +1,4 @@
-// Package check has what tests make sure of all the time.
+// Package check has checks that many tests make.
 package check
 
 import (
@@ -12,7 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 )
 
-// OK ends the test with an error.
+// OK ends the test if there is an error.
 func OK(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
@@ -20,7 +20,7 @@ func OK(t testing.TB, err error) {
 	}
 }
 
-// Code makes sure that a call ended with a code, and with a message that has all the words.
+// Code ends the test unless a call has failed with a code, and with a message that has all the words.
 func Code(t testing.TB, err error, code codes.Code, words ...string) {
 	t.Helper()
 	if status.Code(err) != code {
@@ -33,7 +33,7 @@ func Code(t testing.TB, err error, code codes.Code, words ...string) {
 	}
 }
 
-// Locked has keys for the test alone, as soon as those have given them back who had them. It returns what gives them back in turn.
+// Locked locks keys for the test alone, as soon as they are free. unlock unlocks them.
 func Locked(t testing.TB, locks *keylock.Table, keys ...string) (unlock func()) {
 	t.Helper()
 	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {

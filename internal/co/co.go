@@ -1,4 +1,4 @@
-// Package co stands where a container orchestrator (CO) stands: it calls a driver, and takes volumes through their lives.
+// Package co acts as a container orchestrator (CO): it calls a driver, and takes volumes through their lives. It is for tests and the demo.
 package co
 
 import (
@@ -23,16 +23,16 @@ type Client struct {
 	csi.SnapshotMetadataClient
 	csi.NodeClient
 
-	Node string // name of the node that volumes are claimed for
-	Dir  string // an existing directory, for staging paths and targets
+	Node string // the node that volumes are claimed for
+	Dir  string // an existing directory for staging paths and targets
 
 	conn grpc.ClientConnInterface
 }
 
-// Dial connects to a driver, which may start later, and end and start again. The connection is to be closed.
+// Dial connects to a driver, which may start later, and end and start again. The caller closes the connection.
 func Dial(socket string) (*grpc.ClientConn, error) {
 	return grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: 20 * time.Second, // of a machine with other things to do
+		grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: 20 * time.Second, // a busy machine may take long
 			Backoff: backoff.Config{BaseDelay: 2 * time.Millisecond, Multiplier: 1.5, MaxDelay: 20 * time.Millisecond}}))
 }
 
@@ -42,7 +42,7 @@ func New(conn grpc.ClientConnInterface, node, dir string) *Client {
 		SnapshotMetadataClient: csi.NewSnapshotMetadataClient(conn), NodeClient: csi.NewNodeClient(conn), Node: node, Dir: dir, conn: conn}
 }
 
-// Patient returns a client that makes each call until it is through (Again), streams excepted.
+// Patient returns a client that repeats each call as Again does, but for streams.
 func (c *Client) Patient() *Client { return New(patient{c.conn}, c.Node, c.Dir) }
 
 type patient struct{ grpc.ClientConnInterface }
@@ -51,8 +51,8 @@ func (p patient) Invoke(ctx context.Context, method string, request, response an
 	return Again(ctx, func() error { return p.ClientConnInterface.Invoke(ctx, method, request, response, options...) })
 }
 
-// Again makes a call as a sidecar or the kubelet does: while the answer says that the work
-// may still be going on, or that a call before it is not through, it calls again, until the context ends.
+// Again repeats a call as a sidecar or the kubelet does: while the answer says that the work may still be going on, or that another operation on the object is.
+// It stops when the context ends.
 func Again(ctx context.Context, call func() error) error {
 	for {
 		err := call()
@@ -69,7 +69,7 @@ func Again(ctx context.Context, call func() error) error {
 	}
 }
 
-// InTurn makes calls one after the other, up to the first error.
+// InTurn calls functions one after the other, until one fails.
 func InTurn(calls ...func() error) error {
 	for _, call := range calls {
 		if err := call(); err != nil {
@@ -79,16 +79,16 @@ func InTurn(calls ...func() error) error {
 	return nil
 }
 
-// Access modes that most volumes here are for.
+// Access modes of most volumes here.
 const (
 	Writer      = csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER
 	MultiWriter = csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER
 )
 
-// Block in place of a filesystem's name is block access.
+// Block stands for block access, in place of the name of a filesystem.
 const Block = "block"
 
-// Capability is that of a volume with a filesystem, or of Block.
+// Capability returns the capability of a volume with a filesystem, or of Block.
 func Capability(filesystem string, mode csi.VolumeCapability_AccessMode_Mode) *csi.VolumeCapability {
 	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: mode}}
 	if filesystem == Block {
@@ -99,20 +99,20 @@ func Capability(filesystem string, mode csi.VolumeCapability_AccessMode_Mode) *c
 	return c
 }
 
-// Request asks for a volume of a size (bytes) with a filesystem, or of Block, which several pods of a node may write.
+// Request returns a request for a volume of size bytes, with a filesystem or of Block, that several pods of a node may write.
 func Request(name, filesystem string, size int64) *csi.CreateVolumeRequest {
 	return &csi.CreateVolumeRequest{Name: name, CapacityRange: &csi.CapacityRange{RequiredBytes: size},
 		VolumeCapabilities: []*csi.VolumeCapability{Capability(filesystem, MultiWriter)}}
 }
 
-// FromSnapshot makes a request one for a volume with the content of a snapshot.
+// FromSnapshot makes a request ask for a volume with the content of a snapshot.
 func FromSnapshot(r *csi.CreateVolumeRequest, id string) *csi.CreateVolumeRequest {
 	r.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
 		Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}}}
 	return r
 }
 
-// FromVolume makes a request one for a clone of a volume.
+// FromVolume makes a request ask for a clone of a volume.
 func FromVolume(r *csi.CreateVolumeRequest, id string) *csi.CreateVolumeRequest {
 	r.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
 		Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: id}}}
@@ -130,12 +130,12 @@ func (c *Client) Create(ctx context.Context, r *csi.CreateVolumeRequest) (*Volum
 	return v, nil
 }
 
-// Volume is one that is there already, or will be. Its name tells its paths from those of others.
+// Volume returns a volume that exists, or will. Its paths are named by name.
 func (c *Client) Volume(id, name string, capability *csi.VolumeCapability) *Volume {
 	return &Volume{Client: c, ID: id, Name: name, Capability: capability, Staging: filepath.Join(c.Dir, "stage", name)}
 }
 
-// Inline is an inline ephemeral volume, as a pod asks for it by attributes.
+// Inline returns an inline ephemeral volume, as a pod asks for it with attributes.
 func (c *Client) Inline(id string, capability *csi.VolumeCapability, attributes map[string]string) *Volume {
 	v := &Volume{Client: c, ID: id, Name: id, Capability: capability, Attributes: map[string]string{"csi.storage.k8s.io/ephemeral": "true"}}
 	for key, value := range attributes {
@@ -150,7 +150,7 @@ func (c *Client) RemoveSnapshot(ctx context.Context, id string) error {
 	return err
 }
 
-// Group cuts volumes at one moment. It makes sure that the snapshots are ready, one of each.
+// Group makes snapshots of volumes at one point in time. It fails unless they are ready, one for each volume.
 func (c *Client) Group(ctx context.Context, name string, volumes ...string) (*csi.VolumeGroupSnapshot, error) {
 	response, err := c.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: name, SourceVolumeIds: volumes})
 	group := response.GetGroupSnapshot()
@@ -160,7 +160,7 @@ func (c *Client) Group(ctx context.Context, name string, volumes ...string) (*cs
 	return group, err
 }
 
-// RemoveGroup deletes a group snapshot; members are its snapshots, if the caller knows them.
+// RemoveGroup deletes a group snapshot. members are its snapshots, if the caller knows them.
 func (c *Client) RemoveGroup(ctx context.Context, id string, members ...*csi.Snapshot) error {
 	r := &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: id}
 	for _, member := range members {

@@ -11,33 +11,33 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 )
 
-// Volume is a volume, and how it is used. Each method makes one call; Up and Down make several.
+// Volume is a volume and how it is used. Each method makes one call; Up and Down make several.
 type Volume struct {
 	*Client
 	ID, Name   string
 	Capability *csi.VolumeCapability
-	Size       int64 // bytes, as Create was answered
-	// Staging is its staging path; an inline ephemeral volume has none.
+	Size       int64 // bytes, by the answer to Create
+	// Staging is its staging path; empty for an inline ephemeral volume.
 	Staging string
-	// Attributes of an inline ephemeral volume; of others none.
+	// Attributes are those of an inline ephemeral volume.
 	Attributes map[string]string
-	// Secrets are what the calls bring that stage the volume, publish it if it is ephemeral, and grow it on the node.
+	// Secrets are sent with the calls that stage the volume, publish it if it is ephemeral, and expand it on the node.
 	Secrets map[string]string
-	// PublishContext is what Claim was answered.
+	// PublishContext is from the answer to Claim.
 	PublishContext map[string]string
 }
 
-// Block reports whether it is used as a raw device.
+// Block reports whether the volume is used as a raw device.
 func (v *Volume) Block() bool { return v.Capability.GetBlock() != nil }
 
-// Target is the path at which a pod has the volume; the directory that it is in is made.
+// Target returns the path at which a pod gets the volume. Its parent directory is made.
 func (v *Volume) Target(pod string) string {
 	target := filepath.Join(v.Dir, pod, v.Name)
-	_ = os.MkdirAll(filepath.Dir(target), 0o750) // without it, the driver says so
+	_ = os.MkdirAll(filepath.Dir(target), 0o750) // if that fails, the driver fails too
 	return target
 }
 
-// File is the volume's bytes, or a file in its filesystem, where it is published.
+// File returns the path of the device, or of a file in the filesystem, at a target.
 func (v *Volume) File(target string) string {
 	if v.Block() {
 		return target
@@ -45,7 +45,7 @@ func (v *Volume) File(target string) string {
 	return filepath.Join(target, "data")
 }
 
-// Claim has the driver give the volume to the node.
+// Claim publishes the volume to the node (ControllerPublishVolume).
 func (v *Volume) Claim(ctx context.Context) error {
 	response, err := v.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.ID, NodeId: v.Node, VolumeCapability: v.Capability})
 	v.PublishContext = response.GetPublishContext()
@@ -58,12 +58,12 @@ func (v *Volume) Release(ctx context.Context) error {
 	return err
 }
 
-// StageRequest is what Stage asks for.
+// StageRequest returns the request of Stage.
 func (v *Volume) StageRequest() *csi.NodeStageVolumeRequest {
 	return &csi.NodeStageVolumeRequest{VolumeId: v.ID, StagingTargetPath: v.Staging, VolumeCapability: v.Capability, PublishContext: v.PublishContext, Secrets: v.Secrets}
 }
 
-// Stage makes the staging directory if it is not there, and stages the volume.
+// Stage makes the staging directory if need be, and stages the volume.
 func (v *Volume) Stage(ctx context.Context) error {
 	if err := os.MkdirAll(filepath.Dir(v.Staging), 0o750); err != nil {
 		return err
@@ -81,7 +81,7 @@ func (v *Volume) Unstage(ctx context.Context) error {
 	return err
 }
 
-// PublishRequest is what Publish asks for.
+// PublishRequest returns the request of Publish.
 func (v *Volume) PublishRequest(target string, readOnly bool) *csi.NodePublishVolumeRequest {
 	var secrets map[string]string
 	if v.Staging == "" {
@@ -91,7 +91,7 @@ func (v *Volume) PublishRequest(target string, readOnly bool) *csi.NodePublishVo
 		PublishContext: v.PublishContext, VolumeContext: v.Attributes, Readonly: readOnly, Secrets: secrets}
 }
 
-// Publish publishes the volume at a target, whose directory has to be there.
+// Publish publishes the volume at a target, whose parent directory has to exist.
 func (v *Volume) Publish(ctx context.Context, target string, readOnly bool) error {
 	_, err := v.NodePublishVolume(ctx, v.PublishRequest(target, readOnly))
 	return err
@@ -103,7 +103,7 @@ func (v *Volume) Unpublish(ctx context.Context, target string) error {
 	return err
 }
 
-// Up claims, stages and publishes the volume, and returns the target, that of a pod named "pod".
+// Up claims, stages and publishes the volume, and returns the target: that of a pod named "pod".
 func (v *Volume) Up(ctx context.Context) (target string, err error) {
 	target = v.Target("pod")
 	return target, InTurn(
@@ -112,7 +112,7 @@ func (v *Volume) Up(ctx context.Context) (target string, err error) {
 		func() error { return v.Publish(ctx, target, false) })
 }
 
-// Down takes the volume from its targets, unstages and releases it. What the driver, and the CO, made for that is gone then.
+// Down unpublishes the volume from targets, unstages and releases it. It fails if a target or something in the staging directory is left.
 func (v *Volume) Down(ctx context.Context, targets ...string) error {
 	for _, target := range targets {
 		if err := v.Unpublish(ctx, target); err != nil {
@@ -125,7 +125,7 @@ func (v *Volume) Down(ctx context.Context, targets ...string) error {
 	if err := v.Unstage(ctx); err != nil {
 		return err
 	}
-	if err := os.Remove(v.Staging); err != nil && !errors.Is(err, fs.ErrNotExist) { // it has to be empty
+	if err := os.Remove(v.Staging); err != nil && !errors.Is(err, fs.ErrNotExist) { // fails if it is not empty
 		return err
 	}
 	return v.Release(ctx)
@@ -137,7 +137,7 @@ func (v *Volume) Delete(ctx context.Context) error {
 	return err
 }
 
-// Expand grows the volume to a size (bytes), which has to be what it has then.
+// Expand expands the volume to size bytes, and checks the answer.
 func (v *Volume) Expand(ctx context.Context, size int64) error {
 	response, err := v.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: v.ID,
 		CapacityRange: &csi.CapacityRange{RequiredBytes: size}, VolumeCapability: v.Capability})
@@ -153,13 +153,13 @@ func (v *Volume) Expand(ctx context.Context, size int64) error {
 	return nil
 }
 
-// NodeExpand grows the filesystem of the volume, which is at a path.
+// NodeExpand expands the volume on the node, where it is at a path.
 func (v *Volume) NodeExpand(ctx context.Context, path string) error {
 	_, err := v.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID, VolumePath: path, StagingTargetPath: v.Staging, VolumeCapability: v.Capability, Secrets: v.Secrets})
 	return err
 }
 
-// Snapshot cuts the volume. The snapshot has to be ready.
+// Snapshot makes a snapshot of the volume. It fails unless that is ready at once.
 func (v *Volume) Snapshot(ctx context.Context, name string) (*csi.Snapshot, error) {
 	response, err := v.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: name, SourceVolumeId: v.ID})
 	if err == nil && !response.GetSnapshot().GetReadyToUse() {

@@ -1,4 +1,4 @@
-// Package command is the one way in which the driver runs other programs.
+// Package command runs other programs. The driver runs them in no other way.
 package command
 
 import (
@@ -17,17 +17,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
-// outputLimit bounds what is kept of each of a program's two outputs, in bytes.
+// outputLimit is how many bytes are kept of each of the two outputs of a program.
 const outputLimit = 64 << 10
 
-// searchPath is where programs are looked for first, and where those that they start
-// look: a driver that was started by hand may have a PATH without the system's tools.
+// searchPath is where programs are searched first, and the PATH of programs that are run: if the driver is started by hand, its own PATH may lack the
+// directories of the system.
 const searchPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// Error says which program failed, how, and what it printed.
+// Error is the failure of a program.
 type Error struct {
 	Argv   []string
-	Code   int // exit status; -1 if it did not exit by itself
+	Code   int // exit status; -1: it did not exit by itself
 	Output string
 	Err    error
 }
@@ -42,17 +42,16 @@ func (e *Error) Error() string {
 
 func (e *Error) Unwrap() error { return e.Err }
 
-// Run runs a program, without a shell, with an empty standard input and the C
-// locale, and returns its standard output and error, at most 64 KiB of each. The program and
-// all that it starts are killed when ctx ends, and when the driver dies. A failure
-// is an *Error; if ctx ended first, it wraps ctx.Err().
+// Run runs a program without a shell, with an empty standard input and the C locale, and returns its standard output and error, up to outputLimit of each. The
+// program, and all that it starts, is killed when ctx ends; the program also when the driver dies. Failures are an *Error, which wraps ctx.Err() if ctx has
+// ended.
 func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error) {
 	return RunWith(ctx, Options{}, argv...)
 }
 
-// Options say what a program has beside its arguments.
+// Options are what a program gets besides its arguments.
 type Options struct {
-	Input []byte   // what it reads from its standard input; it is in no error
+	Input []byte   // its standard input, which is in no error
 	Env   []string // added to its environment
 }
 
@@ -72,7 +71,7 @@ func RunWith(ctx context.Context, o Options, argv ...string) (stdout, stderr str
 	cmd.Stdout, cmd.Stderr = &out, &warnings
 	err = cmd.Run()
 	if errors.Is(err, exec.ErrWaitDelay) {
-		// It ended, and something that it started has its outputs still.
+		// The program has ended, but something that it started has its outputs open.
 		_ = cmd.Cancel()
 	}
 	if err == nil {
@@ -81,7 +80,7 @@ func RunWith(ctx context.Context, o Options, argv ...string) (stdout, stderr str
 	return out.String(), warnings.String(), failed(ctx, argv, err, warnings.String()+" "+out.String())
 }
 
-// failed is the error of a program, which printed something.
+// failed returns the error of a program that has printed something.
 func failed(ctx context.Context, argv []string, err error, printed string) *Error {
 	failure := &Error{Argv: argv, Code: -1, Err: err, Output: strings.Join(strings.Fields(printed), " ")}
 	var exit *exec.ExitError
@@ -94,7 +93,7 @@ func failed(ctx context.Context, argv []string, err error, printed string) *Erro
 	return failure
 }
 
-// observe counts that a program ran.
+// observe counts a run of a program in the metrics.
 func observe(program string, began time.Time, err error) {
 	program = metrics.Program(filepath.Base(program))
 	metrics.CommandSeconds.Observe(time.Since(began), program)
@@ -104,18 +103,17 @@ func observe(program string, began time.Time, err error) {
 	}
 }
 
-// didItsWork reports whether the exit status of a program is not that of a failure: of an e2fsck that repaired something (e2fsck(8)), and
-// of a smartctl that could ask the disk, whatever that said (smartctl(8), RETURN VALUES).
+// didItsWork reports whether an exit status other than 0 is no failure: e2fsck has repaired something (e2fsck(8)), or smartctl could ask the disk, whatever it
+// answered (smartctl(8), RETURN VALUES).
 func didItsWork(program string, code int) bool {
-	const asked = ^0b11 // not: the command line is wrong, the disk does not open
+	const asked = ^0b11 // bits of failures: wrong command line, disk not opened
 	return (program == "e2fsck" && code == 1) || (program == "smartctl" && code > 0 && code&asked == code)
 }
 
-// Find returns where a program is; exec.ErrNotFound if it is nowhere.
+// Find returns the path of a program; exec.ErrNotFound if it is not found.
 func Find(name string) (string, error) { return exec.LookPath(find(name)) }
 
-// find returns where a program is; its name if it is not in searchPath, to be looked
-// for in the driver's own PATH.
+// find returns the path of a program in searchPath, or its name if it is not there: then the driver's own PATH is searched.
 func find(name string) string {
 	if strings.Contains(name, "/") {
 		return name
@@ -129,8 +127,7 @@ func find(name string) string {
 	return name
 }
 
-// limited keeps the first outputLimit bytes and swallows the rest. The buffer is not
-// embedded: with its ReadFrom, io.Copy would go around Write.
+// limited keeps the first outputLimit bytes, and drops the rest. The buffer is not embedded: io.Copy would use its ReadFrom instead of Write.
 type limited struct{ kept bytes.Buffer }
 
 func (l *limited) String() string { return l.kept.String() }

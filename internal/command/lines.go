@@ -12,8 +12,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/trace"
 )
 
-// Lines is Run, of a program that prints much: it calls each with every line of its standard output, which is valid until each
-// returns, and waits for it. If each returns an error, the program is killed, and Lines returns that error.
+// Lines is Run for a program that prints much. It calls each with every line of the standard output; the line is valid until each returns. If each returns an
+// error, the program is killed, and Lines returns that error.
 func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (err error) {
 	ctx, end := trace.Start(ctx, filepath.Base(argv[0]))
 	defer func() { end(err) }()
@@ -52,7 +52,7 @@ func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (e
 	return err
 }
 
-// readLines passes lines on; refused is the error of each.
+// readLines calls each with every line. refused is an error of each, broken one of reading.
 func readLines(from io.Reader, each func(line []byte) error) (refused, broken error) {
 	lines := bufio.NewScanner(from)
 	for lines.Scan() {

@@ -7,12 +7,10 @@ import (
 	"syscall"
 )
 
-// UserNamespace returns a new user namespace, in which there is one user and one group, of the
-// number 1, and so no root of the machine. It lasts for as long as the file is open, and what
-// refers to it. A failure is an *Error: the kernel may not have user namespaces, or be told to
-// make none (sysctl user.max_user_namespaces).
+// UserNamespace returns a new user namespace with one user and one group, both of ID 1, and so without the machine's root. It lasts while the file, or anything
+// that refers to it, is open. Failures are an *Error: the kernel may have no user namespaces, or not allow any (sysctl user.max_user_namespaces).
 func UserNamespace() (*os.File, error) {
-	argv := []string{"cat"} // which waits for the end of its input
+	argv := []string{"cat"} // waits for the end of its input
 	cmd := exec.Command(find(argv[0]))
 	cmd.Env = []string{"LC_ALL=C", "PATH=" + searchPath}
 	one := []syscall.SysProcIDMap{{ContainerID: 1, HostID: 1, Size: 1}}

@@ -13,18 +13,16 @@ import (
 	"time"
 )
 
-// answerLimit bounds one answer of a session, in bytes.
+// answerLimit is how many bytes one answer of a session may have.
 const answerLimit = 64 << 20
 
-// sessionGrace is how long a program has to end by itself when its session is over.
+// sessionGrace is how long the program may take to end by itself when its session is closed.
 const sessionGrace = 3 * time.Second
 
-// Session is a program that reads requests from its standard input, a line each, and
-// writes its answers to file descriptor AnswerFD. It is for programs that are asked
-// often and take long to start. One request at a time.
+// Session is a program that reads requests from its standard input, one per line, and writes answers to file descriptor AnswerFD. It is for programs that are
+// asked often and start slowly. It takes one request at a time.
 //
-// The program is told to end (SIGTERM) when the driver dies, and sees the end of its
-// input: unlike SIGKILL, that lets it finish what must not be cut short.
+// When the driver dies, the program gets SIGTERM and the end of its input, and not SIGKILL, so that it can finish what must not be cut short.
 type Session struct {
 	argv    []string
 	cmd     *exec.Cmd
@@ -34,10 +32,10 @@ type Session struct {
 	ended   chan struct{}
 }
 
-// AnswerFD is where the program of a Session writes its answers.
+// AnswerFD is the file descriptor for answers.
 const AnswerFD = 3
 
-// Start starts the program of a session; env is added to the environment of Run.
+// Start starts the program of a session. env is added to the environment that Run gives.
 func Start(env []string, argv ...string) (*Session, error) {
 	s := &Session{argv: argv, ended: make(chan struct{})}
 	s.cmd = exec.Command(find(argv[0]), argv[1:]...)
@@ -59,7 +57,7 @@ func Start(env []string, argv ...string) (*Session, error) {
 		return nil, s.failed(err)
 	}
 	go func() {
-		_ = s.cmd.Wait() // how it ended is of no use to anybody
+		_ = s.cmd.Wait() // nobody needs its status
 		close(s.ended)
 	}()
 	return s, nil
@@ -69,9 +67,8 @@ func (s *Session) failed(err error) error {
 	return &Error{Argv: s.argv, Code: -1, Err: err, Output: s.noise.take()}
 }
 
-// Ask sends a request and returns the answer: all up to where complete says that it is
-// one. An error is an *Error; after it, the session is of no use and must be closed. If
-// ctx ended first, it wraps ctx.Err().
+// Ask sends a request and returns the answer: all bytes up to where complete returns true. Errors are an *Error, which wraps ctx.Err() if ctx has ended; after
+// one, the session has to be closed, unless ctx had ended before the request was sent.
 func (s *Session) Ask(ctx context.Context, request string, complete func(answer []byte) bool) ([]byte, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, s.failed(err)
@@ -86,7 +83,7 @@ func (s *Session) Ask(ctx context.Context, request string, complete func(answer 
 		_ = s.answers.SetReadDeadline(time.Unix(1, 0))
 	})
 	defer func() {
-		if !stop() { // it would cut the next question short
+		if !stop() { // the deadline would end the next request
 			<-cut
 		}
 	}()
@@ -113,12 +110,11 @@ func (s *Session) Ask(ctx context.Context, request string, complete func(answer 
 	}
 }
 
-// Close ends the program, and returns when it is gone: it may finish what it is at, and
-// after a few seconds it is killed.
+// Close ends the program by SIGTERM, and after sessionGrace by SIGKILL, and returns when it has ended.
 func (s *Session) Close() {
 	s.input.Close()
 	select {
-	case <-s.ended: // its number may be another's by now
+	case <-s.ended: // another process may have its ID by now
 	default:
 		_ = syscall.Kill(-s.cmd.Process.Pid, syscall.SIGTERM)
 	}
@@ -131,10 +127,10 @@ func (s *Session) Close() {
 	s.answers.Close()
 }
 
-// Noise returns what the program has printed since the last request, beside its answer.
+// Noise returns what the program has printed on its standard output and error since the last request, as one line.
 func (s *Session) Noise() string { return s.noise.take() }
 
-// shared is a limited for two goroutines.
+// shared is a limited for several goroutines.
 type shared struct {
 	mu sync.Mutex
 	limited
@@ -146,7 +142,7 @@ func (s *shared) Write(p []byte) (int, error) {
 	return s.limited.Write(p)
 }
 
-// take returns and forgets what was written, as one line.
+// take returns what was written, as one line, and forgets it.
 func (s *shared) take() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -9,21 +9,21 @@ import (
 	"golang.org/x/net/netutil"
 )
 
-// Limit returns a listener for a server that does not serve yet: of its connections no more than most are open at once, others wait. While that
-// many are open, none is kept for a request that may come: the next one is waiting for its place, and who is cut off may come again.
+// Limit returns a listener for a server that does not serve yet, with at most most connections at once; further ones wait. While there are most, connections
+// without a request are closed, as others wait for their places: their clients may connect again.
 func Limit(server *http.Server, listener net.Listener, most int) net.Listener {
 	server.ConnState = (&crowd{most: most, idle: map[net.Conn]bool{}}).changed
 	return netutil.LimitListener(listener, most)
 }
 
-// crowd are the open connections of a server.
+// crowd has the open connections of a server.
 type crowd struct {
 	most int
 	mu   sync.Mutex
-	idle map[net.Conn]bool // false: it is new, or being answered
+	idle map[net.Conn]bool // false: new, or with a request
 }
 
-// changed is told of each connection by the server (http.Server.ConnState).
+// changed is called by the server at each change of a connection (http.Server.ConnState).
 func (c *crowd) changed(conn net.Conn, to http.ConnState) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -37,7 +37,7 @@ func (c *crowd) changed(conn net.Conn, to http.ConnState) {
 	}
 	for one, idle := range c.idle {
 		if idle {
-			_ = one.Close() // it may be closed already, and the server have yet to see it
+			_ = one.Close() // it may be closed already, before the server has seen that
 		}
 	}
 }

@@ -1,4 +1,4 @@
-// Package doctor is "driver doctor".
+// Package doctor implements "driver doctor".
 package doctor
 
 import (
@@ -30,14 +30,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Pool is a pool that is to be checked.
+// Pool is a pool to check.
 type Pool struct {
 	Name     string
 	Location pools.Location
 }
 
-// Run checks this machine and the places of pools, and prints a line for each thing: ok, warning or failure. An error if there
-// is a failure, or if a line could not be printed. It changes nothing.
+// Run checks this machine and the locations of pools, and prints a line for each thing: ok, warning or failure. It changes nothing. It returns an error if
+// there is a failure, or a line could not be printed.
 func Run(ctx context.Context, to io.Writer, all []Pool) error {
 	x := &examination{ctx: ctx, to: to}
 	x.privileges()
@@ -64,12 +64,12 @@ func Run(ctx context.Context, to io.Writer, all []Pool) error {
 	return cmp.Or(x.unprinted, ctx.Err())
 }
 
-// examination prints what it finds.
+// examination checks, and prints a line for each result.
 type examination struct {
 	ctx       context.Context
 	to        io.Writer
 	failures  int
-	unprinted error // why the first line that could not be printed could not
+	unprinted error // error of the first line that could not be printed
 }
 
 func (x *examination) print(verdict blockdev.Verdict, message string) {
@@ -109,8 +109,7 @@ func (x *examination) privileges() {
 	}
 }
 
-// kernel asks for the newest of the system calls that the driver uses; distributions
-// bring some to older kernels.
+// kernel checks for the newest system call that the driver uses, and not for the version: distributions bring calls to older kernels.
 func (x *examination) kernel() {
 	err := unix.MountSetattr(-1, "", unix.AT_EMPTY_PATH, &unix.MountAttr{})
 	if errors.Is(err, unix.ENOSYS) {
@@ -120,7 +119,7 @@ func (x *examination) kernel() {
 	x.ok("kernel %s: it has mount_setattr (Linux 5.12) and with it LOOP_CONFIGURE (5.8)", machine.KernelRelease())
 }
 
-// deviceMapper: LVM pools say themselves that they need it.
+// deviceMapper reports the device mapper for file pools, which work without it. LVM pools check for it themselves.
 func (x *examination) deviceMapper() {
 	if _, err := dm.Targets(); err == nil {
 		x.ok("device mapper: each volume has a device over its pool's, which keeps pods from the ioctls of what is below, and raw volumes are held still while they are copied")
@@ -129,7 +128,7 @@ func (x *examination) deviceMapper() {
 	}
 }
 
-// limits are of the pods of a kubelet, so a machine that keeps none lacks nothing but them.
+// limits checks for limits of I/O. Without them only volumes with limits are refused, so it is a warning.
 func (x *examination) limits() {
 	if err := cgroup.Supported(); err != nil {
 		x.warning("limits of I/O (readIOPS, writeBandwidth, ...) are refused: %v", err)
@@ -138,7 +137,7 @@ func (x *examination) limits() {
 	x.ok("limits of I/O: the control group of pods has the io controller")
 }
 
-// encryption: a machine without lacks nothing but volumes that are encrypted.
+// encryption checks for LUKS. Without it only encrypted volumes are refused, so it is a warning.
 func (x *examination) encryption() {
 	if err := luks.Available(); err != nil {
 		x.warning("no volume is encrypted here (encryption=luks2): %v", err)
@@ -157,11 +156,11 @@ func (x *examination) encryption() {
 	}
 }
 
-// moduleHelp is where the modules of otherNodes come from. In the driver's container nothing tells which distribution the node has.
+// moduleHelp says how to get the modules of otherNodes. The driver's container does not show which distribution the node has, so it lists all.
 const moduleHelp = "modprobe it; Debian's kernels have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r); Fedora and RHEL: dnf install kernel-modules (or kernel-modules-extra); " +
 	"Talos: nvme-tcp is built in, nvmet-tcp (1.8) a line of machine.kernel.modules; Flatcar: releases since June 2026"
 
-// otherNodes: a machine without lacks nothing but volumes that other nodes can use, or that are other nodes'.
+// otherNodes checks for NVMe over TCP and dm-mirror. Without them only volumes that are used on other nodes than their own are missing, so it is ok.
 func (x *examination) otherNodes() {
 	for _, side := range []struct {
 		what, module, option string
@@ -191,20 +190,20 @@ func (x *examination) otherNodes() {
 	}
 }
 
-// Where the modules and the program for replicas come from.
+// How to get the modules and the program for replicas.
 const (
 	mirrorHelp = "modprobe dm-mirror; Debian's kernels and Talos have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r), if linux-modules has it not; Fedora and RHEL: dnf install kernel-modules"
 	eraHelp    = "modprobe dm-era; Debian's kernels have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r), if linux-modules has it not; Fedora and RHEL: dnf install kernel-modules (or kernel-modules-extra); Talos has none"
 	toolHelp   = "the driver's image has it; else Debian and Ubuntu: apt-get install thin-provisioning-tools; Fedora and RHEL: dnf install device-mapper-persistent-data"
 )
 
-// replicas: a machine without lacks nothing but volumes with replicas, or copies more for them.
+// replicas checks what volumes with replicas need. Without it they cannot be used here, or more is copied, so it is ok.
 func (x *examination) replicas() {
 	_, tool := command.Find("era_invalidate")
 	x.replicated(dm.HasTarget("mirror"), dm.HasTarget("era"), tool)
 }
 
-// replicated says what follows of what is there of the kernel's mirror and era, and of the program that reads what era keeps.
+// replicated reports what the errors mean with which the kernel's mirror and era, and the program that reads what era keeps, were looked for.
 func (x *examination) replicated(mirror, era, tool error) {
 	const use, have = "volumes with replicas that this node uses (replicas=2)", "replicas that this node has (replicas=2)"
 	if mirror != nil {
@@ -222,7 +221,7 @@ func (x *examination) replicated(mirror, era, tool error) {
 	}
 }
 
-// encryptedNetwork: a machine without lacks nothing but --remote-tls.
+// encryptedNetwork checks for --remote-tls. Without it only that is missing, so it is ok.
 func (x *examination) encryptedNetwork() {
 	const what = "TLS for volumes that cross the network (--remote-tls)"
 	if err := cmp.Or(nvmet.TLS(), nvme.TLS()); err != nil {
@@ -288,11 +287,11 @@ func (x *examination) loopDevices() {
 	}
 }
 
-// programs that the driver runs, or its user after damage.
+// programs are those that the driver runs, or its user after damage.
 var programs = []struct {
 	name string
-	flag string // prints the version; empty: being called without arguments does
-	pkg  string // of Debian
+	flag string // prints the version; empty: it does so without arguments
+	pkg  string // package of Debian
 	fs   filesystem.Type
 	use  string
 }{
@@ -307,7 +306,7 @@ var programs = []struct {
 	{"smartctl", "--version", "smartmontools", "", "asks the disks below pools how they are; without it nobody hears that one is about to die"},
 }
 
-// PackageOf returns the package of Debian that has a program.
+// PackageOf returns the package of Debian that has a program; the name itself if that is not known.
 func PackageOf(program string) string {
 	for _, p := range programs {
 		if p.name == program {
@@ -317,7 +316,7 @@ func PackageOf(program string) string {
 	return program
 }
 
-// versionPattern finds the version in what a program prints.
+// versionPattern matches the version in the output of a program.
 var versionPattern = regexp.MustCompile(`\bv?(\d+\.\d+(\.\d+)?)\b`)
 
 func (x *examination) tools() {
@@ -326,7 +325,7 @@ func (x *examination) tools() {
 		if p.flag != "" {
 			argv = append(argv, p.flag)
 		}
-		// Not all have a way to tell their version that is no error.
+		// The error is not looked at: some programs print their version only with a usage error.
 		stdout, stderr, err := command.Run(x.ctx, argv...)
 		if errors.Is(err, exec.ErrNotFound) {
 			say := x.warning
@@ -365,7 +364,7 @@ func (x *examination) filesystems() {
 	}
 }
 
-// pool has the location of a pool say what a pool there needs and has, if it can.
+// pool lets the location of a pool report what it needs and has, if it can.
 func (x *examination) pool(p Pool) {
 	if location, can := p.Location.(blockdev.Examiner); can {
 		location.Examine(x.ctx, func(verdict blockdev.Verdict, message string) {
@@ -374,7 +373,7 @@ func (x *examination) pool(p Pool) {
 	}
 }
 
-// disks lists the disks below the pools, as far as they are there: which are asked how they are, and which have nothing to say.
+// disks lists the disks below a pool that are there, and which of them are asked for their state.
 func (x *examination) disks(p Pool) {
 	location, can := p.Location.(blockdev.Founded)
 	if !can {
@@ -382,7 +381,7 @@ func (x *examination) disks(p Pool) {
 	}
 	numbers, err := location.Foundations(x.ctx)
 	if err != nil {
-		return // why, its location has said
+		return // pool has reported that already
 	}
 	for _, disk := range disks.Below(numbers...) {
 		if disk.Physical {
@@ -393,10 +392,9 @@ func (x *examination) disks(p Pool) {
 	}
 }
 
-// propagation: what the driver mounts in its container has to appear on the host, and
-// in the containers of pods.
+// propagation checks that mounts of the driver appear on the host, and in the containers of pods.
 func (x *examination) propagation() {
-	// What pods are to see is mounted below the kubelet's directory. The root of a container is never shared.
+	// What pods see is mounted below the kubelet's directory. The root of a container is never shared.
 	path := "/var/lib/kubelet"
 	if !machine.Exists(path) {
 		path = "/"

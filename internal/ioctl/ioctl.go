@@ -1,4 +1,4 @@
-// Package ioctl calls ioctl(2), again where a signal interrupted it. Errors are those of the kernel, as a unix.Errno.
+// Package ioctl calls ioctl(2), again if a signal interrupts it. Errors of requests are a unix.Errno.
 package ioctl
 
 import (
@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Pointer makes a request whose argument is in memory, or is none (nil).
+// Pointer makes a request whose argument is a pointer, which may be nil.
 func Pointer(f *os.File, request uint, arg unsafe.Pointer) error {
 	for {
 		_, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), uintptr(request), uintptr(arg))
@@ -23,7 +23,7 @@ func Pointer(f *os.File, request uint, arg unsafe.Pointer) error {
 	}
 }
 
-// Value makes a request whose argument is a number, and returns the kernel's answer.
+// Value makes a request whose argument is a number, and returns its result.
 func Value(f *os.File, request uint, arg uintptr) (int, error) {
 	for {
 		r, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), uintptr(request), arg)
@@ -36,7 +36,8 @@ func Value(f *os.File, request uint, arg uintptr) (int, error) {
 	}
 }
 
-// Uninterrupted has work, which calls ioctl(2), go on to its end whatever signals come: to this thread they come afterwards (pthread_sigmask(3)). But for those of a fault of its own, and SIGKILL.
+// Uninterrupted runs work, which calls ioctl(2), with all signals of this thread blocked (pthread_sigmask(3)), but for SIGKILL, SIGSTOP and those of faults of
+// the thread itself. They are delivered afterwards.
 func Uninterrupted(work func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -61,7 +62,7 @@ func DeviceSize(f *os.File) (int64, error) {
 	return int64(size), err
 }
 
-// SectorSize returns the logical sector of a block device, in bytes.
+// SectorSize returns the size of a logical sector of a block device, in bytes.
 func SectorSize(f *os.File) (uint32, error) {
 	var size int32
 	err := Pointer(f, unix.BLKSSZGET, unsafe.Pointer(&size))

@@ -1,46 +1,42 @@
-// Package keylock locks by name: one operation at a time on each thing, any number
-// of operations on different things, and nobody ever waits.
+// Package keylock locks by name: one operation at a time on each thing, any number of operations on different things. Nobody waits for a lock.
 package keylock
 
 import "sync"
 
-// The names of the locks: of a volume, a snapshot and a group snapshot, by their keys.
-// Whoever works on one takes its lock.
+// Keys of the locks of volumes, snapshots and group snapshots. Whoever works on one of these holds its lock.
 
-// Volume is the name of the lock of a volume.
+// Volume returns the key for a volume, by the key of its ID.
 func Volume(key string) string { return "volume/" + key }
 
-// Snapshot is the name of the lock of a snapshot.
+// Snapshot returns the key for a snapshot, by the key of its ID.
 func Snapshot(key string) string { return "snapshot/" + key }
 
-// Group is the name of the lock of a group snapshot.
+// Group returns the key for a group snapshot, by the key of its ID.
 func Group(key string) string { return "group/" + key }
 
 // Table holds the locks. Its zero value is ready for use.
 type Table struct {
 	mu   sync.Mutex
-	held map[string]int // -1: exclusive; n > 0: n sharers
-	// yields are the keys whose holder gives way, and what tells it that it is asked to.
+	held map[string]int // -1: exclusive; n > 0: shared by n
+	// yields has, for each key that is held exclusively by TryYielding, the function that tells its holder to yield.
 	yields map[string]func()
 }
 
-// TryLock takes all the keys or none: exclusive ones for one holder alone, shared
-// ones together with other sharers. On success it returns the function that gives
-// them back, which has to be called once. On failure it names the key that is taken.
-// A key that is listed as both counts as exclusive.
+// TryLock locks all the keys or none: exclusive ones for this holder alone, shared ones together with other sharers. On success it returns unlock, which has to
+// be called once. Else unlock is nil, and busy is a key that is taken. A key in both lists is exclusive.
 func (t *Table) TryLock(exclusive, shared []string) (unlock func(), busy string) {
 	return t.try(exclusive, shared, nil)
 }
 
-// TryYielding is TryLock for work that may last, and can be interrupted: wanted is closed when
-// somebody else was refused one of the exclusive keys. Those who yield do not ask each other to.
+// TryYielding is TryLock for work that may take long and can be interrupted. wanted is closed when a TryLock was refused one of the exclusive keys. A refused
+// TryYielding does not close it.
 func (t *Table) TryYielding(exclusive, shared []string) (unlock func(), wanted <-chan struct{}, busy string) {
 	asked := make(chan struct{})
 	unlock, busy = t.try(exclusive, shared, sync.OnceFunc(func() { close(asked) }))
 	return unlock, asked, busy
 }
 
-// try is TryLock, or with a function to be called when it is asked to yield, TryYielding.
+// try is TryLock; with asked it is TryYielding, and asked is called when the holder has to yield.
 func (t *Table) try(exclusive, shared []string, asked func()) (unlock func(), busy string) {
 	want := make(map[string]bool, len(exclusive)+len(shared)) // key -> exclusive
 	for _, k := range shared {

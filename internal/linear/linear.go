@@ -1,4 +1,5 @@
-// Package linear searches a history of calls that were made at once for an order of them, one after the other, in which every answer can be.
+// Package linear checks a history of concurrent calls for linearizability: whether there is an order of them, one after the other, in which every answer is
+// possible.
 package linear
 
 import (
@@ -8,24 +9,23 @@ import (
 	"time"
 )
 
-// Call is one that was made, with its answer.
+// Call is a call of the history, with its answer.
 type Call[S comparable] interface {
-	// When is the time that it had to happen in.
+	// When returns when the call began and ended; it took effect between.
 	When() (begin, end time.Duration)
-	// Maybe: it may have happened, or never.
+	// Maybe reports whether the call may also have had no effect at all.
 	Maybe() bool
-	// Outcomes are the states that it may lead to from one; none if its answer cannot be there.
+	// Outcomes returns the states that the call may lead to from a state; none if its answer is impossible there.
 	Outcomes(from S) []S
 }
 
-// order is one way in which things can have happened up to some moment: the state, and
-// which of the calls that were being made at that moment had happened already.
+// order is one possible course of events up to some time: the state, and which of the calls in progress have taken effect.
 type order[S comparable] struct {
 	state S
-	done  uint64 // bits of the slots of calls
+	done  uint64 // a bit for each slot of a call in progress
 }
 
-// tooMany orders make a search give up.
+// tooMany is the number of orders at which a search gives up.
 const tooMany = 1 << 19
 
 // event is the begin of a call, or its end.
@@ -35,10 +35,9 @@ type event struct {
 	end  bool
 }
 
-// Search goes through a history and returns the states that it can have led to, from one of
-// those that it began with: none if there is no order of its calls, each between its begin and
-// its end, in which the answers are possible (Wing & Gong; with Lowe's just-in-time
-// linearization). at is the number of the call whose answer is impossible.
+// Search returns the states that a history can have led to, from one of the states in start. It returns none if there is no order of the calls, each between
+// its begin and its end, in which the answers are possible (Wing & Gong; with Lowe's just-in-time linearization); then at is the index of the call whose answer
+// is impossible. It fails if the search is too large.
 func Search[S comparable, C Call[S]](start map[S]bool, history []C) (states map[S]bool, at int, err error) {
 	orders := map[order[S]]bool{}
 	for s := range start {
@@ -72,7 +71,7 @@ func Search[S comparable, C Call[S]](start map[S]bool, history []C) (states map[
 	return states, 0, nil
 }
 
-// events are those of a history, in the order of time; what begins when something ends was before that.
+// events returns the begins and ends of all calls, by time. At equal times begins come before ends.
 func events[S comparable, C Call[S]](history []C) (all []event) {
 	for i, c := range history {
 		begin, end := c.When()
@@ -90,7 +89,7 @@ func events[S comparable, C Call[S]](history []C) (all []event) {
 	return all
 }
 
-// ended returns the orders in which the call of a slot, which ends, has happened, or never will.
+// ended returns the orders in which the call of a slot, which ends now, has taken effect, or never will.
 func ended[S comparable, C Call[S]](orders map[order[S]]bool, history []C, open map[int]int, slot int) (map[order[S]]bool, error) {
 	ending := uint64(1) << slot
 	next, seen := map[order[S]]bool{}, map[order[S]]bool{}
@@ -105,7 +104,7 @@ func ended[S comparable, C Call[S]](orders map[order[S]]bool, history []C, open 
 			return
 		}
 		if history[open[slot]].Maybe() {
-			next[o] = true // it was never done
+			next[o] = true // it had no effect
 		}
 		for slot, call := range open {
 			bit, one := uint64(1)<<slot, history[call]

@@ -1,4 +1,4 @@
-// Package machine looks at this machine as a person would: at what the kernel shows below /proc and /sys, and by trying.
+// Package machine reads the state of this machine from the kernel (/proc, /sys, statfs(2)), and by trying.
 package machine
 
 import (
@@ -14,12 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What the kernel shows: of the demo's volumes, and of the machine to doctor. It comes
-// from /proc, /sys and statfs(2), never from the driver.
-
 const loopMajor = 7
 
-// LoopDevice is a loop device as sysfs has it.
+// LoopDevice is a loop device, by sysfs.
 type LoopDevice struct {
 	number   int
 	Size     int64 // bytes
@@ -30,17 +27,16 @@ type LoopDevice struct {
 // Path returns /dev/loopN.
 func (l LoopDevice) Path() string { return "/dev/loop" + strconv.Itoa(l.number) }
 
-// MountPoint is where a device is mounted, or bound as a device node (fs is then "block").
+// MountPoint is where a device is mounted, or bound as a device node; then Fs is "block".
 type MountPoint struct {
 	Path     string
 	Fs       string
 	ReadOnly bool
-	Size     int64 // bytes, as the filesystem counts them
+	Size     int64 // size of the filesystem in bytes, as statfs(2) has it
 	Used     int64
 }
 
-// LoopDevices returns the loop devices over files at or below a path, by file, with the
-// mounts of them that are at or below another path.
+// LoopDevices returns the loop devices over files at or below a path, by file, with those of their mounts that are at or below another path.
 func LoopDevices(files, mounts string) (map[string][]LoopDevice, error) {
 	backings, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	if err != nil {
@@ -51,7 +47,7 @@ func LoopDevices(files, mounts string) (map[string][]LoopDevice, error) {
 	for _, backing := range backings {
 		file, err := readLine(backing)
 		if file = strings.TrimSuffix(file, " (deleted)"); err != nil || !Within(file, files) {
-			continue // gone meanwhile, or somebody else's
+			continue // it is gone meanwhile, or not below files
 		}
 		block := filepath.Dir(filepath.Dir(backing))
 		number, err := strconv.Atoi(strings.TrimPrefix(filepath.Base(block), "loop"))
@@ -82,7 +78,7 @@ func LoopDevices(files, mounts string) (map[string][]LoopDevice, error) {
 	return found, nil
 }
 
-// mountPoints returns the mounts at or below a path by the device that they show.
+// mountPoints returns the mounts at or below a path, by the number of their device.
 func mountPoints(below string) (map[uint64][]MountPoint, error) {
 	mounts, err := readMounts()
 	if err != nil {
@@ -101,7 +97,7 @@ func mountPoints(below string) (map[uint64][]MountPoint, error) {
 			points[st.Rdev] = append(points[st.Rdev], point)
 			continue
 		}
-		// btrfs shows a device number of its own.
+		// A btrfs has a device number of its own; its source has that of the device.
 		if m.Major == 0 && unix.Stat(m.Source, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
 			device = st.Rdev
 		}
@@ -117,12 +113,12 @@ func mountPoints(below string) (map[uint64][]MountPoint, error) {
 	return points, nil
 }
 
-// Mount is a mount of this process's namespace (proc_pid_mountinfo(5)).
+// Mount is a mount in the namespace of this process (proc_pid_mountinfo(5)).
 type Mount struct {
 	Major, Minor               int
 	MountPoint, FsType, Source string
 	OptionalFields             []string
-	SuperOptions               []string // of the filesystem
+	SuperOptions               []string // options of the filesystem
 }
 
 // readMounts lists all mounts, in their order.
@@ -135,7 +131,7 @@ func readMounts() ([]Mount, error) {
 	return mounts, err
 }
 
-// MountOf returns the mount that a path is on.
+// MountOf returns the mount that a path is on. The path must be absolute, without symbolic links.
 func MountOf(path string) (Mount, error) {
 	mounts, err := readMounts()
 	if err != nil {
@@ -143,7 +139,7 @@ func MountOf(path string) (Mount, error) {
 	}
 	var best Mount
 	for _, m := range mounts {
-		// Of two at one place, the later one is on top.
+		// Of several at one place the last one is on top.
 		if Within(path, m.MountPoint) && len(m.MountPoint) >= len(best.MountPoint) {
 			best = m
 		}
@@ -204,13 +200,13 @@ func DirectIO(directory string) (bool, error) {
 	return true, f.Close()
 }
 
-// unnamedFile opens a new file that is gone when it is closed.
+// unnamedFile opens a new file that is removed when it is closed.
 func unnamedFile(directory string, flags int) (*os.File, error) {
 	f, err := os.OpenFile(directory, os.O_RDWR|unix.O_TMPFILE|flags, 0o600)
 	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.EISDIR) {
 		return f, err
 	}
-	// A filesystem without O_TMPFILE.
+	// The filesystem has no O_TMPFILE.
 	named, err := os.CreateTemp(directory, ".ashlar-probe-")
 	if err != nil {
 		return nil, err
@@ -220,7 +216,7 @@ func unnamedFile(directory string, flags int) (*os.File, error) {
 	return f, errors.Join(err, os.Remove(named.Name()))
 }
 
-// Within reports whether a path is another one or below it.
+// Within reports whether a path is equal to another one, or below it.
 func Within(path, above string) bool {
 	return path == above || strings.HasPrefix(path, strings.TrimSuffix(above, "/")+"/")
 }
@@ -230,7 +226,7 @@ func readLine(path string) (string, error) {
 	return strings.TrimSpace(string(text)), err
 }
 
-// ReadNumber reads a file that has a number, as those below /sys.
+// ReadNumber reads a file that holds a number, as those below /sys.
 func ReadNumber(path string) (int64, error) {
 	text, err := readLine(path)
 	if err != nil {
@@ -239,7 +235,7 @@ func ReadNumber(path string) (int64, error) {
 	return strconv.ParseInt(text, 10, 64)
 }
 
-// Size writes a number of bytes for people: three digits and a unit.
+// Size returns a number of bytes as text, with about three digits and a unit.
 func Size(bytes int64) string {
 	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}
 	n, unit := float64(bytes), 0
@@ -253,7 +249,7 @@ func Size(bytes int64) string {
 	return text + " " + units[unit]
 }
 
-// CPUFeatures are the words of /proc/cpuinfo for what the first processor can: aes is one of them, on amd64 as on arm64.
+// CPUFeatures returns the features of the first processor, by their names in /proc/cpuinfo: aes is one on amd64 and on arm64.
 func CPUFeatures() ([]string, error) {
 	text, err := os.ReadFile("/proc/cpuinfo")
 	if err != nil {
@@ -268,14 +264,14 @@ func CPUFeatures() ([]string, error) {
 	return nil, errors.New("/proc/cpuinfo names no features")
 }
 
-// KernelRelease returns that of the running kernel (uname(2)).
+// KernelRelease returns the release of the running kernel (uname(2)).
 func KernelRelease() string {
 	var uts unix.Utsname
 	_ = unix.Uname(&uts) // fails only for a bad address
 	return unix.ByteSliceToString(uts.Release[:])
 }
 
-// Exists reports whether there is something at a path.
+// Exists reports whether a path exists. Symbolic links are not followed.
 func Exists(path string) bool {
 	_, err := os.Lstat(path)
 	return err == nil

@@ -1,4 +1,4 @@
-// Package poolset is how a StorageClass says which pools its volumes may be in. It imports nothing that needs Linux.
+// Package poolset is how a StorageClass names the pools that its volumes may be in. It builds on all systems, not on Linux alone.
 package poolset
 
 import (
@@ -8,22 +8,22 @@ import (
 	"strings"
 )
 
-// Set is names of pools, and patterns of names, separated by commas; in a pattern * stands for any characters, also none:
+// Set is names of pools and patterns of names, separated by commas. In a pattern * stands for any number of characters, also none:
 //
 //	fast            the pool of that name
 //	fast-*          all whose names begin so
 //	nvme0,nvme1     these two
 //
-// Of a node it means those that the node has. The empty Set means each node's default pool, and no other.
+// It names those pools of a node that the node has. The empty Set stands for the default pool of each node.
 type Set string
 
-// most is how many names and patterns a Set has at most: a parameter of a StorageClass is to be read by people.
+// most is how many names and patterns a Set may have: people have to read it in the StorageClass.
 const most = 32
 
-// As blockdev.ValidPoolName, with *.
+// As blockdev.ValidPoolName, and with *.
 var pattern = regexp.MustCompile(`^[a-z0-9*]([-a-z0-9*]{0,22}[a-z0-9*])?$`)
 
-// Parse fails for what is no Set, and for the empty one, which nobody writes.
+// Parse returns a text as a Set. It fails if the text is no Set, or empty.
 func Parse(text string) (Set, error) {
 	all := strings.Split(text, ",")
 	if len(all) > most {
@@ -37,7 +37,7 @@ func Parse(text string) (Set, error) {
 	return Set(text), nil
 }
 
-// Has reports whether the Set names a pool. What is no Set, or empty, names none.
+// Has reports whether the Set names a pool. It is false for the empty Set.
 func (s Set) Has(pool string) bool {
 	for one := range strings.SplitSeq(string(s), ",") {
 		if matches, err := path.Match(one, pool); err == nil && matches {
@@ -47,7 +47,7 @@ func (s Set) Has(pool string) bool {
 	return false
 }
 
-// One returns the name if the Set is that of one pool; false if there may be more, or it is the empty one.
+// One returns the name of the pool if the Set is one name; false for several names, for patterns, and for the empty Set.
 func (s Set) One() (name string, one bool) {
 	if s == "" || strings.ContainsAny(string(s), ",*") {
 		return "", false
@@ -55,7 +55,7 @@ func (s Set) One() (name string, one bool) {
 	return string(s), true
 }
 
-// Among returns the Set of those of some pools that s names, in their order; the empty Set if it names none of them.
+// Among returns the Set of those pools that s names, in their order; the empty Set if it names none.
 func (s Set) Among(pools []string) Set {
 	var named []string
 	for _, pool := range pools {

@@ -1,4 +1,4 @@
-// Package process runs the driver as a process, which can be killed and started again.
+// Package process runs the driver as a process, for tests and the demo. It can be killed and started again.
 package process
 
 import (
@@ -21,17 +21,17 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
-// stopTime is how long the driver gets to end after SIGTERM: as long as a kubelet gives it. What it promises is less, on a machine that has time.
+// stopTime is how long the driver may take to end after SIGTERM: as long as a kubelet gives it. On a machine that is not busy it ends sooner.
 const stopTime = 30 * time.Second
 
-// Build builds the driver in a directory and returns its path; flags are more flags of go build. Without -race it is static, as it is
-// shipped. But its paths stay in it: so it is made of what was compiled for the tests already.
+// Build builds the driver in a directory and returns its path. flags are further flags of go build. Without -race it is static, as in a release. It keeps the
+// paths of the source, unlike a release, so that what was compiled for the tests is reused.
 func Build(dir string, flags ...string) (string, error) {
 	_, file, _, _ := runtime.Caller(0)
 	return BuildOf(filepath.Join(filepath.Dir(file), "../.."), dir, flags...)
 }
 
-// BuildOf is Build of another tree of the project.
+// BuildOf is Build for another tree of the project.
 func BuildOf(tree, dir string, flags ...string) (string, error) {
 	build := exec.Command("go", slices.Concat([]string{"build", "-o", filepath.Join(dir, "driver")}, flags, []string{"./cmd/driver"})...)
 	if !slices.Contains(flags, "-race") {
@@ -44,7 +44,7 @@ func BuildOf(tree, dir string, flags ...string) (string, error) {
 	return filepath.Join(dir, "driver"), nil
 }
 
-// Driver is the driver as a process of its own, and a client of it. It ends, by SIGTERM, with this process, however that ends.
+// Driver is a process of the driver, and a client of it. When this process ends in any way, the driver gets SIGTERM.
 type Driver struct {
 	*co.Client
 	Socket string
@@ -55,15 +55,15 @@ type Driver struct {
 	last *run // nil before the first Start
 }
 
-// run is a process of the driver, from its start on.
+// run is one process of the driver.
 type run struct {
 	*exec.Cmd
-	ended chan struct{}           // closed when it has ended; it may not be collected yet
-	wait  func() *os.ProcessState // collects it
+	ended chan struct{}           // closed when the process has ended, before it is waited for
+	wait  func() *os.ProcessState // waits for it (wait(2))
 }
 
-// New returns a driver that serves in a directory, which is made; it does not run yet. Its log is the file log in there. argv
-// is the program and its flags, but --endpoint, and --node-id if node is not empty.
+// New returns a driver that serves on csi.sock in a directory, which is made. It does not run yet. Its log is the file log there. argv is the program and its
+// flags, without --endpoint, and without --node-id if node is given.
 func New(dir, node string, argv ...string) (*Driver, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
@@ -81,7 +81,7 @@ func New(dir, node string, argv ...string) (*Driver, error) {
 	return d, nil
 }
 
-// Start starts the driver, in the place of the one before it, which is dead or dies now. It does not wait until it serves.
+// Start starts the driver, and kills one that still runs. It does not wait until the driver serves.
 func (d *Driver) Start() error {
 	d.Kill()
 	log, err := os.OpenFile(d.logPath(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
@@ -91,21 +91,21 @@ func (d *Driver) Start() error {
 	defer log.Close()
 	r, pidfd := &run{Cmd: exec.Command(d.argv[0], d.argv[1:]...), ended: make(chan struct{})}, -1
 	r.Stdout, r.Stderr = log, log
-	// A group of its own: an interrupt from the terminal is for this process, which then ends the driver.
+	// A group of its own: an interrupt from the terminal reaches this process alone, which then ends the driver.
 	r.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM, PidFD: &pidfd}
 	r.wait = sync.OnceValue(func() *os.ProcessState {
 		<-r.ended
-		_ = r.Wait() // the state says how it ended
+		_ = r.Wait() // the state has the result
 		return r.ProcessState
 	})
 	started := make(chan error)
 	go func() {
-		runtime.LockOSThread() // Pdeathsig comes when the thread that started it ends
+		runtime.LockOSThread() // Pdeathsig is sent when the thread that started the process ends
 		defer close(r.ended)
 		err := r.Cmd.Start()
 		started <- err
 		if err == nil {
-			// Not by wait(2), which would steal what a tracer waits for.
+			// Not by wait(2): a tracer of the process would miss its events.
 			defer unix.Close(pidfd)
 			for errors.Is(poll(pidfd), unix.EINTR) {
 			}
@@ -120,7 +120,7 @@ func (d *Driver) Start() error {
 	return nil
 }
 
-// poll waits until a process has ended (pidfd_open(2)).
+// poll waits until the process of a pidfd has ended (pidfd_open(2)).
 func poll(pidfd int) error {
 	_, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, -1)
 	return err
@@ -132,16 +132,16 @@ func (d *Driver) run() *run {
 	return d.last
 }
 
-// Pid of the driver, once it was started.
+// Pid returns the process ID of the driver. It has to be started.
 func (d *Driver) Pid() int { return d.run().Process.Pid }
 
-// Ended is closed when the driver that was started last has ended.
+// Ended returns a channel that is closed when the driver, as last started, has ended.
 func (d *Driver) Ended() <-chan struct{} { return d.run().ended }
 
-// Wait waits until the driver has ended, and returns how; nil if somebody else knows.
+// Wait waits until the driver has ended, and returns its state; nil if another waiter, as a tracer, has that.
 func (d *Driver) Wait() *os.ProcessState { return d.run().wait() }
 
-// Ready waits until the driver says that it is.
+// Ready waits until Probe says that the driver is ready. It fails if the driver ends before.
 func (d *Driver) Ready(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -167,22 +167,21 @@ func (d *Driver) Ready(ctx context.Context) error {
 
 func (d *Driver) logPath() string { return filepath.Join(d.Dir, "log") }
 
-// Log is the end of what the driver said, in all its lives.
+// Log returns the end of the driver's log, 16,000 bytes at most. It goes on when the driver is started again.
 func (d *Driver) Log() string {
 	log, _ := os.ReadFile(d.logPath())
 	return string(log[max(0, len(log)-16000):])
 }
 
-// Kill ends the driver as kill -9 does, if it runs.
+// Kill kills the driver (SIGKILL) if it runs, and waits for its end.
 func (d *Driver) Kill() {
 	if r := d.run(); r != nil {
-		_ = r.Process.Kill() // it may be gone
+		_ = r.Process.Kill() // it may have ended
 		r.wait()
 	}
 }
 
-// Stop ends the driver with SIGTERM, and with SIGKILL if that does not do. An error
-// means that it did not end by itself, with status 0.
+// Stop ends the driver by SIGTERM, and after stopTime by SIGKILL. It returns an error unless SIGTERM has ended it with status 0.
 func (d *Driver) Stop() error {
 	r := d.run()
 	select {
@@ -205,7 +204,7 @@ func (d *Driver) Stop() error {
 	return nil
 }
 
-// Close kills the driver, and is the end of its client.
+// Close kills the driver and closes its client.
 func (d *Driver) Close() {
 	d.Kill()
 	d.Conn.Close()

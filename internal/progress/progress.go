@@ -1,5 +1,5 @@
-// Package progress is a table of what is being copied or zeroed: how far each is, and how much was done in all. Who makes an
-// object says so (Track), and the pools' long steps report to it through their context; they need not know who is looking.
+// Package progress keeps a table of objects that are being copied or zeroed: how far each is, and how many bytes were copied in all. The maker of an object
+// registers it (Track); the long steps of pools report through their context, and do not know the table.
 package progress
 
 import (
@@ -13,34 +13,34 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Table is what is being made at the moment. The zero Table is empty and ready to use.
+// Table is the objects that are being made. The zero Table is empty and ready for use.
 type Table struct {
 	mu     sync.Mutex
 	items  map[*item]struct{}
-	copied map[string]*atomic.Int64 // by pool; never goes down
+	copied map[string]*atomic.Int64 // by pool, in bytes since the start
 }
 
 // Copy is one object that is being copied or zeroed. All figures are bytes.
 type Copy struct {
 	Pool    string
-	Subject string // the object: a blockdev.Ref, as text
-	Done    int64  // of Total; holes, and what an earlier try has done, included
+	Subject string // the object, a blockdev.Ref as text
+	Done    int64  // of Total, with holes, and with what an earlier try has copied
 	Total   int64
-	Began   time.Time // this try, UTC
+	Began   time.Time // when this try began, UTC
 }
 
-// item is one object that is being made. Until its first long step begins there is nothing to tell of it (total is 0).
+// item is an object that is being made. total is 0 until its first long step begins.
 type item struct {
 	pool, subject string
 	began         time.Time
 	done, total   atomic.Int64
 	copied        *atomic.Int64
-	logged        atomic.Int64 // when, in ns since the epoch
+	logged        atomic.Int64 // when its progress was last logged, in ns since the epoch
 }
 
 type contextKey struct{}
 
-// Track returns the context for what makes an object of a pool. end is to be called when it is made, or was given up.
+// Track registers an object of a pool, and returns the context for making it. end has to be called when it is made, or given up.
 func (t *Table) Track(ctx context.Context, pool, subject string) (_ context.Context, end func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -60,7 +60,7 @@ func (t *Table) Track(ctx context.Context, pool, subject string) (_ context.Cont
 	}
 }
 
-// Running returns what is being copied or zeroed now, by pool and subject.
+// Running returns what is being copied or zeroed now, sorted by pool and subject.
 func (t *Table) Running() []Copy {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -84,7 +84,7 @@ func (t *Table) Find(pool, subject string) (Copy, bool) {
 	return Copy{}, false
 }
 
-// Copied is how many bytes were copied or zeroed in a pool since the start, without holes.
+// Copied returns how many bytes were copied or zeroed in a pool since the start, without holes.
 func (t *Table) Copied(pool string) int64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -94,8 +94,7 @@ func (t *Table) Copied(pool string) int64 {
 	return 0
 }
 
-// Begin says that a long step begins: so many bytes are there already, of so many. Without Track nobody hears of it; the same is
-// true of Add and Skip.
+// Begin reports that a long step begins, with done of total bytes in place already. Begin, Add and Skip do nothing for a context that is not from Track.
 func Begin(ctx context.Context, done, total int64) {
 	if i := of(ctx); i != nil {
 		i.done.Store(done)
@@ -103,7 +102,7 @@ func Begin(ctx context.Context, done, total int64) {
 	}
 }
 
-// Add says that so many more bytes are copied or zeroed. It says so in the log too, now and then.
+// Add reports that n more bytes are copied or zeroed. Every logEvery the progress is logged.
 func Add(ctx context.Context, n int64) {
 	if i := of(ctx); i != nil {
 		i.copied.Add(n)
@@ -111,7 +110,7 @@ func Add(ctx context.Context, n int64) {
 	}
 }
 
-// Skip says that so many more bytes are in place that took no work: holes, and blocks that are shared.
+// Skip reports that n more bytes are in place that needed no work: holes, and shared blocks.
 func Skip(ctx context.Context, n int64) {
 	if i := of(ctx); i != nil {
 		i.advance(ctx, n)
@@ -123,7 +122,7 @@ func of(ctx context.Context) *item {
 	return i
 }
 
-// logEvery is how often the log says how far a copy is.
+// logEvery is how often the progress of a copy is logged.
 const logEvery = 10 * time.Second
 
 func (i *item) advance(ctx context.Context, n int64) {

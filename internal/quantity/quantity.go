@@ -1,4 +1,4 @@
-// Package quantity reads numbers as people write them in Kubernetes.
+// Package quantity reads numbers as Kubernetes writes them.
 package quantity
 
 import (
@@ -12,8 +12,8 @@ var suffixes = []struct {
 	factor int64
 }{{"Ki", 1 << 10}, {"Mi", 1 << 20}, {"Gi", 1 << 30}, {"Ti", 1 << 40}, {"k", 1e3}, {"M", 1e6}, {"G", 1e9}, {"T", 1e12}}
 
-// Parse reads a whole number from 1 on: digits, or digits with a suffix of Ki, Mi, Gi, Ti, k, M, G or T. It returns 0 for anything
-// else, and for what is larger than an int64.
+// Parse reads a whole number of 1 or more: digits, with one of the suffixes Ki, Mi, Gi, Ti, k, M, G and T or without. It returns 0 for anything else, and for
+// numbers larger than an int64.
 func Parse(text string) int64 {
 	number, factor := text, int64(1)
 	for _, s := range suffixes {

@@ -1,13 +1,12 @@
-// Package runbook knows which page of docs/runbooks says what to do about a problem.
+// Package runbook has, for each reason of a problem, the page of docs/runbooks that says what to do.
 package runbook
 
 import "strings"
 
-// base is where the pages are read.
+// base is the address of the pages.
 const base = "https://github.com/ashlar-csi/ashlar/blob/main/docs/runbooks/"
 
-// pages are the pages, by the reason of a problem. Its test finds the reasons in the source: a new one needs its line here, and
-// its section on the page.
+// pages has the page for each reason of a problem. The test finds the reasons in the source: a new one needs a line here, and a section on its page.
 var pages = map[string]string{
 	// Of pools.
 	"PoolFull":                "pool-full",
@@ -70,7 +69,7 @@ var pages = map[string]string{
 	"NodeGone":     "agent-down",
 	"NodeNotReady": "agent-down",
 
-	// Of what was asked for, and takes long or was refused (pkg/cluster/failure.go).
+	// Of changes that take long or were refused (pkg/cluster/failure.go).
 	"TakesLong":       "wishes-stuck",
 	"CopyRefused":     "refused",
 	"CopyWaits":       "refused",
@@ -92,8 +91,7 @@ var pages = map[string]string{
 	"Unsupported":     "refused",
 }
 
-// URL returns the address of the page for the reason of a problem (blockdev.Problem.Reason, or one of a failure); of the
-// list of all pages if there is none.
+// URL returns the address of the page for a reason (blockdev.Problem.Reason, or that of a refused change). Without such a page it is that of the list of pages.
 func URL(reason string) string {
 	if page := pages[reason]; page != "" {
 		return base + page + ".md"
@@ -101,7 +99,7 @@ func URL(reason string) string {
 	return base + "README.md"
 }
 
-// See returns a message that ends with where to read on about a reason.
+// See returns a message, with the address of the page for a reason at its end.
 func See(message, reason string) string {
 	message = strings.TrimRight(message, " \n")
 	if !strings.HasSuffix(message, ".") && !strings.HasSuffix(message, "?") {

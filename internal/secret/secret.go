@@ -1,4 +1,4 @@
-// Package secret has texts that nobody prints by mistake.
+// Package secret has a type for secrets, which keeps them from being printed by mistake.
 package secret
 
 import (
@@ -7,13 +7,13 @@ import (
 	"unique"
 )
 
-// Text is a secret. Whatever prints or encodes it, or what it is part of, has nothing that tells of it: only Reveal does. Equal ones are ==. The zero value is the empty
-// text, which is no secret.
+// Text is a secret. Printing or encoding it, or a value that contains it, does not show its text: only Reveal does. Equal secrets are ==. The zero value is the
+// empty text, which is no secret.
 //
-// The text is behind a pointer: what fmt prints without asking for methods (fields that are not exported, verbs that do not fit) is where it points to.
+// The text is behind a pointer, because fmt prints some values without asking for their methods (unexported fields, wrong verbs): then it prints the pointer.
 type Text struct{ text unique.Handle[string] }
 
-// Of makes a text a secret.
+// Of returns a text as a secret.
 func Of(text string) Text {
 	if text == "" {
 		return Text{}
@@ -29,7 +29,7 @@ func (t Text) Reveal() string {
 	return t.text.Value()
 }
 
-// Format has every verb print the same.
+// Format prints the same for every secret and verb.
 func (t Text) Format(f fmt.State, _ rune) {
 	if t == (Text{}) {
 		_, _ = io.WriteString(f, "no secret")
@@ -38,5 +38,5 @@ func (t Text) Format(f fmt.State, _ rune) {
 	}
 }
 
-// MarshalText has encoders write the same.
+// MarshalText encodes every secret as Format prints it.
 func (t Text) MarshalText() ([]byte, error) { return fmt.Append(nil, t), nil }

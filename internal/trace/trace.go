@@ -1,6 +1,6 @@
-// Package trace is the driver's spans: what a call had done, and how long each part took. They are made only within a trace that
-// somebody has begun (a call that came with one, or was sampled), and only if they are sent somewhere (Export). No span has
-// anything of a request but names that the driver gives: no options, no secrets, no texts of errors.
+// Package trace makes the driver's spans: the parts of a call, and how long each took. There are spans only within a trace that was begun (by the caller of a
+// call, or as it was sampled), and only if they are sent somewhere (Export). A span has nothing of a request but names that the driver gives: no options, no
+// secrets, no texts of errors.
 package trace
 
 import (
@@ -20,15 +20,15 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// name of the instrumentation, in each span.
+// name is that of the instrumentation, in each span.
 const name = "github.com/ashlar-csi/ashlar"
 
-// flushTime is how long the end of the driver waits until what is left of the spans was sent.
+// flushTime is how long stop waits until the last spans are sent.
 const flushTime = 2 * time.Second
 
-// Export sends the spans of this process by OTLP (gRPC, without TLS, as Kubernetes' own components do) to HOST:PORT, until stop is
-// called. Which traces are sampled that begin here the usual variables of the environment say (OTEL_TRACES_SAMPLER); all,
-// without. It does not wait for the other side to be there. service is what the process is called there.
+// Export sends the spans of this process to HOST:PORT by OTLP (gRPC, without TLS, as the components of Kubernetes do), until stop is called. Which of the
+// traces that begin here are sampled is set by the usual variables of the environment (OTEL_TRACES_SAMPLER); without these, all are. It does not wait until the
+// other side is there. service is the name of the process there.
 func Export(ctx context.Context, endpoint, service, version, node string) (stop func(), err error) {
 	exporter, err := otlptracegrpc.New(ctx, otlptracegrpc.WithEndpoint(endpoint), otlptracegrpc.WithInsecure())
 	if err != nil {
@@ -49,8 +49,8 @@ func Export(ctx context.Context, endpoint, service, version, node string) (stop 
 	}, nil
 }
 
-// Start begins a span within that of the context; without one it does nothing. attributes are keys and values in turn. end is to be
-// called with the error of what was done.
+// Start begins a span within that of the context; it does nothing if there is none, or it is not sampled. attributes are keys and values in turn. end has to be
+// called with the error of the span's work.
 func Start(ctx context.Context, what string, attributes ...string) (_ context.Context, end func(error)) {
 	if !trace.SpanContextFromContext(ctx).IsSampled() {
 		return ctx, func(error) {}
@@ -61,13 +61,13 @@ func Start(ctx context.Context, what string, attributes ...string) (_ context.Co
 	}
 	return ctx, func(err error) {
 		if err != nil {
-			span.SetStatus(codes.Error, "") // its text is in the log, and may tell more than is for others
+			span.SetStatus(codes.Error, "") // the text is in the log; it may tell more than a span may have
 		}
 		span.End()
 	}
 }
 
-// Do does something within a span of its own.
+// Do runs a function within a span of its own.
 func Do(ctx context.Context, what string, do func(context.Context) error, attributes ...string) error {
 	ctx, end := Start(ctx, what, attributes...)
 	err := do(ctx)
@@ -75,10 +75,10 @@ func Do(ctx context.Context, what string, do func(context.Context) error, attrib
 	return err
 }
 
-// header is where W3C Trace Context has the parent.
+// header is the key of the parent span in W3C Trace Context.
 const header = "traceparent"
 
-// Parent is the span of a context as text, for somebody who goes on with it in another process; empty unless it is sampled.
+// Parent returns the span of a context as text, for another process to continue (Continue). It is empty unless the span is sampled.
 func Parent(ctx context.Context) string {
 	if !trace.SpanContextFromContext(ctx).IsSampled() {
 		return ""
@@ -88,7 +88,7 @@ func Parent(ctx context.Context) string {
 	return carrier[header]
 }
 
-// Continue returns a context whose spans are within the one of a text from Parent. What is no such text changes nothing.
+// Continue returns a context whose spans are within the one of a text by Parent. Any other text changes nothing.
 func Continue(ctx context.Context, parent string) context.Context {
 	return propagation.TraceContext{}.Extract(ctx, propagation.MapCarrier{header: parent})
 }

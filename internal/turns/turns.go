@@ -1,4 +1,4 @@
-// Package turns has one after another do something to a thing, by its name or address; of things that nobody works on it keeps nothing.
+// Package turns lets callers work on a thing one after the other, by its name or address. It keeps nothing of things that nobody works on.
 package turns
 
 import (
@@ -8,18 +8,18 @@ import (
 	"golang.org/x/sync/semaphore"
 )
 
-// Table has whose turn it is. Its zero value is ready for use.
+// Table has the turns of all things. Its zero value is ready for use.
 type Table[T comparable] struct {
 	mu sync.Mutex
-	of map[T]*turn // of those who have it, or wait
+	of map[T]*turn // of things that somebody has the turn of, or waits for
 }
 
 type turn struct {
 	*semaphore.Weighted
-	users int // who has the turn or waits for it; guarded by Table.mu
+	users int // callers that have the turn or wait for it; guarded by Table.mu
 }
 
-// Begin waits for the caller's turn, which lasts until end. Who came first is first. The error is the context's; then there is nothing to end.
+// Begin waits for the caller's turn, first come first served. The turn lasts until end is called. The error is that of ctx; then there is no turn to end.
 func (t *Table[T]) Begin(ctx context.Context, o T) (end func(), err error) {
 	mine := t.join(o)
 	if err := mine.Acquire(ctx, 1); err != nil {
@@ -55,7 +55,7 @@ func (t *Table[T]) leave(o T, mine *turn) {
 	}
 }
 
-// Len is of how many things somebody has the turn, or waits for it.
+// Len returns the number of things that somebody has the turn of, or waits for.
 func (t *Table[T]) Len() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -1,4 +1,4 @@
-// Package undoing gives what a call has to undo the time for it.
+// Package undoing gives a failed call time to undo what it did.
 package undoing
 
 import (
@@ -6,11 +6,11 @@ import (
 	"time"
 )
 
-// most bounds how long a call that failed goes on to undo what it did.
+// most is how long a failed call may take to undo what it did.
 const most = 20 * time.Second
 
-// Context is the context for what has to be undone also when the caller's time is over. It ends
-// after most: a program that hangs then must not keep the pool for ever.
+// Context returns a context for undoing, which does not end with the caller's. It ends after most, so that a program that hangs does not hold the pool for
+// ever.
 func Context(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), most)
 }
