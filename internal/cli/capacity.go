@@ -18,20 +18,20 @@ type room struct {
 	Classes []classRoom `json:"classes"`
 }
 
-// poolRoom is that of one pool. A pool that cannot be used, or whose node is down, has none.
+// poolRoom is the room in one pool; none if the pool cannot be used, or its node is down.
 type poolRoom struct {
 	Node      string   `json:"node"`
 	Pool      string   `json:"pool"`
-	Classes   []string `json:"classes"` // whose volumes may come here
+	Classes   []string `json:"classes"` // the classes whose volumes may be in the pool
 	Available int64    `json:"available"`
-	Largest   int64    `json:"largest"` // volume that could be made now
+	Largest   int64    `json:"largest"` // size of the largest volume that can be made now
 	Usable    bool     `json:"usable"`
 }
 
-// classRoom is that of all pools that the volumes of a StorageClass may be in.
+// classRoom is the room in all pools that volumes of a StorageClass may be in.
 type classRoom struct {
 	Class     string `json:"class"`
-	Pools     int    `json:"pools"` // that have room
+	Pools     int    `json:"pools"` // number of pools with room
 	Available int64  `json:"available"`
 	Largest   int64  `json:"largest"`
 }
@@ -63,7 +63,7 @@ func (c *commands) capacity() *cobra.Command {
 	return cmd
 }
 
-// roomOf counts what can be made.
+// roomOf returns how much can be made.
 func roomOf(o *overview.Overview) *room {
 	r := &room{Pools: []poolRoom{}, Classes: []classRoom{}}
 	classes := map[string]*classRoom{}
@@ -102,7 +102,7 @@ func takes(class *overview.Class, p *overview.Pool) bool {
 	return poolset.Set(class.Pool).Has(p.Name) || class.Pool == "" && p.Default
 }
 
-// roomFor is what there is for volumes of a class.
+// roomFor returns the room for volumes of a class.
 func roomFor(o *overview.Overview, class *overview.Class) overview.Room {
 	rooms := overview.Rooms{Replicas: max(class.Replicas, 1)}
 	for _, n := range o.Nodes {
@@ -119,7 +119,7 @@ func roomFor(o *overview.Overview, class *overview.Class) overview.Room {
 	return rooms.Sum()
 }
 
-// unusable: a pool with such a problem takes nothing.
+// unusable reports whether a pool with this problem has no room.
 func unusable(p overview.Problem) bool { return p.Severity == overview.Inaccessible }
 
 func (r *room) print(to *screen) {

@@ -1,5 +1,5 @@
-// Package cli is the commands that show an operator what there is and what is wrong: those of "kubectl ashlar" and, over the pools of one
-// machine, of "driver". They print overviews; where these come from the program says.
+// Package cli has the commands that show an operator what there is and what is wrong: those of "kubectl ashlar" and, for the pools of one machine, those of
+// "driver". They print overviews, which the program provides (Source).
 package cli
 
 import (
@@ -22,11 +22,11 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// Source is where the commands get what they show.
+// Source provides what the commands show.
 type Source interface {
 	Overview(ctx context.Context) (*overview.Overview, error)
-	// Details finds out more of a volume of an overview: it may add to the volume what only its node knows, and returns what happened to
-	// it, the latest last, and what could not be found out.
+	// Details finds out more about a volume of an overview. It may add to the volume what its node alone knows, and returns its events, the latest last, and
+	// what could not be found out.
 	Details(ctx context.Context, v *overview.Volume) (history []Event, missing []string, err error)
 }
 
@@ -36,25 +36,25 @@ type Event struct {
 	Type    string    `json:"type"` // Normal or Warning
 	Reason  string    `json:"reason"`
 	Message string    `json:"message"`
-	Of      string    `json:"of"` // kind and name of what it is of
+	Of      string    `json:"of"` // kind and name of the object that it is about
 	Count   int       `json:"count,omitempty"`
 }
 
-// ProblemsError is the error of "status" where something is wrong. It was printed already.
+// ProblemsError is the error of "status" if there are problems. These were printed already.
 type ProblemsError struct{ Count int }
 
 func (e *ProblemsError) Error() string { return fmt.Sprintf("problems: %d", e.Count) }
 
-// ErrNoVolume: no volume has the name that was given.
+// ErrNoVolume is the error if no volume has the name that was given.
 var ErrNoVolume = errors.New("there is no volume")
 
-// The exit statuses of commands that failed; any other failure is 1.
+// The exit statuses of commands that fail; that of any other failure is 1.
 const (
-	StatusProblems = 2 // of "status": something is wrong
+	StatusProblems = 2 // of "status": there are problems
 	StatusNoVolume = 3 // ErrNoVolume
 )
 
-// Exit prints the error of a command, in one line, and returns the exit status that it means.
+// Exit prints the error of a command in one line, and returns the exit status for it.
 func Exit(program string, err error) int {
 	var problems *ProblemsError
 	switch {
@@ -70,8 +70,8 @@ func Exit(program string, err error) int {
 	return 1
 }
 
-// Commands returns the commands. source is asked for when one runs, after its flags were read. The flag --namespace is that of the
-// program, if it has one.
+// Commands returns the commands. source is called when one runs, after its flags were read. namespaced says whether the program has a flag --namespace of its
+// own, which the commands then use.
 func Commands(source func() (Source, error), namespaced bool) []*cobra.Command {
 	c := &commands{source: source, namespaced: namespaced}
 	return []*cobra.Command{c.status(), c.pools(), c.volumes(), c.describe(), c.capacity()}
@@ -82,10 +82,10 @@ type commands struct {
 	namespaced bool
 }
 
-// formats of -o.
+// formats are the values of -o.
 var formats = []string{"wide", "json", "yaml"}
 
-// format is one of them, or empty: the value of -o.
+// format is a value of -o: one of formats, or empty.
 type format string
 
 func (f *format) String() string { return string(*f) }
@@ -93,7 +93,7 @@ func (f *format) String() string { return string(*f) }
 // Type is what the help shows as the value.
 func (f *format) Type() string { return "string" }
 
-// Set takes a format. -output=json is read as -o with the rest as its value.
+// Set sets the format. The mistake -output=json comes as -o with the value utput=json.
 func (f *format) Set(text string) error {
 	if name, _, _ := strings.Cut(text, "="); name == "utput" {
 		return errors.New("write --output, with two dashes")
@@ -105,29 +105,29 @@ func (f *format) Set(text string) error {
 	return nil
 }
 
-// exact: programs read it, so texts are as they are.
+// exact reports whether programs read the output: then texts are not changed.
 func (f format) exact() bool { return f == "json" || f == "yaml" }
 
-// every is how long --watch waits between two looks; tests wait less.
+// every is how often --watch looks; tests wait less.
 var every = 5 * time.Second
 
-// showing is a command that shows something, as its flags say.
+// showing is a command that shows something, with its flags.
 type showing struct {
 	format format
 	watch  bool
 }
 
-// add gives a command the flags of all that show something.
+// add adds the flags of all commands that show something.
 func (s *showing) add(cmd *cobra.Command, watch bool) {
 	cmd.Flags().VarP(&s.format, "output", "o", "how to print: wide, json or yaml (default: a table as wide as the terminal)")
 	if watch {
 		cmd.Flags().BoolVarP(&s.watch, "watch", "w", false, fmt.Sprintf("look again every %s, until it is interrupted", every))
 	}
-	_ = cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(formats, cobra.ShellCompDirectiveNoFileComp)) // the flag is there
+	_ = cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(formats, cobra.ShellCompDirectiveNoFileComp)) // cannot fail: the flag exists
 }
 
-// run shows something, once or again and again; show returns what -o json prints, or prints on the screen. An error beside that is the
-// exit status of what was shown. Once there is a picture, a look that fails ends nothing: the next may succeed.
+// run shows something, once or again and again (--watch). show prints on the screen, and returns the value for -o json; an error besides a value is the result
+// of the command. With --watch, only a first look that fails ends the command.
 func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) error {
 	ctx := cmd.Context()
 	text, status, err := s.look(cmd, show)
@@ -159,11 +159,11 @@ func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *scr
 	}
 }
 
-// look returns the text of what is shown, and the exit status that it means; an error if there is nothing to show.
+// look returns the text of what is shown, and the result of the command. err is not nil if there is nothing to show.
 func (s *showing) look(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) (text string, status, err error) {
 	to := screenOf(cmd.OutOrStdout())
 	to.wide, to.exact = s.format == "wide", s.format.exact()
-	var out bytes.Buffer // shown once it is complete: until then the look before stays
+	var out bytes.Buffer // shown when it is complete: until then the text before stays
 	to.Writer = &out
 	value, err := show(cmd.Context(), to)
 	if err != nil && value == nil {
@@ -179,8 +179,8 @@ func (s *showing) look(cmd *cobra.Command, show func(ctx context.Context, to *sc
 	return out.String(), status, nil
 }
 
-// put shows the text of the last look that succeeded, on a terminal in place of what is there; and why the look after it failed, if it did,
-// below it. A file or a pipe has the text already then.
+// put shows the text of the last look that succeeded, and below it why the look after it failed, if it did. On a terminal with --watch it replaces what is
+// shown. A file or a pipe has the text already if a look failed.
 func (s *showing) put(cmd *cobra.Command, text string, failure error) error {
 	to, complaint := screenOf(cmd.OutOrStdout()), ""
 	if failure != nil {
@@ -202,18 +202,18 @@ func (s *showing) put(cmd *cobra.Command, text string, failure error) error {
 	return err
 }
 
-// screen is where something is printed: how large it is, and what it takes beside text.
+// screen is where something is printed, with its size and what it can show.
 type screen struct {
 	io.Writer
 	width   int  // columns; 0: no limit
 	rows    int  // 0: no limit
-	takes   bool // commands, as to make it empty
+	takes   bool // escape sequences, as to clear it
 	colours bool
-	wide    bool // what is asked for is all there is
-	exact   bool // what is printed on it is thrown away, for what programs read
+	wide    bool // -o wide: everything is shown
+	exact   bool // what is printed here is dropped, as programs read the value
 }
 
-// screenOf is the screen that a writer is; a file or a pipe has no width and no colours.
+// screenOf returns the screen of a writer. A file or a pipe has no width and no colours.
 func screenOf(w io.Writer) *screen {
 	s := &screen{Writer: w}
 	f, ok := w.(*os.File)
@@ -228,17 +228,17 @@ func screenOf(w io.Writer) *screen {
 	return s
 }
 
-// emptied makes a terminal empty, and leaves what has scrolled away.
+// emptied clears a terminal, but not what has scrolled away.
 const emptied = "\x1b[H\x1b[2J"
 
-// first are the lines of a text, which has the worst first, that fit the screen above another text, and how many there are more.
+// first returns the first lines of a text that fit the screen above another text, and how many more there are. The text has the worst first.
 func (s *screen) first(text, below string) string {
 	lines := strings.SplitAfter(strings.TrimSuffix(text, "\n"), "\n")
 	rows := s.rows
 	for line := range strings.Lines(below) {
 		rows -= s.taken(line)
 	}
-	takes, fits := 0, 0 // rows of the screen; lines that leave one to say how many there are more, and one to the cursor
+	takes, fits := 0, 0 // takes: rows of the screen; fits: lines that leave one row for "... and N lines more", and one for the cursor
 	for i, line := range lines {
 		if takes += s.taken(line); takes <= rows-2 {
 			fits = i + 1
@@ -250,15 +250,15 @@ func (s *screen) first(text, below string) string {
 	return strings.Join(lines[:fits], "") + fmt.Sprintf("... and %d lines more\n", len(lines)-fits)
 }
 
-// taken is how many rows of the screen a line takes: an address is not broken.
+// taken returns how many rows of the screen a line takes. The width must not be 0.
 func (s *screen) taken(line string) int {
 	return 1 + max(0, utf8.RuneCountInString(control.ReplaceAllString(line, ""))-1)/s.width
 }
 
-// control are the characters that a terminal takes for commands, and the colours, which are ours.
+// control matches our colours, and all other characters that a terminal takes for commands.
 var control = regexp.MustCompile(`\x1b\[(?:[01]|3[123])m|[\x00-\x09\x0b-\x1f\x7f-\x{9f}]`)
 
-// print prints to memory. What others wrote (messages, names in events) may hold commands for a terminal, which are not passed on.
+// print prints to memory. Texts of others (messages, names in events) may have commands for a terminal: these are replaced.
 func (s *screen) print(format string, args ...any) {
 	_, _ = io.WriteString(s.Writer, control.ReplaceAllStringFunc(fmt.Sprintf(format, args...), func(found string) string {
 		if len(found) > 2 {
@@ -268,7 +268,7 @@ func (s *screen) print(format string, args ...any) {
 	}))
 }
 
-// Colours, as a terminal takes them (SGR).
+// Colours (SGR).
 const (
 	red    = "31"
 	yellow = "33"
@@ -276,7 +276,7 @@ const (
 	bold   = "1"
 )
 
-// paint colours a text, where there are colours.
+// paint colours a text, if the screen has colours.
 func (s *screen) paint(colour, text string) string {
 	if !s.colours || colour == "" || text == "" {
 		return text

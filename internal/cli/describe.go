@@ -13,12 +13,12 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// description is all that is known of a volume.
+// description is what describe shows of a volume.
 type description struct {
 	Volume    overview.Volume     `json:"volume"`
 	Snapshots []overview.Snapshot `json:"snapshots"`
-	Node      []overview.Problem  `json:"nodeProblems"` // of its node
-	Pool      []overview.Problem  `json:"poolProblems"` // of its pool
+	Node      []overview.Problem  `json:"nodeProblems"` // of the nodes that have its bytes
+	Pool      []overview.Problem  `json:"poolProblems"` // of the pools that have its bytes
 	History   []Event             `json:"history"`
 	Missing   []string            `json:"missing,omitempty"`
 }
@@ -64,7 +64,7 @@ name of its PersistentVolume, or NAMESPACE/CLAIM.`,
 	return cmd
 }
 
-// NamesOf are the names by which a volume can be asked for, beside its key.
+// NamesOf returns the names of a volume, besides its key.
 func NamesOf(v *overview.Volume) []string {
 	names := []string{v.ID, v.Name}
 	if v.PersistentVolume != "" {
@@ -76,10 +76,11 @@ func NamesOf(v *overview.Volume) []string {
 	return names
 }
 
-// keyOf is the last part of an ID: in a cluster the name of the object.
+// keyOf returns the last part of an ID; in a cluster it is the name of the object.
 func keyOf(id string) string { return id[strings.LastIndexByte(id, '.')+1:] }
 
-// notThere says that no volume has a name (ErrNoVolume), and which one is meant if a snapshot has it.
+// notThere returns the error for a name that no volume has: ErrNoVolume, or another one if a snapshot or replica has that name, or a pool of this machine
+// cannot be read.
 func notThere(o *overview.Overview, name string) error {
 	for _, s := range o.Snapshots {
 		if name == s.ID || name == s.Name || name == keyOf(s.ID) {
@@ -102,7 +103,8 @@ func notThere(o *overview.Overview, name string) error {
 	return fmt.Errorf("%w %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", ErrNoVolume, name)
 }
 
-// Find returns the volume of an overview that a name is for.
+// Find returns the volume that a name is for: its ID, key, CSI name, PersistentVolume, or NAMESPACE/CLAIM. It is an error if none has the name (ErrNoVolume),
+// or several have.
 func Find(o *overview.Overview, name string) (*overview.Volume, error) {
 	var found []*overview.Volume
 	for i := range o.Volumes {
@@ -113,7 +115,7 @@ func Find(o *overview.Overview, name string) (*overview.Volume, error) {
 	switch {
 	case len(found) == 0:
 		return nil, notThere(o, name)
-	case len(found) > 1: // a volume that was kept, and one that was made for a new claim of the name
+	case len(found) > 1: // a volume was kept, and another one made for a new claim of that name
 		var ids []string
 		for _, v := range found {
 			ids = append(ids, v.ID)
@@ -123,7 +125,7 @@ func Find(o *overview.Overview, name string) (*overview.Volume, error) {
 	return found[0], nil
 }
 
-// find finds out all of the volume of a name.
+// find returns the description of the volume with a name, and the time of the overview.
 func find(ctx context.Context, source Source, name string) (*description, time.Time, error) {
 	o, err := source.Overview(ctx)
 	if err != nil {
@@ -134,7 +136,7 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 	if err != nil && use < 0 {
 		return nil, o.Taken, err
 	}
-	if err != nil { // who has it knows the rest
+	if err != nil { // only its devices are known here; the nodes that have it know the rest
 		found = &overview.Volume{ID: name, Name: name}
 	}
 	if use >= 0 {
@@ -159,7 +161,7 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 	return d, o.Taken, err
 }
 
-// print prints the page of a volume, what is wrong first.
+// print prints the description, problems first.
 func (d *description) print(to *screen, now time.Time) {
 	v := &d.Volume
 	to.print("%s\n\n", to.paint(bold, "Volume "+Title(v)))
@@ -200,7 +202,7 @@ func (d *description) print(to *screen, now time.Time) {
 	printMissing(to, d.Missing)
 }
 
-// legs prints the replicas of a volume, if it has some: where each is, how it is, since when, and why it is not current.
+// legs prints the replicas of a volume with replicas: where each is, its state, since when, and why it is not current.
 func (d *description) legs(to *screen, now time.Time) {
 	r := d.Volume.Replicas
 	if r == nil {
@@ -229,7 +231,7 @@ func (d *description) legs(to *screen, now time.Time) {
 	}
 }
 
-// legState is how a replica is, and how far that is.
+// legState returns the state of a replica, and its progress.
 func legState(leg overview.Leg) cell {
 	c := state(overview.State(leg.State), leg.Progress)
 	if c.colour == "" && leg.State != overview.LegCurrent {
@@ -238,7 +240,7 @@ func legState(leg overview.Leg) cell {
 	return c
 }
 
-// facts prints what a volume is, and where.
+// facts prints the properties of a volume.
 func (d *description) facts(to *screen, now time.Time) {
 	v := &d.Volume
 	fact := func(what, is string) {
@@ -261,7 +263,7 @@ func (d *description) facts(to *screen, now time.Time) {
 	fact("Moves", v.Moving)
 	fact("Refused", v.Failure)
 	fact("Is to have", v.Awaits)
-	if v.Size > 0 { // else it is one that is used here, and what it is only others know
+	if v.Size > 0 { // 0: it is only used here, and its properties are not known
 		d.what(fact, now)
 	}
 	fact("Devices", strings.Join(v.Devices, ", "))
@@ -270,7 +272,7 @@ func (d *description) facts(to *screen, now time.Time) {
 	}
 }
 
-// what prints what a volume is, and where its bytes are.
+// what prints the size and other properties of a volume, and where its bytes are.
 func (d *description) what(fact func(what, is string), now time.Time) {
 	v := &d.Volume
 	fact("Node", strings.Join(v.On(), ", "))

@@ -14,8 +14,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// encode prints a value as -o json or -o yaml. Who reads it has each text as it is, and a terminal
-// that shows it is given no commands: what is not printable (Line) is written as an escape.
+// encode prints a value for -o json or -o yaml. Readers get every text unchanged; characters that are not printable are escaped, so that a terminal gets no
+// commands.
 func encode(to io.Writer, as format, value any) error {
 	var text bytes.Buffer
 	e := json.NewEncoder(&text)
@@ -39,13 +39,13 @@ func encode(to io.Writer, as format, value any) error {
 	return err
 }
 
-// escaped is JSON whose texts have escapes for what is not printable: JSON itself asks for those of few characters. large is the
-// escape of a character that \u has no room for.
+// escaped returns JSON with escapes for all characters that are not printable, of which JSON itself escapes few. large returns the escape of a character above
+// \uffff.
 func escaped(text []byte, large func(rune) string) []byte {
 	var out bytes.Buffer
 	for _, r := range string(text) {
 		switch {
-		case r == '\n' || unicode.IsPrint(r): // lines end between texts only
+		case r == '\n' || unicode.IsPrint(r): // in JSON a line ends between texts only
 			out.WriteRune(r)
 		case r > 0xffff:
 			out.WriteString(large(r))
@@ -56,14 +56,14 @@ func escaped(text []byte, large func(rune) string) []byte {
 	return out.Bytes()
 }
 
-// jsonString is a text in JSON.
+// jsonString matches a string in JSON.
 var jsonString = regexp.MustCompile(`"(?:[^"\\]|\\.)*"`)
 
-// yamlOf is JSON as YAML. The library writes some of what is not printable as it is, so for texts that have any a word is in their
-// place until the rest is written. As JSON writes a text, so may YAML.
+// yamlOf converts JSON to YAML. The library does not escape all characters that are not printable, so a text with such is replaced by a word until the rest is
+// converted. The JSON form of a text is valid in YAML.
 func yamlOf(text []byte) ([]byte, error) {
 	word := rand.Text()
-	var texts []string // each after its word
+	var texts []string // words, each followed by its text
 	text = jsonString.ReplaceAllFunc(text, func(one []byte) []byte {
 		shown := escaped(one, func(r rune) string { return fmt.Sprintf(`\U%08x`, r) })
 		if bytes.Equal(shown, one) {

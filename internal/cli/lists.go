@@ -38,7 +38,7 @@ be promised (AVAILABLE), and what is wrong. With -o wide also the largest volume
 	return cmd
 }
 
-// poolsOf returns all pools, by node and name.
+// poolsOf returns all pools, sorted by node and name.
 func poolsOf(o *overview.Overview) []overview.Pool {
 	all := []overview.Pool{}
 	for _, n := range o.Nodes {
@@ -78,7 +78,7 @@ func printPools(to *screen, o *overview.Overview, all []overview.Pool) {
 	printMissing(to, o.Missing)
 }
 
-// reasons of problems, in the colour of the worst.
+// reasons returns the reasons of problems, in the colour of the worst.
 func reasons(problems []overview.Problem) cell {
 	if len(problems) == 0 {
 		return cell{text: "none"}
@@ -96,7 +96,7 @@ func reasons(problems []overview.Problem) cell {
 	return cell{strings.Join(words, ","), colourOf(worst)}
 }
 
-// filter says which volumes are shown.
+// filter is which volumes are shown.
 type filter struct {
 	node, pool, namespace string
 	problems              bool
@@ -106,7 +106,7 @@ func (f filter) takes(v *overview.Volume) bool {
 	return v.Is(f.node, f.pool) && (f.namespace == "" || v.Claim != nil && v.Claim.Namespace == f.namespace) && (!f.problems || len(v.Problems) > 0)
 }
 
-// check returns an error for what no namespace is called. -namespace=shop is read as -n with the rest as its value.
+// check returns an error if the namespace cannot exist. The mistake -namespace=shop comes as -n with the value amespace=shop.
 func (f filter) check() error {
 	if f.namespace == "" || len(validation.IsDNS1123Label(f.namespace)) == 0 {
 		return nil
@@ -114,7 +114,7 @@ func (f filter) check() error {
 	return fmt.Errorf("no namespace can be called %q (a flag of more than one letter has two dashes: --namespace)", f.namespace)
 }
 
-// volumesOf returns the volumes that a filter takes. Their problems are also those around them: the subject of each says what it is of.
+// volumesOf returns the volumes that match a filter. Their problems include those around them (overview.Places.Of).
 func volumesOf(o *overview.Overview, f filter) []overview.Volume {
 	places, all := o.Places(), []overview.Volume{}
 	for i := range o.Volumes {
@@ -164,7 +164,7 @@ of them.`,
 		cmd.Flags().StringVarP(&f.namespace, "namespace", "n", "", "only those whose claims are in this namespace")
 	}
 	s.add(cmd, true)
-	_ = cmd.RegisterFlagCompletionFunc("node", c.complete(func(o *overview.Overview) (names []string) { // both flags are there
+	_ = cmd.RegisterFlagCompletionFunc("node", c.complete(func(o *overview.Overview) (names []string) { // cannot fail: both flags exist
 		for _, n := range o.Nodes {
 			names = append(names, n.Name)
 		}
@@ -179,7 +179,7 @@ of them.`,
 	return cmd
 }
 
-// complete completes with what an overview has; with nothing, where there is none.
+// complete completes with names in an overview; with nothing if there is no overview.
 func (c *commands) complete(of func(*overview.Overview) []string) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, begun string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		o, err := c.take(cmd.Context(), false)
@@ -226,7 +226,7 @@ func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
 	printMissing(to, o.Missing)
 }
 
-// replicas of a volume: how many are current of how many there are to be; nothing of a volume on one node.
+// replicas returns how many replicas of a volume are current, and how many there are to be; empty for a volume on one node.
 func replicas(r *overview.Replicas) cell {
 	switch {
 	case r == nil:
@@ -239,7 +239,7 @@ func replicas(r *overview.Replicas) cell {
 	return cell{text: r.String()}
 }
 
-// state of a volume or snapshot, and how far it is.
+// state returns the state of a volume or snapshot, and its progress.
 func state(s overview.State, p *overview.Progress) cell {
 	text := string(s)
 	if p != nil && p.Total > 0 {

@@ -10,9 +10,9 @@ import (
 	"unicode/utf8"
 )
 
-// Line is a text as a terminal may show it, in one line. Messages, names and events come from nodes, from tenants and from what is
-// in their filesystems. What is no letter, mark, number, sign or space is written as Go does (\x1b), so that none of it moves the
-// cursor, hides or recolours what others said, or reverses its order.
+// Line returns a text as a terminal may show it, in one line. Messages, names and events come from nodes, from tenants and from their filesystems. Spaces
+// become blanks; other characters that are not printable are written as Go does (\x1b). So none of them moves the cursor, hides or recolours other text, or
+// reverses its order.
 func Line(text string) string {
 	if strings.IndexFunc(text, func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }) < 0 {
 		return text
@@ -35,7 +35,7 @@ func Line(text string) string {
 	return out.String()
 }
 
-// Lines is Line for text of several lines.
+// Lines is Line for a text of several lines.
 func Lines(text string) string {
 	lines := strings.Split(text, "\n")
 	for i := range lines {
@@ -44,16 +44,16 @@ func Lines(text string) string {
 	return strings.Join(lines, "\n")
 }
 
-// Plain returns a writer for lines that another program says: each is written as Line has it. Close writes a last one that has
-// no end, and closes nothing.
+// Plain returns a writer for the output of another program: each line is written as Line returns it. Close writes a last line without an end; it does not close
+// to.
 func Plain(to io.Writer) io.WriteCloser { return &plainWriter{to: to} }
 
 type plainWriter struct {
 	to   io.Writer
-	line []byte // that has not ended
+	line []byte // without its end yet
 }
 
-// longestLine is how much of a line is kept before it is written all the same, in bytes.
+// longestLine is how many bytes of a line are kept before they are written as a line of their own.
 const longestLine = 64 << 10
 
 func (p *plainWriter) Write(b []byte) (int, error) {
@@ -80,7 +80,7 @@ func (p *plainWriter) Close() error {
 	return err
 }
 
-// plainly makes a Line of every text within a value, which v points to.
+// plainly replaces every text in the value that v points to by its Line.
 func plainly(v any) { plainlyIn(reflect.ValueOf(v).Elem()) }
 
 func plainlyIn(v reflect.Value) {
@@ -95,7 +95,7 @@ func plainlyIn(v reflect.Value) {
 		}
 	case reflect.Struct:
 		for i := range v.NumField() {
-			if v.Type().Field(i).IsExported() { // those of others' types (time.Time) are their own
+			if v.Type().Field(i).IsExported() { // other packages' types (time.Time) keep theirs
 				plainlyIn(v.Field(i))
 			}
 		}
@@ -103,7 +103,7 @@ func plainlyIn(v reflect.Value) {
 		for i := range v.Len() {
 			plainlyIn(v.Index(i))
 		}
-	case reflect.Map: // a new one: what it holds cannot be set, and it may be somebody else's, too
+	case reflect.Map: // a new map: its values cannot be set, and others may use it too
 		if v.IsNil() {
 			return
 		}
@@ -115,7 +115,7 @@ func plainlyIn(v reflect.Value) {
 	}
 }
 
-// plainCopy is a value of a map as plainly makes it.
+// plainCopy returns a copy of a value with plain texts.
 func plainCopy(v reflect.Value) reflect.Value {
 	c := reflect.New(v.Type()).Elem()
 	c.Set(v)

@@ -43,10 +43,10 @@ so if nothing is known to be wrong, and you may not list nodes and leases.`,
 	return cmd
 }
 
-// errBlind is the error of "status" where nothing is known to be wrong, and not everything could be looked at.
+// errBlind is the error of "status" if no problem is known, but the state of nodes or agents could not be read.
 var errBlind = errors.New("it is not known whether the nodes are there and their agents are heard; ask with the right to list nodes and leases")
 
-// take returns the overview of the program's source: with its texts as they are, or as people may be shown them.
+// take returns the overview of the program's source. Without exact, its texts are made plain (Line).
 func (c *commands) take(ctx context.Context, exact bool) (*overview.Overview, error) {
 	source, err := c.source()
 	if err != nil {
@@ -81,7 +81,7 @@ func printStatus(to *screen, o *overview.Overview) {
 	printSummary(to, o)
 }
 
-// printMissing says what is left out.
+// printMissing prints what is left out.
 func printMissing(to *screen, missing []string) {
 	for _, one := range missing {
 		to.print("%s", wrapped(leftOut(one), "", to.width))
@@ -93,10 +93,10 @@ func printMissing(to *screen, missing []string) {
 
 func leftOut(one string) string { return "Left out: " + one + "." }
 
-// sayMissing says what is left out of a list that programs read, which has no place for it: on stderr.
+// sayMissing prints what is left out of a list for programs on stderr, as the list has no place for it.
 func sayMissing(cmd *cobra.Command, to *screen, missing []string) {
 	if !to.exact {
-		return // it is below the table
+		return // printMissing has printed it
 	}
 	for _, one := range missing {
 		cmd.PrintErrln(Line(leftOut(one)))
@@ -133,7 +133,7 @@ func printSummary(to *screen, o *overview.Overview) {
 	to.print("\n")
 }
 
-// states counts things by their state.
+// states returns, as text, how many things there are, and how many of them in which state but Ready.
 func states[T any](all []T, state func(T) overview.State) string {
 	counts := map[overview.State]int{}
 	for _, one := range all {
@@ -151,20 +151,20 @@ func states[T any](all []T, state func(T) overview.State) string {
 	return fmt.Sprintf("%d: %s", len(all), strings.Join(others, ", "))
 }
 
-// group is a problem that one or more subjects have alike.
+// group is one problem of one or more subjects.
 type group struct {
 	overview.Problem
-	what  string   // who has it
-	names []string // of all of them
+	what  string   // the subjects, as text
+	names []string // of all subjects
 }
 
-// alike is what problems have in common that are shown as one: a disk that fails has all its volumes fail.
+// alike is what the problems of one group have in common. A disk that fails makes all its volumes fail.
 type alike struct {
 	severity           overview.Severity
 	reason, kind, pool string
 }
 
-// grouped returns the problems, those of the volumes and of the snapshots of a pool with one reason as one.
+// grouped returns the problems in groups: those of the volumes, or of the snapshots, of one pool with one reason are one group.
 func grouped(o *overview.Overview, names map[overview.Subject]name) []*group {
 	var groups []*group
 	index := map[alike]*group{}
@@ -186,10 +186,10 @@ func grouped(o *overview.Overview, names map[overview.Subject]name) []*group {
 	return groups
 }
 
-// most is how many names are shown of many.
+// most is how many of many names are shown.
 const most = 5
 
-// some shows names, but not too many of them.
+// some returns names as text, no more than most of them.
 func some(names []string) string {
 	if len(names) <= most {
 		return strings.Join(names, ", ")
@@ -197,13 +197,13 @@ func some(names []string) string {
 	return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
 }
 
-// name of a subject, for people.
+// name is the name of a subject, as it is shown.
 type name struct {
 	text string
-	pool string // NODE.POOL, of volumes and snapshots
+	pool string // NODE.POOL; only of volumes and snapshots in one pool
 }
 
-// namesOf returns what people call the subjects of problems: a volume is its claim, if that is known.
+// namesOf returns the names of the subjects of problems, as people know them: of a volume that is its claim, if that is known.
 func namesOf(o *overview.Overview) map[overview.Subject]name {
 	names := map[overview.Subject]name{}
 	for _, p := range o.Problems {
@@ -212,7 +212,7 @@ func namesOf(o *overview.Overview) map[overview.Subject]name {
 	for i := range o.Volumes {
 		v := &o.Volumes[i]
 		one := name{text: Title(v)}
-		if v.Replicas == nil { // else it is in no pool alone
+		if v.Replicas == nil { // a volume with replicas is in several pools
 			one.pool = overview.PoolName(v.Node, v.Pool)
 		}
 		names[overview.Subject{Kind: overview.KindVolume, Name: v.ID}] = one
@@ -224,7 +224,7 @@ func namesOf(o *overview.Overview) map[overview.Subject]name {
 	return names
 }
 
-// Title is what people call a volume: its claim NAMESPACE/NAME, or its name.
+// Title returns what people know a volume by: its claim, as NAMESPACE/NAME, or its name.
 func Title(v *overview.Volume) string {
 	if v.Claim != nil {
 		return v.Claim.Namespace + "/" + v.Claim.Name

@@ -13,16 +13,16 @@ import (
 	"k8s.io/apimachinery/pkg/util/duration"
 )
 
-// column of a table.
+// column is a column of a table.
 type column struct {
 	title string
-	least int  // how narrow it may become; 0: it is not cut
-	drop  int  // those of the highest number are left out first where there is no room; 0: it stays
-	right bool // numbers
+	least int  // least width, to which it may be cut; 0: it is not cut
+	drop  int  // if there is no room, columns with the highest number are left out first; 0: never
+	right bool // aligned right, for numbers
 	wide  bool // only with -o wide
 }
 
-// cell of a table.
+// cell is a cell of a table.
 type cell struct{ text, colour string }
 
 func plain(texts ...string) []cell {
@@ -33,7 +33,7 @@ func plain(texts ...string) []cell {
 	return cells
 }
 
-// table is lines of cells below the titles of their columns.
+// table is rows of cells, with a title for each column.
 type table struct {
 	columns []column
 	rows    [][]cell
@@ -41,7 +41,7 @@ type table struct {
 
 func (t *table) add(cells ...cell) { t.rows = append(t.rows, cells) }
 
-// Table prints rows of texts below their titles, as wide as they are.
+// Table prints rows of texts below their titles, with the width that they need.
 func Table(to io.Writer, titles []string, rows [][]string) error {
 	out := screenOf(to)
 	var text bytes.Buffer
@@ -63,10 +63,10 @@ func Table(to io.Writer, titles []string, rows [][]string) error {
 	return err
 }
 
-// gap is what is between two columns.
+// gap is the space between two columns.
 const gap = "  "
 
-// print prints the table so that it fits the screen: columns are cut, then left out. With -o wide it is as wide as it is.
+// print prints the table. To fit the screen, columns are cut, then left out; not with -o wide.
 func (t *table) print(to *screen) {
 	limit := to.width
 	if to.wide {
@@ -104,7 +104,7 @@ func (t *table) line(to *screen, row []cell, widths []int) {
 	to.print("%s\n", strings.TrimRight(line.String(), " "))
 }
 
-// widths are how wide the columns are; -1: it is not shown.
+// widths returns the widths of the columns; -1: it is not shown.
 func (t *table) widths(wide bool) []int {
 	widths := make([]int, len(t.columns))
 	for i, c := range t.columns {
@@ -120,8 +120,8 @@ func (t *table) widths(wide bool) []int {
 	return widths
 }
 
-// fit makes columns narrower until all of them are within the limit (0: none). Where that does not do it leaves one out, and begins anew:
-// what that took may be room for the rest.
+// fit makes columns narrower until all fit into limit (0: none). If that is not enough, it leaves one out and begins anew, as there may be room for the full
+// others then.
 func fit(columns []column, widths []int, limit int) {
 	for full := slices.Clone(widths); limit > 0 && total(widths) > limit; {
 		if i := widest(columns, widths); i >= 0 {
@@ -135,7 +135,7 @@ func fit(columns []column, widths []int, limit int) {
 			}
 		}
 		if last < 0 {
-			return // the terminal has to break the lines
+			return // the terminal breaks the lines
 		}
 		full[last] = -1
 		copy(widths, full)
@@ -152,7 +152,7 @@ func total(widths []int) int {
 	return sum
 }
 
-// widest is the widest of the columns that may still be cut; -1: none.
+// widest returns the widest column that may still be cut; -1: none.
 func widest(columns []column, widths []int) int {
 	found := -1
 	for i, c := range columns {
@@ -163,7 +163,7 @@ func widest(columns []column, widths []int) int {
 	return found
 }
 
-// cut shortens a text to some columns, and shows that it did.
+// cut shortens a text to width characters; the last one is then "…".
 func cut(text string, width int) string {
 	if utf8.RuneCountInString(text) <= width {
 		return text
@@ -171,7 +171,7 @@ func cut(text string, width int) string {
 	return string([]rune(text)[:max(width-1, 0)]) + "…"
 }
 
-// wrapped breaks a text into lines between its words, each with an indent, that fit the screen.
+// wrapped breaks a text between words into lines of at most width, each with the indent. Width 0 is no limit.
 func wrapped(text, indent string, width int) string {
 	if width <= 0 {
 		return indent + text + "\n"
@@ -192,7 +192,7 @@ func wrapped(text, indent string, width int) string {
 	return out.String()
 }
 
-// Size is a number of bytes as people read it: with binary units, and about three digits.
+// Size returns a number of bytes as text, with a binary unit and about three digits.
 func Size(bytes int64) string {
 	value, unit := float64(bytes), 0
 	for value >= 1024 && unit < len(units)-1 {
@@ -207,7 +207,7 @@ func Size(bytes int64) string {
 
 var units = []string{"", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"}
 
-// age is how long ago something was, as kubectl shows it.
+// age returns how long ago something was, as kubectl shows it.
 func age(now, then time.Time) string {
 	if then.IsZero() {
 		return ""
@@ -215,7 +215,7 @@ func age(now, then time.Time) string {
 	return duration.HumanDuration(now.Sub(then))
 }
 
-// bar shows a share, of some columns.
+// bar returns a bar of width characters that shows the share.
 func bar(done, all int64, width int) string {
 	filled := 0
 	if all > 0 {
@@ -224,7 +224,7 @@ func bar(done, all int64, width int) string {
 	return "[" + strings.Repeat("#", filled) + strings.Repeat(".", width-filled) + "]"
 }
 
-// percent of a share.
+// percent returns the share in percent; empty if all is 0.
 func percent(done, all int64) string {
 	if all <= 0 {
 		return ""
