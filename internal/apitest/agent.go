@@ -26,18 +26,17 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Namespace is the driver's: agents may have Leases there.
+// Namespace is that of the driver, in which agents may have Leases.
 const Namespace = "ashlar-system"
 
-// The accounts of the agents and of the controller.
+// The service accounts of agents and controller.
 const (
 	account    = "ashlar-node"
 	controller = "ashlar-controller"
 )
 
-// Agent connects as the agent of a node does: with the token of a pod on that node, which its service account and the name
-// of the node are in, so that what deploy/kubernetes/guard.yaml says of agents is in force. Without a node the token is one
-// of the service account alone.
+// Agent returns the configuration of the agent of a node: with the token of a pod on that node, which has its service account and the name of the node, so that
+// deploy/kubernetes/guard.yaml applies. Without a node the token is that of the service account alone.
 func (s *Server) Agent(t testing.TB, node string) *rest.Config {
 	t.Helper()
 	s.agents.Lock()
@@ -53,8 +52,8 @@ func (s *Server) Agent(t testing.TB, node string) *rest.Config {
 	return s.Config(token)
 }
 
-// Controller connects as a new pod of the controller does that calls agents: it has the rights of
-// deploy/kubernetes/snapshot-metadata/rights.yaml (and agents those of agent-port/rights.yaml), and none of rbac-controller.yaml.
+// Controller returns the configuration of a new pod of the controller that calls agents. It has the rights of deploy/kubernetes/snapshot-metadata/rights.yaml
+// (agents have those of agent-port/rights.yaml), but none of rbac-controller.yaml.
 func (s *Server) Controller(t testing.TB) *rest.Config {
 	t.Helper()
 	token, err := s.podToken(context.Background(), controller, "node-of-the-controller")
@@ -64,7 +63,7 @@ func (s *Server) Controller(t testing.TB) *rest.Config {
 	return s.Config(token)
 }
 
-// podToken returns the token of a new pod of an account on a node.
+// podToken returns the token of a new pod of an account on a node; without a node that of the account alone.
 func (s *Server) podToken(ctx context.Context, account, node string) (string, error) {
 	kube, err := kubernetes.NewForConfig(s.Config(Admin))
 	if err != nil {
@@ -84,7 +83,7 @@ func (s *Server) podToken(ctx context.Context, account, node string) (string, er
 	return token.Status.Token, nil
 }
 
-// newPod makes a pod of an account on a node.
+// newPod makes a pod of an account on a node, and returns a reference to it.
 func newPod(ctx context.Context, kube kubernetes.Interface, account, node string) (*authenticationv1.BoundObjectReference, error) {
 	pod, err := kube.CoreV1().Pods(Namespace).Create(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: account + "-"},
 		Spec: corev1.PodSpec{NodeName: node, ServiceAccountName: account, Containers: []corev1.Container{{Name: "driver", Image: "driver"}}}}, metav1.CreateOptions{})
@@ -94,8 +93,8 @@ func newPod(ctx context.Context, kube kubernetes.Interface, account, node string
 	return &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID}, nil
 }
 
-// Guard gives the account of the agents the rights of deploy/kubernetes/rbac-node.yaml, and puts guard.yaml in force, for
-// a driver of this name.
+// Guard applies deploy/kubernetes/rbac-node.yaml, guard.yaml, and the manifests of optional rights, for a driver with this name, and waits until guard.yaml is
+// in force.
 func (s *Server) Guard(ctx context.Context, driver string) error {
 	client, err := dynamic.NewForConfig(s.Config(Admin))
 	if err != nil {
@@ -119,7 +118,7 @@ func (s *Server) Guard(ctx context.Context, driver string) error {
 	return s.guarded(ctx, driver)
 }
 
-// install applies the objects of a manifest, in Namespace where they are of one.
+// install applies the objects of a manifest; namespaced ones in Namespace.
 func install(ctx context.Context, client dynamic.Interface, text []byte) error {
 	for decoder := utilyaml.NewYAMLOrJSONDecoder(bytes.NewReader(text), 4096); ; {
 		o := &unstructured.Unstructured{}
@@ -140,7 +139,7 @@ func install(ctx context.Context, client dynamic.Interface, text []byte) error {
 	}
 }
 
-// guarded waits until an agent that says of no node that it is its own is refused everything, and one that does may give a pool to the driver.
+// guarded waits until guard.yaml is in force: an agent whose token names no node is refused everything, and one of a node may make a pool of the driver.
 func (s *Server) guarded(ctx context.Context, driver string) error {
 	nobody, err := s.agentOf(nil)
 	if err != nil {
@@ -173,7 +172,7 @@ func (s *Server) guarded(ctx context.Context, driver string) error {
 		{nobody.Resource(pools), object("Pool", "probe.a", "{nodeName: probe, pool: a, default: false, maxVolumes: 0}"), refused},
 		{nobody.Resource(ours.WithResource("replicatedvolumes")), object("ReplicatedVolume", strings.Repeat("0", 32), "{name: a, pool: a, replicas: 2, size: 4096, legs: [\"00000000000000000000000000000000\"], numbered: 1}"), refused},
 		{nobody.Resource(leases).Namespace(Namespace), object("Lease", "node.probe", "{holderIdentity: probe}"), refused},
-		// What was in force for another driver before would refuse this.
+		// The rules for a driver before would refuse this.
 		{probed.Resource(pools), object("Pool", "probe.a", fmt.Sprintf("{nodeName: probe, pool: a, default: false, maxVolumes: 0, driver: %q}", driver)), func(err error) bool { return err == nil }},
 	} {
 		for {
@@ -190,7 +189,7 @@ func (s *Server) guarded(ctx context.Context, driver string) error {
 	return nil
 }
 
-// agentOf connects as the account of agents, by a token that says more, with every right but what the policies refuse.
+// agentOf returns a client with the account of agents and further claims of the token (extra). It has all rights that the policies do not refuse.
 func (s *Server) agentOf(extra map[string][]string) (dynamic.Interface, error) {
 	config := s.Config(Admin)
 	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + Namespace + ":" + account, Groups: []string{"system:masters"}, Extra: extra}

@@ -1,6 +1,6 @@
-// Package apitest gives tests a real Kubernetes API server, with the custom resources of
-// deploy/kubernetes/crds and what its guard.yaml holds agents to: etcd and kube-apiserver on loopback, in a directory that goes with
-// them. One serves all tests of a package, which calls Main from its TestMain. In a virtual machine it is one of the machine's host (Serve).
+// Package apitest gives tests a real Kubernetes API server, with the custom resources of deploy/kubernetes/crds and the rules of guard.yaml: etcd and
+// kube-apiserver on loopback, in a directory that is removed with them. One serves all tests of a package, which calls Main in its TestMain. In a virtual
+// machine it is one of the host (Serve).
 package apitest
 
 import (
@@ -34,17 +34,17 @@ import (
 	"k8s.io/client-go/tools/clientcmd/api"
 )
 
-// Admin is the user who may do everything.
+// Admin is the user with all rights.
 const Admin = "admin"
 
-// Main runs the tests of a package and ends the API server that they used.
+// Main runs the tests of a package, and ends the API server.
 func Main(m *testing.M) {
 	code := m.Run()
 	Stop()
 	os.Exit(code)
 }
 
-// Stop ends the API server, if a test started it. It is for a TestMain of its own.
+// Stop ends the API server, if a test has started it. It is for a TestMain that does not call Main.
 func Stop() {
 	if running != nil {
 		running.Stop()
@@ -57,7 +57,7 @@ var (
 	startErr error
 )
 
-// Get returns the API server, which the first test to ask starts.
+// Get returns the API server. The first test that calls it starts it.
 func Get(t testing.TB) *Server {
 	t.Helper()
 	start.Do(func() { running, startErr = Launch() })
@@ -70,28 +70,28 @@ func Get(t testing.TB) *Server {
 	return running
 }
 
-// Server is a running API server. Authorisation is RBAC.
+// Server is a running API server. It authorises by RBAC.
 type Server struct {
 	url    string
 	on     place
-	broken error // it was to start again, and did not
+	broken error // why it could not be started again
 
 	agents struct {
 		sync.Mutex
-		tokens map[string]string // by node
+		tokens map[string]string // by the name of the node
 	}
 }
 
-// place is where an API server and its etcd run.
+// place is the API server and its etcd, on this machine or another.
 type place interface {
-	freeze() error // returns when nothing of the API server answers any more
+	freeze() error // returns when the API server does not answer any more
 	thaw() error
 	kill() error
-	start() error // after kill: returns when it answers
-	stop()        // removes what was theirs, too
+	start() error // after kill; returns when the API server answers
+	stop()        // ends both, and removes their files
 }
 
-// Config connects with a token. That of Admin and of the users is the name; Agent has those of agents.
+// Config returns a configuration with a token. The token of Admin, and of each of users, is the name; for agents see Agent.
 func (s *Server) Config(token string) *rest.Config { return configOf(s.url, token) }
 
 func configOf(url, token string) *rest.Config {
@@ -100,12 +100,12 @@ func configOf(url, token string) *rest.Config {
 	return config
 }
 
-// Kubeconfig writes a file that lets a program connect as a configuration says.
+// Kubeconfig writes a kubeconfig file for a configuration.
 func (s *Server) Kubeconfig(as *rest.Config, path string) error {
 	return s.KubeconfigIn(as, "", path)
 }
 
-// KubeconfigIn is Kubeconfig for a program that works in a namespace.
+// KubeconfigIn is Kubeconfig with the namespace of the context.
 func (s *Server) KubeconfigIn(as *rest.Config, namespace, path string) error {
 	config := api.NewConfig()
 	config.Clusters["test"] = &api.Cluster{Server: as.Host, InsecureSkipTLSVerify: true}
@@ -115,7 +115,7 @@ func (s *Server) KubeconfigIn(as *rest.Config, namespace, path string) error {
 	return clientcmd.WriteToFile(*config, path)
 }
 
-// Users besides Admin, who may do what roles are bound to them.
+// users are those besides Admin. They have the rights of roles that tests bind to them.
 var users = []string{"controller", "user"}
 
 func root() string {
@@ -123,8 +123,8 @@ func root() string {
 	return filepath.Join(filepath.Dir(file), "../..")
 }
 
-// binaries is the directory of etcd and the API server: $ASHLAR_APISERVER, for machines that
-// cannot build them (a virtual one, say), else what hack/apiserver.sh builds.
+// binaries returns the directory of etcd and the API server: $ASHLAR_APISERVER, for machines that cannot build them, as virtual ones, or else that of
+// hack/apiserver.sh, which builds them if need be.
 func binaries() (string, error) {
 	if directory := os.Getenv("ASHLAR_APISERVER"); directory != "" {
 		return directory, nil
@@ -139,10 +139,10 @@ func binaries() (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
-// startTimeout is how long an API server may take to start, on a busy machine.
+// startTimeout is how long an API server may take to start.
 const startTimeout = 5 * time.Minute
 
-// Launch starts an API server with more flags, for programs that are no tests.
+// Launch starts an API server with further flags. Tests use Get.
 func Launch(flags ...string) (*Server, error) {
 	if address, far := strings.CutPrefix(os.Getenv("ASHLAR_APISERVER"), farScheme); far {
 		return launchFar(address, flags)
@@ -151,7 +151,7 @@ func Launch(flags ...string) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	for tries := 1; ; tries++ { // others may take the ports before the server does
+	for tries := 1; ; tries++ { // another program may take a port first
 		s, err := launch(bin, flags)
 		if err == nil || tries == 3 || !strings.Contains(err.Error(), "address already in use") {
 			return s, err
@@ -178,8 +178,7 @@ func launch(bin string, flags []string) (_ *Server, err error) {
 	if err := on.files(); err != nil {
 		return nil, err
 	}
-	// etcd gives a request 5 s and two election timeouts, which a machine that stalls must not exceed; a start
-	// takes up to one election timeout.
+	// etcd's timeout of a request is 5 s and two election timeouts, which a machine that stalls must not exceed. A start takes up to one election timeout.
 	if err := on.run(filepath.Join(bin, "etcd"), "--data-dir="+on.dir+"/etcd", "--unsafe-no-fsync", "--log-level=warn", "--election-timeout=5000",
 		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, "--listen-peer-urls=http://127.0.0.1:"+ports[1]); err != nil {
 		return nil, err
@@ -208,13 +207,13 @@ func newServer(url string, on place) *Server {
 	return s
 }
 
-// local is an API server whose processes are this one's.
+// local is an API server in child processes of this one.
 type local struct {
 	dir, url  string
-	processes []*process // in the order of their starts
+	processes []*process // in the order of their start
 }
 
-// self is a user that no other server knows.
+// self returns the name of a user that no other server has.
 func (s *local) self() string { return filepath.Base(s.dir) }
 
 func (s *local) files() error {
@@ -236,14 +235,14 @@ func (s *local) files() error {
 	return os.WriteFile(s.dir+"/tokens", []byte(tokens), 0o600)
 }
 
-// freePorts finds ports that nothing listens on now, and that the kernel gives to nobody who does not ask for them (ip_local_port_range, ip(7)): a server that was killed
-// finds them free when it starts again.
+// freePorts returns ports that nothing listens on now, and that the kernel does not choose by itself (ip_local_port_range, ip(7)), so that they are still free
+// when a server is killed and started again.
 func freePorts(n int) ([]string, error) {
 	local, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	if err != nil {
 		return nil, err
 	}
-	var given int // the first that the kernel gives
+	var given int // the first that the kernel chooses
 	if _, err := fmt.Sscan(string(local), &given); err != nil {
 		return nil, err
 	}
@@ -265,10 +264,10 @@ func freePorts(n int) ([]string, error) {
 	return slices.Collect(maps.Keys(ports)), nil
 }
 
-// firstPort is above those of well-known services.
+// firstPort is the lowest port that is used; those of well-known services are below.
 const firstPort = 10000
 
-// process is a child that ends with this process, however that ends.
+// process is a child process. It is killed when this process ends in any way.
 type process struct {
 	*exec.Cmd
 	exited chan struct{}
@@ -286,12 +285,12 @@ func (s *local) run(argv ...string) error {
 	p := &process{cmd, make(chan struct{})}
 	started := make(chan error)
 	go func() {
-		runtime.LockOSThread() // the signal comes when the thread that started it ends
+		runtime.LockOSThread() // the signal is sent when the thread that started it ends
 		defer close(p.exited)
 		err := cmd.Start()
 		started <- err
 		if err == nil {
-			_ = cmd.Wait() // it is killed
+			_ = cmd.Wait() // it ends by being killed
 		}
 	}()
 	if err := <-started; err != nil {
@@ -302,7 +301,7 @@ func (s *local) run(argv ...string) error {
 }
 
 func (s *local) ready(ctx context.Context) error {
-	client, err := rest.HTTPClientFor(configOf(s.url, s.self())) // another server may have the port
+	client, err := rest.HTTPClientFor(configOf(s.url, s.self())) // it authenticates to this server alone: another one may have the port
 	if err != nil {
 		return err
 	}
@@ -313,7 +312,7 @@ func (s *local) ready(ctx context.Context) error {
 			response, err = client.Do(request)
 		}
 		if err == nil {
-			said, _ := io.ReadAll(response.Body) // for people
+			said, _ := io.ReadAll(response.Body) // for the error
 			response.Body.Close()
 			if response.StatusCode == http.StatusOK {
 				return nil
@@ -336,8 +335,7 @@ func (s *local) ready(ctx context.Context) error {
 	}
 }
 
-// Freeze stops the API server from answering, as a network that is cut does, until thaw is
-// called.
+// Freeze stops the API server from answering, as if the network were cut, until thaw is called or the test ends.
 func (s *Server) Freeze(t testing.TB) (thaw func()) {
 	t.Helper()
 	must := func(err error) {
@@ -352,7 +350,7 @@ func (s *Server) Freeze(t testing.TB) (thaw func()) {
 	return thaw
 }
 
-// Kill ends the API server and its etcd as kill -9 does, until start is called.
+// Kill kills the API server and its etcd (SIGKILL). start starts them again; so does the end of the test.
 func (s *Server) Kill(t testing.TB) (start func()) {
 	t.Helper()
 	if err := s.on.kill(); err != nil {
@@ -368,14 +366,14 @@ func (s *Server) Kill(t testing.TB) (start func()) {
 	return start
 }
 
-// Stop ends the API server, and removes what was its.
+// Stop ends the API server, and removes its files.
 func (s *Server) Stop() { s.on.stop() }
 
 func (s *local) freeze() error {
 	if err := s.signal(syscall.SIGSTOP); err != nil {
 		return err
 	}
-	for end := time.Now().Add(time.Minute); !s.stopped(); time.Sleep(time.Millisecond) { // until then it may answer
+	for end := time.Now().Add(time.Minute); !s.stopped(); time.Sleep(time.Millisecond) { // until then it may still answer
 		if time.Now().After(end) {
 			return errors.Join(errors.New("the API server does not stop"), s.thaw())
 		}
@@ -385,12 +383,12 @@ func (s *local) freeze() error {
 
 func (s *local) thaw() error { return s.signal(syscall.SIGCONT) }
 
-// signal is for the API server.
+// signal sends a signal to the API server.
 func (s *local) signal(sig syscall.Signal) error {
 	return s.processes[len(s.processes)-1].Process.Signal(sig)
 }
 
-// start starts what was killed.
+// start starts again what was killed.
 func (s *local) start() error {
 	ended := s.processes
 	s.processes = nil
@@ -404,7 +402,7 @@ func (s *local) start() error {
 	return s.ready(ctx)
 }
 
-// stopped reports whether all threads of the API server have stopped.
+// stopped reports whether all threads of the API server are stopped.
 func (s *local) stopped() bool {
 	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", s.processes[len(s.processes)-1].Process.Pid))
 	for _, thread := range threads {
@@ -412,7 +410,7 @@ func (s *local) stopped() bool {
 		if err != nil {
 			return false
 		}
-		// The state comes after the name, which is in brackets.
+		// The state comes after the name in brackets (proc_pid_stat(5)).
 		if at := bytes.LastIndexByte(stat, ')'); !bytes.HasPrefix(stat[at+1:], []byte(" T")) {
 			return false
 		}
@@ -420,8 +418,8 @@ func (s *local) stopped() bool {
 	return err == nil && len(threads) > 0
 }
 
-// Backup returns a function that makes the API server again what it is now, as one whose etcd is
-// restored from a backup. Its clients find it gone for some seconds, both times.
+// Backup makes a backup of etcd. restore restores it, and with it the present state of the API server. Both restart the server: its clients do not reach it for
+// some seconds.
 func (s *Server) Backup(t testing.TB) (restore func()) {
 	t.Helper()
 	on, here := s.on.(*local)
@@ -436,7 +434,7 @@ func (s *Server) Backup(t testing.TB) (restore func()) {
 			err = os.CopyFS(to, os.DirFS(from))
 		}
 		if err == nil {
-			// etcd wants its directory for itself.
+			// etcd requires this mode of its directory.
 			err = os.Chmod(data, 0o700)
 		}
 		if err != nil {
@@ -450,7 +448,7 @@ func (s *Server) Backup(t testing.TB) (restore func()) {
 
 func (s *local) kill() error {
 	for i := len(s.processes) - 1; i >= 0; i-- {
-		_ = s.processes[i].Process.Kill() // it may be gone
+		_ = s.processes[i].Process.Kill() // it may have ended
 		<-s.processes[i].exited
 	}
 	return nil

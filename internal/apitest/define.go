@@ -20,8 +20,7 @@ import (
 
 var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
 
-// Define creates the custom resources, or makes them what they are in deploy/kubernetes/crds, and
-// waits until they are served.
+// Define creates the custom resource definitions of deploy/kubernetes/crds, or updates them, and waits until the resources are served.
 func (s *Server) Define(ctx context.Context) error {
 	client, err := dynamic.NewForConfig(s.Config(Admin))
 	if err != nil {
@@ -56,7 +55,7 @@ func (s *Server) Define(ctx context.Context) error {
 			}
 			group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 			plural, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "plural")
-			// Established is said before it is served everywhere.
+			// The condition Established comes before the resource is served everywhere.
 			_, err = client.Resource(schema.GroupVersionResource{Group: group, Version: "v1alpha1", Resource: plural}).List(ctx, metav1.ListOptions{})
 			if established = err == nil; err != nil && !meta.IsNoMatchError(err) && ctx.Err() != nil {
 				return err
@@ -66,14 +65,14 @@ func (s *Server) Define(ctx context.Context) error {
 	return nil
 }
 
-// Redefine changes the definition of a custom resource. It takes a moment until that is in force.
+// Redefine changes a custom resource definition. It takes a moment until that is in force.
 func (s *Server) Redefine(ctx context.Context, name string, edit func(crd *unstructured.Unstructured)) error {
 	client, err := dynamic.NewForConfig(s.Config(Admin))
 	if err != nil {
 		return err
 	}
 	crds := client.Resource(definitions)
-	return retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the server itself changes its status
+	return retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the server itself updates its status
 		crd, err := crds.Get(ctx, name, metav1.GetOptions{})
 		if err != nil {
 			return err
@@ -84,7 +83,7 @@ func (s *Server) Redefine(ctx context.Context, name string, edit func(crd *unstr
 	})
 }
 
-// Undefine deletes custom resources, and all objects of theirs, and waits until they are gone.
+// Undefine deletes custom resource definitions with all objects, and waits until they are gone.
 func (s *Server) Undefine(ctx context.Context, names ...string) error {
 	client, err := dynamic.NewForConfig(s.Config(Admin))
 	if err != nil {

@@ -10,11 +10,11 @@ import (
 	"sync"
 )
 
-// farScheme is how ASHLAR_APISERVER begins where the API server is to be one of this machine's host: the rest is where Serve is reached.
+// farScheme is the beginning of an ASHLAR_APISERVER that names the address of Serve on this machine's host.
 const farScheme = "tcp://"
 
-// Serve gives an API server of this machine to each who connects, for as long as the connection is there: to the tests in a virtual machine, whose one processor would
-// take a minute to start one. It returns when the context ends and nothing of them is left.
+// Serve starts an API server on this machine for each connection, for as long as that lasts. It is for tests in a virtual machine, whose single processor would
+// take a minute to start one. It returns when the context ends, and all servers have ended.
 func Serve(ctx context.Context, listener net.Listener) error {
 	defer context.AfterFunc(ctx, func() { _ = listener.Close() })()
 	var all sync.WaitGroup
@@ -33,17 +33,17 @@ func Serve(ctx context.Context, listener net.Listener) error {
 			defer host.end()
 			server := rpc.NewServer()
 			if err := server.Register(host); err != nil {
-				panic(err) // a method of Host is wrong
+				panic(err) // a method of Host has a wrong signature
 			}
 			server.ServeConn(conn)
 		})
 	}
 }
 
-// Host is what Serve gives: place, over a connection. It is exported for net/rpc.
+// Host is a place for net/rpc, which asks for an exported type.
 type Host struct{ server *Server }
 
-// Launch starts the API server; it answers its URL, which is on loopback.
+// Launch starts the API server, and returns its URL, which is on loopback.
 func (h *Host) Launch(flags []string, url *string) (err error) {
 	if h.server != nil {
 		return errors.New("it has been started")
@@ -61,7 +61,7 @@ func (h *Host) end() {
 	}
 }
 
-// Do does what the methods of place do, by name.
+// Do calls a method of place by its name.
 func (h *Host) Do(what string, _ *bool) error {
 	do := map[string]func() error{"freeze": h.server.on.freeze, "thaw": h.server.on.thaw, "kill": h.server.on.kill, "start": h.server.on.start}[what]
 	if do == nil {
@@ -70,7 +70,7 @@ func (h *Host) Do(what string, _ *bool) error {
 	return do()
 }
 
-// far is an API server of this machine's host.
+// far is an API server on this machine's host.
 type far struct{ *rpc.Client }
 
 func launchFar(address string, flags []string) (*Server, error) {
@@ -96,4 +96,4 @@ func (f far) thaw() error   { return f.do("thaw") }
 func (f far) kill() error   { return f.do("kill") }
 func (f far) start() error  { return f.do("start") }
 
-func (f far) stop() { _ = f.Close() } // the host ends it when the connection ends, which may have been before
+func (f far) stop() { _ = f.Close() } // the host ends it with the connection, which may have ended before

@@ -12,17 +12,18 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Late are the durations ("300ms") that tests wait for up to, at random, as on a machine that has too much to do. What only holds on a fast machine fails so on each.
+// Environment variables with a duration ("300ms"). Some operations then wait for a random time up to that, as on a busy machine: a test that passes only on
+// fast machines then fails on all.
 const (
-	// Late has the API server answer the parts that are tested late: one of four requests, and each read of what they watch.
+	// Late delays the answers of the API server to the parts under test: one of four requests, and each read of a watch.
 	Late = "ASHLAR_API_LATE"
-	// LateTests has it answer the tests themselves late: what they change comes late, and what they look at may be over.
+	// LateTests delays its answers to the tests themselves (Admin): their changes come late, and what they read may be over.
 	LateTests = "ASHLAR_API_LATE_TESTS"
-	// LatePools has one of four operations of the pools in memory take its time, with whatever locks its caller has.
+	// LatePools delays one of four operations of pools in memory, while the caller holds its locks.
 	LatePools = "ASHLAR_POOLS_LATE"
 )
 
-// longest is what an environment variable says; 0: nothing.
+// longest returns the duration of an environment variable; 0 if it is not set.
 func longest(name string) time.Duration {
 	said := os.Getenv(name)
 	if said == "" {
@@ -35,14 +36,14 @@ func longest(name string) time.Duration {
 	return d
 }
 
-// Pause is what LatePools asks for.
+// Pause waits as LatePools says.
 func Pause() {
 	if d := longest(LatePools); d > 0 && mathrand.IntN(4) == 0 {
 		time.Sleep(mathrand.N(d))
 	}
 }
 
-// late has a client wait as Late and LateTests say.
+// late makes a client wait as Late and LateTests say.
 func late(config *rest.Config, token string) {
 	name := Late
 	if token == Admin {

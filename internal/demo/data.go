@@ -21,10 +21,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What the demo's pods write, and how they know it again.
+// This file has what the pods of the demo write, and how it is checked.
 
-// writeFiles writes count files of random bytes, bytes in all, and syncs them. The same
-// seed gives the same bytes.
+// writeFiles writes count files of random bytes, of bytes in all, and syncs them. The same seed gives the same content.
 func writeFiles(dir string, seed uint64, count int, bytes int64) error {
 	random := rand.NewChaCha8([32]byte{byte(seed)})
 	for i := range count {
@@ -40,8 +39,7 @@ func writeFiles(dir string, seed uint64, count int, bytes int64) error {
 	return nil
 }
 
-// checksum returns the SHA-256 of the names and contents of the files in a directory that
-// writeFiles made.
+// checksum returns the SHA-256 of names and contents of the files that writeFiles made in a directory.
 func checksum(dir string) (string, error) {
 	names, err := filepath.Glob(filepath.Join(dir, "file-*"))
 	if err != nil {
@@ -54,7 +52,7 @@ func checksum(dir string) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		_, _ = io.WriteString(sum, filepath.Base(name)+"\n") // a hash takes everything
+		_, _ = io.WriteString(sum, filepath.Base(name)+"\n") // writing to a hash never fails
 		_, err = io.Copy(sum, f)
 		f.Close()
 		if err != nil {
@@ -64,19 +62,18 @@ func checksum(dir string) (string, error) {
 	return hex.EncodeToString(sum.Sum(nil)), nil
 }
 
-// A journal is a file of records, each with its number and a checksum. Each is on disk
-// before the next one is written.
+// A journal is a file of records, each with its number and a checksum. Each record is on disk before the next one is written.
 const (
 	journalName   = "journal"
 	journalRecord = 4096
-	journalMost   = 2048 // records, to bound its size
+	journalMost   = 2048 // records at most
 )
 
 // journalWriter appends to a journal until it is stopped.
 type journalWriter struct {
-	synced atomic.Int64 // records that are on disk for sure
-	wait   atomic.Int64 // the longest that one took, in nanoseconds
-	cancel func()       // tells it to stop
+	synced atomic.Int64 // records that are on disk
+	wait   atomic.Int64 // the longest time for one record, in ns
+	cancel func()       // asks the writer to stop
 	ended  chan error
 }
 
@@ -110,10 +107,10 @@ func (w *journalWriter) append(ctx context.Context, f *os.File) error {
 	return nil
 }
 
-// longest is the longest that a record took so far.
+// longest returns the longest time that a record has taken so far.
 func (w *journalWriter) longest() time.Duration { return time.Duration(w.wait.Load()) }
 
-// stop stops the writer and waits for its end.
+// stop stops the writer and waits for its end, for 10 s at most.
 func (w *journalWriter) stop() error {
 	w.cancel()
 	select {
@@ -124,7 +121,7 @@ func (w *journalWriter) stop() error {
 	}
 }
 
-// wrote waits until n more records are on disk.
+// wrote waits until n more records are on disk, for 10 s at most.
 func (w *journalWriter) wrote(n int64) error {
 	goal, deadline := min(w.synced.Load()+n, journalMost), time.Now().Add(10*time.Second)
 	for w.synced.Load() < goal {
@@ -146,8 +143,7 @@ func record(number int64) []byte {
 	return r
 }
 
-// readJournal returns how many records a journal has. Anything but whole records in
-// their order is an error.
+// readJournal returns the number of records in a journal. It fails if there is anything but whole records in order.
 func readJournal(dir string) (int64, error) {
 	text, err := os.ReadFile(filepath.Join(dir, journalName))
 	if err != nil {
@@ -165,7 +161,7 @@ func readJournal(dir string) (int64, error) {
 	return n, nil
 }
 
-// writeDevice writes a pattern at an offset of a device, past all caches.
+// writeDevice writes the pattern of a seed at an offset of a device, with direct I/O.
 func writeDevice(device string, offset int64, seed uint64) error {
 	f, err := os.OpenFile(device, os.O_RDWR|unix.O_DIRECT, 0)
 	if err != nil {
@@ -181,7 +177,7 @@ func writeDevice(device string, offset int64, seed uint64) error {
 	return f.Sync()
 }
 
-// checkDevice reads what writeDevice wrote, past all caches. Seed 0 stands for zeros.
+// checkDevice checks with direct I/O that a device has the pattern of a seed at an offset. Seed 0 stands for zeros.
 func checkDevice(device string, offset int64, seed uint64) error {
 	f, err := os.OpenFile(device, os.O_RDONLY|unix.O_DIRECT, 0)
 	if err != nil {
@@ -211,7 +207,7 @@ func pattern(seed uint64) []byte {
 	return p
 }
 
-// buffer is memory as direct I/O wants it.
+// buffer is memory that is aligned for direct I/O.
 type buffer struct{ bytes []byte }
 
 func aligned() buffer {

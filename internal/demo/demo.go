@@ -1,4 +1,4 @@
-// Package demo is "driver demo".
+// Package demo implements "driver demo".
 package demo
 
 import (
@@ -29,18 +29,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// demoNode is the name of the node that the demo's driver serves.
+// demoNode is the name of the demo's node.
 const demoNode = "demo"
 
-// Run takes volumes through their lives in a new directory below parent, and prints each step. An error unless every step did
-// what it should and nothing of it is left on the machine. It needs root.
+// Run takes volumes through their lives in a new directory below parent, and prints each step. It returns an error unless every step did what it should and
+// nothing of it is left on the machine. It needs root.
 func Run(ctx context.Context, parent, version string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("the demo attaches and mounts devices, so it needs root")
 	}
 	parent, err := filepath.Abs(parent)
 	if err == nil {
-		parent, err = filepath.EvalSymlinks(parent) // as the kernel will name it
+		parent, err = filepath.EvalSymlinks(parent) // as the kernel shows it in mounts
 	}
 	if err != nil {
 		return fmt.Errorf("--dir: %w", err)
@@ -55,30 +55,29 @@ func Run(ctx context.Context, parent, version string) error {
 	return d.end()
 }
 
-// demonstration is a run of the demo. Its steps stop being taken after one that failed.
+// demonstration is a run of the demo. After a step that fails no further ones are taken.
 type demonstration struct {
 	ctx     context.Context
 	dir     string
 	version string
 	*co.Client
 	*printer
-	driver *process.Driver // nil before it is started
+	driver *process.Driver // nil until it is started
 
 	start   time.Time
 	steps   int
 	calls   int
 	failed  error
-	volumes int // created so far
-	cuts    int // snapshots cut so far
+	volumes int // volumes created so far
+	cuts    int // snapshots made so far
 	slowest struct {
 		what string
 		took time.Duration
 	}
 }
 
-// step takes one step, and prints it with the time that it took and with what the
-// kernel then shows of some volumes (and fails if that is not as it should be). The step
-// may return a remark.
+// step takes a step, and prints it with its time and with what the kernel shows of some volumes afterwards. It fails if that is not as it should be. do may
+// return a remark.
 func (d *demonstration) step(what string, do func(ctx context.Context) (remark string, err error), show ...*demoVolume) {
 	if d.failed != nil {
 		return
@@ -120,10 +119,10 @@ func (d *demonstration) heading(text string) {
 	}
 }
 
-// callTime is how long one call of the driver may take.
+// callTime is how long one call may take.
 const callTime = time.Minute
 
-// connection is that to the driver: its calls are counted, take no longer than callTime, and their errors name the method.
+// connection is a connection to the driver. It counts calls, gives each callTime, and names the method in its errors.
 type connection struct {
 	grpc.ClientConnInterface
 	d *demonstration
@@ -140,7 +139,7 @@ func (c connection) Invoke(ctx context.Context, method string, request, response
 	}
 	wait := time.Duration(0)
 	if status.Code(err) == codes.Unavailable {
-		wait = time.Second // the connection may break before the end of the process is known
+		wait = time.Second // the connection may break before the end of the process is seen
 	}
 	select {
 	case <-c.d.driver.Ended():
@@ -150,7 +149,7 @@ func (c connection) Invoke(ctx context.Context, method string, request, response
 	}
 }
 
-// callError is the answer of the driver to a call that it did not serve.
+// callError is an error that the driver answered a call with.
 type callError struct {
 	method string
 	err    error
@@ -163,7 +162,7 @@ func (e *callError) Error() string {
 
 func (e *callError) Unwrap() error { return e.err }
 
-// run is the demo from the start of the driver to its end.
+// run runs the demo, from the start of the driver to its end.
 func (d *demonstration) run() {
 	if _, err := rpc.ParseEndpoint(d.socket()); err != nil {
 		d.failed = fmt.Errorf("--dir: %w", err)
@@ -198,7 +197,7 @@ func (d *demonstration) run() {
 	d.step("look for what is left", func(context.Context) (string, error) { return d.nothingLeft() })
 }
 
-// serve starts the driver over an empty pool.
+// serve starts the driver with an empty pool.
 func (d *demonstration) serve(ctx context.Context) (string, error) {
 	pool := url.URL{Scheme: "file", Path: filepath.Join(d.dir, "pool"), RawQuery: "create=1&reservePercent=0"}
 	self, err := os.Executable()
@@ -220,10 +219,10 @@ func (d *demonstration) serve(ctx context.Context) (string, error) {
 	return fmt.Sprintf("process %d serves csi.sock; Probe says ready", driver.Pid()), nil
 }
 
-// goneTime is how long a loop device may be there after its last user: whoever looks at all devices of the machine has each of them for a moment.
+// goneTime is how long a loop device may stay after its last user: programs that look at all devices of the machine keep each of them open for a moment.
 const goneTime = 30 * time.Second
 
-// leftovers returns what is mounted and attached under the demo's directory, once that has had the time to go.
+// leftovers returns what is mounted and attached below the demo's directory, after goneTime at most.
 func (d *demonstration) leftovers() (mounts []string, loops []machine.LoopDevice, err error) {
 	for deadline := time.Now().Add(goneTime); ; time.Sleep(20 * time.Millisecond) {
 		mounts, loops, err = machine.Leftovers(d.dir)
@@ -233,7 +232,7 @@ func (d *demonstration) leftovers() (mounts []string, loops []machine.LoopDevice
 	}
 }
 
-// nothingLeft makes sure of what its name says.
+// nothingLeft returns an error if anything is left; else it removes the directory.
 func (d *demonstration) nothingLeft() (string, error) {
 	mounts, loops, err := d.leftovers()
 	if err != nil {
@@ -246,7 +245,7 @@ func (d *demonstration) nothingLeft() (string, error) {
 	for _, loop := range loops {
 		left = append(left, "loop device "+loop.Path())
 	}
-	// What is the pool's own, not a volume's, and the log of the driver.
+	// The files of the pool itself, and the log of the driver.
 	own := []string{filepath.Join(d.dir, "pool", "lock"), filepath.Join(d.dir, "pool", "pool"), filepath.Join(d.dir, "log")}
 	err = filepath.WalkDir(d.dir, func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && !entry.IsDir() && !slices.Contains(own, path) {
@@ -266,7 +265,7 @@ func (d *demonstration) nothingLeft() (string, error) {
 	return "no mount, no loop device, no image or record in the pool, no process", os.RemoveAll(d.dir)
 }
 
-// end says how it went. What a failure left is taken away as far as that can be done.
+// end prints the result. After a failure it cleans up, as far as possible.
 func (d *demonstration) end() error {
 	took := time.Since(d.start).Round(10 * time.Millisecond)
 	if d.failed == nil {
@@ -289,10 +288,10 @@ func (d *demonstration) end() error {
 	return fmt.Errorf("the demo failed after %s at %w", took, d.failed)
 }
 
-// cleanUp takes away by force whatever is left, without the driver.
+// cleanUp removes by force what is left, without the driver. It returns what cannot be removed.
 func (d *demonstration) cleanUp() error {
 	var failures []error
-	// A filesystem that is still frozen would keep everybody waiting, the driver included.
+	// A filesystem that is still frozen would block all its users, and the driver.
 	mounts, _, err := machine.Leftovers(d.dir)
 	failures = append(failures, err)
 	for _, path := range mounts {
@@ -301,9 +300,9 @@ func (d *demonstration) cleanUp() error {
 		}
 	}
 	if d.driver != nil {
-		_ = d.driver.Stop() // it is killed if it does not end
+		_ = d.driver.Stop() // this kills it if it does not end
 	}
-	// Again: now nobody can add any.
+	// Again: now the driver cannot add any.
 	mounts, loops, err := machine.Leftovers(d.dir)
 	failures = append(failures, err)
 	slices.SortFunc(mounts, func(a, b string) int { return cmp.Compare(len(b), len(a)) }) // the deepest first
@@ -315,7 +314,7 @@ func (d *demonstration) cleanUp() error {
 	}
 	for _, loop := range loops {
 		if f, err := os.Open(loop.Path()); err == nil {
-			_ = unix.IoctlSetInt(int(f.Fd()), unix.LOOP_CLR_FD, 0) // it may be gone with its mount
+			_ = unix.IoctlSetInt(int(f.Fd()), unix.LOOP_CLR_FD, 0) // it may have gone with its mount
 			f.Close()
 		}
 	}
@@ -325,23 +324,23 @@ func (d *demonstration) cleanUp() error {
 		failures = append(failures, fmt.Errorf("%s is still attached; losetup -d %s", loop.Path(), loop.Path()))
 	}
 	if len(mounts) > 0 {
-		// RemoveAll would go through the mounts.
+		// RemoveAll would remove what is in the mounts.
 		return errors.Join(append(failures, fmt.Errorf("still mounted: %s; unmount, then remove %s", strings.Join(mounts, ", "), d.dir))...)
 	}
 	return errors.Join(append(failures, os.RemoveAll(d.dir))...)
 }
 
-// demoVolume is a volume or a snapshot of the demo, and what the kernel should show of it.
+// demoVolume is a volume or snapshot of the demo, with what the kernel should show of it.
 type demoVolume struct {
 	*co.Volume
 	d    *demonstration
 	kind blockdev.Kind
 	fs   filesystem.Type // empty for raw block
 
-	size int64 // bytes; 0 while there is none
-	// at is where it is mounted, or its device bound: path -> read-only.
+	size int64 // bytes; 0 while it does not exist
+	// at is where it is mounted, or its device is bound: by path, whether read-only.
 	at map[string]bool
-	// fsSize is the least that its filesystem has, in bytes.
+	// fsSize is the least size of its filesystem, in bytes.
 	fsSize int64
 }
 
@@ -353,14 +352,13 @@ func (d *demonstration) snapshot(name string) *demoVolume {
 	return &demoVolume{Volume: d.Volume("", name, nil), d: d, kind: blockdev.Snapshot}
 }
 
-// image is where the pool keeps its bytes.
+// image returns the file in the pool that has its bytes.
 func (v *demoVolume) image() string {
 	dir := map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}[v.kind]
 	return filepath.Join(v.d.dir, "pool", dir, volume.KeyOf(v.Name)+".img")
 }
 
-// shown returns what the kernel shows of the volume, and an error if that is not what
-// the calls so far should have made of it.
+// shown returns what the kernel shows of the volume, and an error if that does not fit the calls so far.
 func (v *demoVolume) shown() (string, error) {
 	found, err := machine.LoopDevices(v.image(), v.d.dir)
 	if err != nil {
@@ -402,8 +400,7 @@ func (v *demoVolume) shown() (string, error) {
 	return strings.Join(lines, "\n"), err
 }
 
-// device returns what the kernel shows of a device of the volume, and an error if it is wrong. It adds where it is mounted to
-// what was seen.
+// device returns what the kernel shows of a device of the volume, and an error if that is wrong. It adds the paths of its mounts to seen.
 func (v *demoVolume) device(device machine.LoopDevice, seen map[string]bool) (_ string, err error) {
 	if device.Size != v.size {
 		err = v.wrong("%s of %d bytes, not %d", device.Path(), device.Size, v.size)
@@ -413,7 +410,7 @@ func (v *demoVolume) device(device machine.LoopDevice, seen map[string]bool) (_ 
 	for _, at := range device.Mounts {
 		path := at.Path
 		if v.Staging != "" && machine.Within(path, v.Staging) {
-			path = v.Staging // of a block volume, the driver chooses a path within
+			path = v.Staging // for a block volume the driver chooses a path below
 		}
 		fsType = at.Fs
 		if at.Fs != co.Block {
@@ -430,7 +427,7 @@ func (v *demoVolume) device(device machine.LoopDevice, seen map[string]bool) (_ 
 	return fmt.Sprintf(columns, device.Path(), machine.Size(device.Size), mode(device.ReadOnly), fsType, usage, strings.Join(paths, ", ")), err
 }
 
-// relative is a path as it is printed.
+// relative returns a path as it is printed.
 func (v *demoVolume) relative(path string) string { return strings.TrimPrefix(path, v.d.dir+"/") }
 
 func (v *demoVolume) wrong(format string, args ...any) error {

@@ -9,8 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// printer prints the demo's lines, in bold and red only on a terminal (and not if
-// NO_COLOR is set, https://no-color.org).
+// printer prints the lines of the demo, on a terminal with bold and red text, unless NO_COLOR is set (https://no-color.org).
 type printer struct {
 	out      *os.File
 	terminal bool
@@ -22,7 +21,7 @@ func newPrinter(out *os.File) *printer {
 }
 
 func (p *printer) printf(format string, args ...any) {
-	_, _ = fmt.Fprintf(p.out, format, args...) // whoever closed the output does not want it
+	_, _ = fmt.Fprintf(p.out, format, args...) // if the output is closed, nobody reads it
 }
 
 func (p *printer) styled(style, text string) string {
@@ -39,19 +38,17 @@ const (
 
 func (p *printer) heading(text string) { p.printf("\n%s\n", p.styled(bold, text)) }
 
-// stepWidth is how much room there is for what a step does.
+// stepWidth is the width of the text of a step.
 const stepWidth = 49
 
-// columns of what the kernel shows of a device: name, size, ro or rw, filesystem, what
-// of it is used, and where it is mounted.
+// columns are what is printed of a device: name, size, ro or rw, filesystem, its use, and where it is mounted.
 const columns = "%-13s %8s %-2s  %-5s  %-18s  %s"
 
 func (p *printer) printColumns() {
 	p.printf("%3s  %-*s %10s  "+columns+"\n", "#", stepWidth, "step", "time", "device", "size", "", "fs", "used", "mounted at; remark")
 }
 
-// printStep prints one step: a line, and one more for each further device. A failed one
-// says why below.
+// printStep prints a step: one line, and one more for each further device. A failed step has its error below.
 func (p *printer) printStep(number int, what string, took time.Duration, seen []string, remark string, err error) {
 	lines := strings.Split(strings.Join(seen, "\n"), "\n")
 	last := len(lines) - 1

@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// What the demo shows. The steps call the driver as a container orchestrator does.
+// This file has the steps of the demo, which call the driver as a container orchestrator does.
 
 const (
 	mib = 1 << 20
@@ -37,7 +37,7 @@ func (d *demonstration) story() {
 	d.ephemeral()
 }
 
-// ext4 is the whole life of a volume, of its snapshots, and of what is made of them.
+// ext4 is the whole life of a volume, its snapshots and its copies.
 func (d *demonstration) ext4() {
 	d.heading("ext4: one volume, its snapshot, a clone and a restore")
 	data := d.volume("data", filesystem.Ext4)
@@ -77,7 +77,7 @@ func (d *demonstration) ext4() {
 	d.remove(data)
 }
 
-// shortLife is a shorter life, on thin volumes, where kernel and tools have the filesystem.
+// shortLife is a shorter life of a thin volume with a filesystem, if kernel and tools have that.
 func (d *demonstration) shortLife(fs filesystem.Type) {
 	if d.failed != nil {
 		return
@@ -106,13 +106,13 @@ func (d *demonstration) shortLife(fs filesystem.Type) {
 	d.retire(v)
 }
 
-// lacks says what a machine lacks for a filesystem; empty if nothing.
+// lacks returns what this machine lacks for a filesystem; empty if nothing.
 func lacks(ctx context.Context, fs filesystem.Type) string {
 	tool := "mkfs." + string(fs)
 	if _, _, err := command.Run(ctx, tool, "-V"); err != nil {
 		return tool + " is not installed (apt-get install " + doctor.PackageOf(tool) + ")"
 	}
-	// This loads the kernel's module, as mounting would.
+	// This loads the kernel's module, as a mount does.
 	fd, err := unix.Fsopen(string(fs), unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		return fmt.Sprintf("this kernel has no %s (%v)", fs, err)
@@ -121,7 +121,7 @@ func lacks(ctx context.Context, fs filesystem.Type) string {
 	return ""
 }
 
-// create: the first filesystem is thick, as volumes are by default; the others are thin.
+// create makes a volume: thick with ext4 or as a raw device, thin with other filesystems.
 func (d *demonstration) create(v *demoVolume, size int64, source *demoVolume) {
 	r := co.Request(v.Name, cmp.Or(string(v.fs), co.Block), size)
 	what := "CreateVolume " + v.Name
@@ -183,7 +183,7 @@ func (v *demoVolume) publish(ctx context.Context, pod string, readOnly bool) err
 	return err
 }
 
-// use claims, stages and publishes in one step.
+// use claims, stages and publishes a volume in one step.
 func (d *demonstration) use(v *demoVolume) {
 	d.step("claim, stage and publish "+v.Name, func(ctx context.Context) (string, error) { return "", v.up(ctx) }, v)
 }
@@ -196,7 +196,7 @@ func (v *demoVolume) up(ctx context.Context) error {
 	return err
 }
 
-// write writes files and returns their checksum.
+// write writes files to a volume and returns their checksum.
 func (d *demonstration) write(v *demoVolume, seed uint64, bytes int64) (sum string) {
 	d.step(fmt.Sprintf("write 16 files, %s, to %s", machine.Size(bytes), v.Name), func(context.Context) (_ string, err error) {
 		if err := writeFiles(v.Target(pod), seed, 16, bytes); err != nil {
@@ -210,7 +210,7 @@ func (d *demonstration) write(v *demoVolume, seed uint64, bytes int64) (sum stri
 
 func short(sum string) string { return sum[:min(12, len(sum))] }
 
-// stats compares what the driver says with statfs(2).
+// stats compares the answer of NodeGetVolumeStats with statfs(2).
 func (d *demonstration) stats(v *demoVolume) {
 	d.step("NodeGetVolumeStats "+v.Name, func(ctx context.Context) (string, error) {
 		response, err := d.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID, VolumePath: v.Target(pod), StagingTargetPath: v.Staging})
@@ -234,8 +234,8 @@ func (d *demonstration) stats(v *demoVolume) {
 	}, v)
 }
 
-// cut snapshots a volume that is being written to. It returns how many records of the
-// writer's journal were on disk before and after: a snapshot has a number between.
+// cut makes a snapshot of a volume that is being written to. It returns how many records of the writer's journal were on disk before and after: the snapshot
+// has a number between.
 func (d *demonstration) cut(snapshot, source *demoVolume) (first, last int64) {
 	var journal *journalWriter
 	d.step("start a writer in "+source.Name, func(context.Context) (_ string, err error) {
@@ -247,7 +247,7 @@ func (d *demonstration) cut(snapshot, source *demoVolume) (first, last int64) {
 	d.step("CreateSnapshot "+snapshot.Name, func(ctx context.Context) (string, error) {
 		first = journal.synced.Load()
 		made, err := source.Snapshot(ctx, snapshot.Name)
-		last = journal.synced.Load() + 1 // one more may be written and not known to be on disk
+		last = journal.synced.Load() + 1 // one more may be written, and not known to be on disk
 		snapshot.ID, snapshot.size = made.GetSnapshotId(), source.size
 		d.cuts++
 		return "", err
@@ -266,8 +266,7 @@ func (d *demonstration) cut(snapshot, source *demoVolume) (first, last int64) {
 	return first, last
 }
 
-// expand grows a volume that is in use. Where ext4 cannot grow while it is mounted, it
-// grows when it is staged again.
+// expand expands a volume in use. If ext4 cannot grow while it is mounted, it grows when it is staged again.
 func (d *demonstration) expand(v *demoVolume, larger int64) {
 	d.step("ControllerExpandVolume "+v.Name, func(ctx context.Context) (string, error) {
 		err := v.Expand(ctx, larger)
@@ -286,7 +285,7 @@ func (d *demonstration) expand(v *demoVolume, larger int64) {
 			return "not online: this process lacks CAP_SYS_RESOURCE, which ext4 asks for", nil
 		}
 		if err == nil {
-			v.fsSize = larger * 3 / 4 // what a filesystem keeps for itself is its own affair
+			v.fsSize = larger * 3 / 4 // the filesystem needs some space for itself
 		}
 		return "online", err
 	}, v)
@@ -304,7 +303,7 @@ func (d *demonstration) expand(v *demoVolume, larger int64) {
 	}, v)
 }
 
-// compare makes sure that a volume has the files with a checksum.
+// compare checks that the files of a volume have a checksum.
 func (d *demonstration) compare(v *demoVolume, want, words string) {
 	d.step("compare "+v.Name, func(context.Context) (string, error) {
 		have, err := checksum(v.Target(pod))
@@ -315,7 +314,7 @@ func (d *demonstration) compare(v *demoVolume, want, words string) {
 	}, v)
 }
 
-// compareJournal makes sure that a restore holds a point in time between two records.
+// compareJournal checks that the journal in a volume has first to last records.
 func (d *demonstration) compareJournal(v *demoVolume, first, last int64) {
 	d.step("compare the writer's journal in "+v.Name, func(context.Context) (string, error) {
 		n, err := readJournal(v.Target(pod))
@@ -326,7 +325,7 @@ func (d *demonstration) compareJournal(v *demoVolume, first, last int64) {
 	})
 }
 
-// readOnly publishes a volume once more, for reading, to another pod.
+// readOnly publishes a volume once more, read-only, to another pod.
 func (d *demonstration) readOnly(v *demoVolume, sum string) {
 	const reader = "reader"
 	d.step("NodePublishVolume "+v.Name+", read-only", func(ctx context.Context) (string, error) { return "", v.publish(ctx, reader, true) }, v)
@@ -347,7 +346,7 @@ func (d *demonstration) readOnly(v *demoVolume, sum string) {
 	d.step("NodeUnpublishVolume "+v.Name+", read-only", func(ctx context.Context) (string, error) { return "", v.unpublish(ctx, reader) }, v)
 }
 
-// group cuts several volumes at one moment.
+// group makes snapshots of several volumes at one point in time, and deletes them.
 func (d *demonstration) group(sources ...*demoVolume) {
 	var ids, names []string
 	for _, v := range sources {
@@ -411,7 +410,7 @@ func (d *demonstration) block() {
 	d.retire(raw)
 }
 
-// ephemeral is the life of a volume that comes and goes with its pod.
+// ephemeral is the life of an inline ephemeral volume.
 func (d *demonstration) ephemeral() {
 	d.heading("inline ephemeral: a volume that comes and goes with its pod")
 	v := d.volume("csi-scratch", filesystem.Ext4)
@@ -487,7 +486,7 @@ func (d *demonstration) retire(v *demoVolume) {
 	}, v)
 }
 
-// drop deletes a snapshot: what was restored from it does not need it any more.
+// drop deletes a snapshot. What was restored from it stays.
 func (d *demonstration) drop(snapshot *demoVolume) {
 	d.step("DeleteSnapshot "+snapshot.Name, func(ctx context.Context) (string, error) {
 		snapshot.size = 0

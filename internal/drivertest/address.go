@@ -9,16 +9,16 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// FreeAddresses returns addresses of this machine, as 127.0.0.1:PORT, that nothing listens on now, all of them different. They are below those that the kernel
-// gives to whoever asks for any (ip_local_port_range): tests of other programs, which run at the same time, get none of them so.
+// FreeAddresses returns n different addresses of this machine, as 127.0.0.1:PORT, on which nothing listens now. The ports are below those that the kernel
+// usually chooses from (ip_local_port_range, ip(7)), so that tests of other programs at the same time do not get them by chance.
 func FreeAddresses(t testing.TB, n int) (addresses []string) {
 	t.Helper()
-	var held []net.Listener // until all are known
+	var held []net.Listener // kept open until all are found
 	for len(held) < n {
 		const from, to = 12000, 32000
 		listener, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", from+rand.IntN(to-from)))
 		if err != nil {
-			continue // somebody has it
+			continue // the port is taken
 		}
 		held = append(held, listener)
 		addresses = append(addresses, listener.Addr().String())

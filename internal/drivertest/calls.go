@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Connect serves some services on a socket, as they are, and connects to them.
+// Connect serves services on a socket, without an interceptor, until the test ends, and connects to it.
 func Connect(t testing.TB, register func(*grpc.Server)) *grpc.ClientConn {
 	t.Helper()
 	listener, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
@@ -31,7 +31,7 @@ func Connect(t testing.TB, register func(*grpc.Server)) *grpc.ClientConn {
 	return conn
 }
 
-// Twice makes a call twice: both succeed, with the same answer.
+// Twice makes a call twice, and checks that both succeed with the same answer.
 func Twice[R, A proto.Message](t testing.TB, call func(context.Context, R) (A, error), r R) A {
 	t.Helper()
 	first, err := call(t.Context(), r)
@@ -44,8 +44,8 @@ func Twice[R, A proto.Message](t testing.TB, call func(context.Context, R) (A, e
 	return first
 }
 
-// Refuses returns a function that makes sure that a call refuses a request, which is a right one with a change: with an
-// error of one kind (of pkg/errdefs), which says what an operator needs to know.
+// Refuses returns a function that changes a right request and checks that a call refuses it: with an error of one kind (of pkg/errdefs) that has the words
+// says.
 func Refuses[R, A any](t *testing.T, call func(context.Context, R) (A, error), right func() R) func(what string, change func(R), kind error, says string) {
 	return func(what string, change func(R), kind error, says string) {
 		t.Helper()

@@ -9,14 +9,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// ClearAway takes away by force what a failed test left below a directory.
+// ClearAway removes by force the mounts and devices that a failed test left below a directory.
 func ClearAway(dir string) {
 	Clear(func() []string { return Leftovers(dir) })
 }
 
-// Clear takes away by force what is listed as Leftovers does.
+// Clear removes by force what list returns, in the form of Leftovers.
 func Clear(list func() []string) {
-	for range 4 { // filesystems upon devices upon files
+	for range 4 { // filesystems on devices on files
 		left := list()
 		for i := len(left) - 1; i >= 0; i-- {
 			kind, rest, _ := strings.Cut(left[i], " ")

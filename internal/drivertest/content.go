@@ -9,13 +9,13 @@ import (
 	"os"
 )
 
-// Content is what the user of a volume writes to it: bytes that nobody else writes.
+// Content is random bytes that a test writes to a volume. The same seed gives the same bytes.
 type Content struct {
 	Seed         string
 	Offset, Size int64
 }
 
-// Bytes are the bytes themselves.
+// Bytes returns the bytes.
 func (c Content) Bytes() []byte {
 	random := rand.NewChaCha8(sha256.Sum256([]byte(c.Seed)))
 	all := make([]byte, c.Size)
@@ -23,7 +23,7 @@ func (c Content) Bytes() []byte {
 	return all
 }
 
-// Write writes it to a device, or to a file, which is made, durably.
+// Write writes the bytes to a device, or to a file, which it creates if need be, and syncs it.
 func (c Content) Write(path string) error {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -33,7 +33,7 @@ func (c Content) Write(path string) error {
 	return errors.Join(err, f.Sync(), f.Close())
 }
 
-// In makes sure that a device or file holds it.
+// In returns an error unless a device or file has the bytes.
 func (c Content) In(path string) error {
 	f, err := os.Open(path)
 	if err != nil {

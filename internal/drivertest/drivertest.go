@@ -1,5 +1,4 @@
-// Package drivertest runs the driver for tests, on real devices, and makes sure that
-// nothing of it is left.
+// Package drivertest runs the driver for tests, on real devices, and checks that they leave nothing.
 package drivertest
 
 import (
@@ -27,8 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// NeedRoot fails a test that needs root and does not have it, unless SKIP_ROOT_TESTS=1
-// says to skip it.
+// NeedRoot ends a test that does not run as root: it fails, or with SKIP_ROOT_TESTS=1 is skipped. That skips it for root, too.
 func NeedRoot(t testing.TB) {
 	t.Helper()
 	if os.Getenv("SKIP_ROOT_TESTS") == "1" {
@@ -39,14 +37,13 @@ func NeedRoot(t testing.TB) {
 	}
 }
 
-// Dir returns a temporary directory with a short name (a socket's path is limited), which
-// is removed at the end of the test. The test fails if there is a mount or a loop device
-// left below it that does not go.
+// Dir returns a temporary directory, which is removed at the end of the test. Its name is short, as the path of a socket is limited. The test fails if a mount
+// or a loop device below it is left, and does not go within goneTime.
 func Dir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ashlar")
 	check.OK(t, err)
-	// Not empty, as if it were the place of a disk that is not mounted: no pool is made in such.
+	// The directory must not be empty: an empty one may be that of a disk which is not mounted, and no file pool is made in it.
 	check.OK(t, os.WriteFile(filepath.Join(dir, "of-a-test"), nil, 0o600))
 	t.Cleanup(func() {
 		left := Gone(func() []string { return Leftovers(dir) })
@@ -54,7 +51,7 @@ func Dir(t testing.TB) string {
 			t.Errorf("left behind: %s", line)
 		}
 		if len(left) > 0 {
-			return // RemoveAll would go through the mount
+			return // RemoveAll would remove what is in the mounts
 		}
 		if err := os.RemoveAll(dir); err != nil {
 			t.Errorf("remove the test's directory: %v", err)
@@ -63,8 +60,8 @@ func Dir(t testing.TB) string {
 	return dir
 }
 
-// Leftovers lists the mounts at, and the loop devices over files in, a directory, and the devices
-// over those.
+// Leftovers lists the mounts at or below a directory, the loop devices over files in it, and the devices over these, each as "mount PATH", "loop device NAME
+// over PATH" or "mapper device NAME over LOOP".
 func Leftovers(dir string) []string {
 	below := func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
 	var found []string
@@ -76,7 +73,7 @@ func Leftovers(dir string) []string {
 	}
 	loops, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	ours := map[string]bool{}
-	for range 2 { // loop devices over loop devices, too
+	for range 2 { // also loop devices over loop devices
 		for _, loop := range loops {
 			backing, _ := os.ReadFile(loop)
 			path, name := strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)"), strings.Split(loop, "/")[3]
@@ -91,7 +88,7 @@ func Leftovers(dir string) []string {
 	return found
 }
 
-// mappedOver lists the devices of the device mapper over a loop device.
+// mappedOver lists the device mapper's devices over a loop device.
 func mappedOver(loop string) (found []string) {
 	mapped, _ := filepath.Glob("/sys/block/" + loop + "/holders/dm-*/dm/name")
 	for _, file := range mapped {
@@ -102,7 +99,7 @@ func mappedOver(loop string) (found []string) {
 	return found
 }
 
-// Run runs a program and returns what it printed; a failure ends the test.
+// Run runs a program and returns its output. If it fails, the test ends.
 func Run(t testing.TB, argv ...string) string {
 	t.Helper()
 	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
@@ -112,29 +109,28 @@ func Run(t testing.TB, argv ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// Options of a driver under test.
+// Options are those of a driver under test.
 type Options struct {
-	// Dir is an existing directory that everything of the driver is in; default: a new one.
+	// Dir is an existing directory for all files of the driver; default: a new one.
 	Dir string
 	// Pools are NAME=URL, the first one the default; default: a file pool in Dir/pool.
 	Pools []string
-	// MaxVolumes is the attach limit; 0 is none.
+	// MaxVolumes is the limit of published volumes; 0: no limit.
 	MaxVolumes int64
-	// Unclaimed: volumes need no claim to be staged (attachRequired is off).
+	// Unclaimed: volumes are staged without a claim (--attach-required=false).
 	Unclaimed bool
-	// Ephemeral is which inline ephemeral volumes are made; default: any, in all pools.
+	// Ephemeral is which inline ephemeral volumes can be made; default: any, in all pools.
 	Ephemeral *node.Ephemeral
-	// Quiet: nothing is logged (fuzz targets cannot).
+	// Quiet: nothing is logged. A fuzz target cannot log.
 	Quiet bool
 }
 
 // Node is the name of the node of a driver under test.
 const Node = "test-node"
 
-// Driver is a driver that runs in this process and serves on a socket. It is the client
-// of its own services.
+// Driver is a driver in this process that serves on a socket, and a client of it.
 type Driver struct {
-	*co.Client // everything is in its Dir
+	*co.Client // with the Dir of the driver
 	Socket     string
 	Store      *volume.Local
 	Mounts     *mount.Table
@@ -142,8 +138,7 @@ type Driver struct {
 	stop func()
 }
 
-// Start starts a driver; it stops at the end of the test, or with Stop. To see what a
-// restart does, stop it and start another one in the same Dir.
+// Start starts a driver. It stops with Stop, or at the end of the test. After Stop another one can be started in the same Dir, as after a restart.
 func Start(t testing.TB, o Options) *Driver {
 	t.Helper()
 	if o.Dir == "" {
@@ -204,17 +199,17 @@ func Start(t testing.TB, o Options) *Driver {
 // Stop ends the driver as SIGTERM does. Its volumes, devices and mounts stay.
 func (d *Driver) Stop() { d.stop() }
 
-// The IDs that objects of the pool "default" have by their names.
+// IDs of objects by their names. Volumes and snapshots are in the pool "default".
 
-// VolumeID is that of a volume.
+// VolumeID returns the ID of a volume.
 func VolumeID(name string) string { return id(blockdev.Volume, name) }
 
-// SnapshotID is that of a snapshot.
+// SnapshotID returns the ID of a snapshot.
 func SnapshotID(name string) string { return id(blockdev.Snapshot, name) }
 
 func id(kind blockdev.Kind, name string) string {
 	return volume.ID{Kind: kind, Pool: "default", Key: volume.KeyOf(name)}.String()
 }
 
-// GroupID is that of a group snapshot.
+// GroupID returns the ID of a group snapshot.
 func GroupID(name string) string { return volume.GroupID{Key: volume.KeyOf(name)}.String() }

@@ -12,8 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// NeedLVM skips a test where the kernel has no device mapper: `make test-lvm` runs it in
-// a virtual machine there, and fails if it was not run.
+// NeedLVM skips a test if the kernel has no device mapper. `make test-lvm` runs such tests in a virtual machine, where it fails instead.
 func NeedLVM(t testing.TB) {
 	t.Helper()
 	NeedRoot(t)
@@ -25,8 +24,7 @@ func NeedLVM(t testing.TB) {
 	}
 }
 
-// Group is a volume group for one test, on loop devices. lvm2 sees nothing else of the
-// machine while the test runs.
+// Group is a volume group for a test, on loop devices. While the test runs, lvm2 sees no other devices of the machine.
 type Group struct {
 	Name    string
 	Devices []string
@@ -39,11 +37,10 @@ backup { backup=0 archive=0 }
 global { use_lvmpolld=0 notify_dbus=0 }
 `
 
-// groups made by this process, to give each its own name.
+// groups is the number of groups that this process has made; it is in the names.
 var groups int
 
-// NewGroup makes a volume group of one device of a size (bytes; sparse) for each size
-// given. Everything of it is gone at the end of the test, which fails if that cannot be.
+// NewGroup makes a volume group with a sparse device for each size (bytes). It is removed at the end of the test, which fails if that is not possible.
 func NewGroup(t testing.TB, sizes ...int64) *Group {
 	t.Helper()
 	NeedLVM(t)
@@ -54,7 +51,7 @@ func NewGroup(t testing.TB, sizes ...int64) *Group {
 	return NewGroupOn(t, devices...)
 }
 
-// Disk makes a sparse file of a size (bytes), and a loop device over it for the time of a test.
+// Disk makes a sparse file of size bytes, and a loop device over it, until the test ends.
 func Disk(t testing.TB, size int64) (device string) {
 	t.Helper()
 	image := filepath.Join(Dir(t), "disk")
@@ -62,20 +59,19 @@ func Disk(t testing.TB, size int64) (device string) {
 	check.OK(t, os.Truncate(image, size))
 	device = Loop(t, image)
 	t.Cleanup(func() {
-		for _, device := range strings.Fields(Run(t, "losetup", "-n", "-O", "NAME", "-j", image)) { // the test may have moved it
+		for _, device := range strings.Fields(Run(t, "losetup", "-n", "-O", "NAME", "-j", image)) { // the test may have attached it to another one
 			Run(t, "losetup", "-d", device)
 		}
 	})
 	return device
 }
 
-// NewGroupOn is NewGroup on devices that are there: loop devices, or devices of the device
-// mapper that are named ashlar-... .
+// NewGroupOn is NewGroup on existing devices: loop devices, or devices of the device mapper with names that begin with ashlar-.
 func NewGroupOn(t testing.TB, devices ...string) *Group {
 	t.Helper()
 	NeedLVM(t)
 	filter := `"a|^/dev/loop|"`
-	if strings.HasPrefix(devices[0], "/dev/mapper/") { // and not what is under it, which has the same bytes
+	if strings.HasPrefix(devices[0], "/dev/mapper/") { // but not what is below it, which has the same bytes
 		filter = `"a|^/dev/mapper/ashlar-|"`
 	}
 	SetUpLVM(t, filter)
@@ -86,8 +82,7 @@ func NewGroupOn(t testing.TB, devices ...string) *Group {
 	return g
 }
 
-// SetUpLVM gives the programs of lvm2, and the driver, settings of their own for the time of
-// a test, with which they see only devices that a filter lets by (global_filter, lvm.conf(5)).
+// SetUpLVM gives lvm2 and the driver settings of their own until the test ends. They see only devices that match a filter (global_filter, lvm.conf(5)).
 func SetUpLVM(t testing.TB, filter string) {
 	t.Helper()
 	dir := filepath.Join(Dir(t), "lvm")
@@ -109,10 +104,10 @@ func (g *Group) ThinPool(t testing.TB, name string, arguments ...string) string 
 	return "lvm://" + g.Name + "/" + name
 }
 
-// URL of the pool of linear volumes in the group.
+// URL returns the URL of the group as a pool of linear volumes.
 func (g *Group) URL() string { return "lvm://" + g.Name }
 
-// remove removes the group, and whatever there still is of its devices.
+// remove removes the group and what is left of its devices. The test fails if volumes are still active.
 func (g *Group) remove(t testing.TB) {
 	t.Helper()
 	for _, name := range g.DeviceNames() {
@@ -127,8 +122,7 @@ func (g *Group) remove(t testing.TB) {
 	check.OK(t, os.RemoveAll("/dev/"+g.Name))
 }
 
-// DeviceNames returns the names of the devices of the group's volumes that are active;
-// not those of thin pools.
+// DeviceNames returns the names of the active devices of the group's volumes, without those of thin pools.
 func (g *Group) DeviceNames() []string {
 	out, _ := exec.Command("dmsetup", "ls").Output()
 	var names []string

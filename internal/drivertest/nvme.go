@@ -18,8 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// NeedNVMe skips a test where the kernel has no NVMe over TCP: `make test-any` runs it in a virtual machine, and fails if it was
-// not run.
+// NeedNVMe skips a test if the kernel has no NVMe over TCP. `make test-any` runs such tests in a virtual machine, where it fails instead.
 func NeedNVMe(t testing.TB) {
 	t.Helper()
 	NeedRoot(t)
@@ -31,7 +30,7 @@ func NeedNVMe(t testing.TB) {
 	}
 }
 
-// NeedTLS skips a test where no connection over NVMe/TCP can be encrypted: `make test-tls` runs it in a virtual machine, and fails if it was not run.
+// NeedTLS skips a test if connections over NVMe/TCP cannot be encrypted (WithTLS). `make test-tls` runs such tests in a virtual machine.
 func NeedTLS(t testing.TB) {
 	t.Helper()
 	NeedNVMe(t)
@@ -40,13 +39,14 @@ func NeedTLS(t testing.TB) {
 	}
 }
 
-// WithTLS reports whether tests are to encrypt what goes over NVMe/TCP: ASHLAR_TLSHD is the program that does the handshakes (hack/vm/tlshd.sh).
+// WithTLS reports whether tests encrypt NVMe/TCP: ASHLAR_TLSHD is the program for handshakes (hack/vm/tlshd.sh).
 func WithTLS() bool { return os.Getenv("ASHLAR_TLSHD") != "" }
 
-// RunTLSHD runs tlshd in a network namespace until stop is called, or the test ends; in the machine's own without a name. It returns when it takes requests.
+// RunTLSHD runs tlshd in a network namespace, until stop is called or the test ends; without a name in that of the calling thread. It returns when tlshd takes
+// requests.
 func RunTLSHD(t testing.TB, netns string) (stop func()) {
 	t.Helper()
-	path := "/proc/thread-self/ns/net" // that of the process may be another one by now: what it has locked its first thread for is not undone
+	path := "/proc/thread-self/ns/net" // not that of the process: its first thread may be in another one, for a goroutine that has locked it
 	if netns != "" {
 		path = "/run/netns/" + netns
 	}
@@ -65,7 +65,7 @@ func RunTLSHD(t testing.TB, netns string) (stop func()) {
 		}
 	})
 	takes := make(chan error)
-	go func() { // its thread is never used again
+	go func() { // the thread ends with the goroutine, as it stays locked
 		runtime.LockOSThread()
 		ns, err := os.Open(path)
 		if err == nil {
@@ -85,11 +85,11 @@ func RunTLSHD(t testing.TB, netns string) (stop func()) {
 	return stop
 }
 
-// Keys are those of the kernel whose descriptions have a text, as it tells of them. It forgets one that nobody needs a little later.
+// Keys returns the lines of /proc/keys with a text. The kernel removes a key that is not needed any more a little later.
 func Keys(t testing.TB, text string) (keys []string) {
 	t.Helper()
 	all, err := os.ReadFile("/proc/keys")
-	if err != nil && !errors.Is(err, os.ErrNotExist) { // as of a kernel without keys
+	if err != nil && !errors.Is(err, os.ErrNotExist) { // the kernel has no keys
 		t.Fatal(err)
 	}
 	for line := range strings.Lines(string(all)) {

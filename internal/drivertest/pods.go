@@ -21,7 +21,7 @@ import (
 
 const cgroups = "/sys/fs/cgroup"
 
-// LimitsIO reports whether this machine's control groups can keep limits of I/O: version 2, with the io controller.
+// LimitsIO reports whether this machine's control groups can enforce limits of I/O: version 2, with the io controller.
 func LimitsIO() bool {
 	var at unix.Statfs_t
 	if err := unix.Statfs(cgroups, &at); err != nil || at.Type != unix.CGROUP2_SUPER_MAGIC {
@@ -31,7 +31,7 @@ func LimitsIO() bool {
 	return err == nil && strings.Contains(" "+strings.TrimSpace(string(controllers))+" ", " io ")
 }
 
-// NeedIO skips a test where no limits of I/O can be kept: `make test-kernel` runs it in a virtual machine, and fails if it was not run.
+// NeedIO skips a test if limits of I/O cannot be enforced. `make test-kernel` runs such tests in a virtual machine, where it fails instead.
 func NeedIO(t testing.TB) {
 	t.Helper()
 	NeedRoot(t)
@@ -52,7 +52,7 @@ type CGroup struct {
 
 var podsMade atomic.Int64
 
-// Pods makes the control group of all pods as a kubelet with a cgroup driver does, cgroupfs or systemd, whose cgroup root is the test's own.
+// Pods makes the control group of all pods, as a kubelet with the cgroup driver cgroupfs or systemd does whose cgroup root is the test's own.
 func Pods(t testing.TB, systemd bool) *CGroup {
 	t.Helper()
 	NeedIO(t)
@@ -64,13 +64,13 @@ func Pods(t testing.TB, systemd bool) *CGroup {
 	return root.Make(name).Make("kubepods")
 }
 
-// Make makes a group in another one, with the controllers that the kubelet enables. It goes with the test; what is still in it dies.
+// Make makes a group in another one, with the controllers io and memory. At the end of the test its processes are killed, and it is removed.
 func (g *CGroup) Make(name string) *CGroup {
 	g.t.Helper()
 	check.OK(g.t, os.WriteFile(filepath.Join(g.Path, "cgroup.subtree_control"), []byte("+io +memory"), 0))
 	child := &CGroup{g.t, filepath.Join(g.Path, name)}
 	if err := os.Mkdir(child.Path, 0o755); os.IsExist(err) {
-		return child // of another pod, with which it goes
+		return child // made for another pod, and removed for that one
 	} else if err != nil {
 		g.t.Fatal(err)
 	}
@@ -90,7 +90,7 @@ func (g *CGroup) Make(name string) *CGroup {
 	return child
 }
 
-// Pod makes the group of a pod, and that of its container, which is returned. qos is burstable, besteffort or empty (guaranteed).
+// Pod makes the group of a pod, and returns that of its container. qos is burstable, besteffort or empty (guaranteed).
 func (g *CGroup) Pod(uid, qos string) *CGroup {
 	g.t.Helper()
 	above, name := g, "pod"+uid
@@ -107,7 +107,7 @@ func (g *CGroup) Pod(uid, qos string) *CGroup {
 	return above.Make(name).Make("container")
 }
 
-// Start runs a program in the group until the test is over, or stop is called; printed is what it has said by then.
+// Start runs a program in the group until stop is called or the test ends. stop returns what the program has printed.
 func (g *CGroup) Start(argv ...string) (stop func() (printed string)) {
 	g.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -119,7 +119,7 @@ func (g *CGroup) Start(argv ...string) (stop func() (printed string)) {
 	defer group.Close()
 	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(group.Fd()), Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
-	cmd.WaitDelay = 20 * time.Second // of what it started, and that is in no process group of ours
+	cmd.WaitDelay = 20 * time.Second // for processes that it started, and that have left its process group
 	check.OK(g.t, cmd.Start())
 	stop = func() string {
 		cancel()
@@ -143,13 +143,13 @@ func (g *CGroup) Run(argv ...string) {
 	}
 }
 
-// IO is what a group, with all in it, has done to a device ("254:0"): rbytes, wbytes, rios, wios.
+// IO returns what the group, with all in it, has done to a device ("254:0"): rbytes, wbytes, rios, wios (io.stat).
 func (g *CGroup) IO(device string) map[string]float64 {
 	g.t.Helper()
 	return numbersOf(g.line("io.stat", device))
 }
 
-// Limits is the line of a device in io.max; empty: it has none.
+// Limits returns the line of a device in io.max; empty if it has none.
 func (g *CGroup) Limits(device string) string { g.t.Helper(); return g.line("io.max", device) }
 
 func (g *CGroup) line(file, device string) string {

@@ -11,8 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// Terminal is a terminal (pty(7)): what a program has, and the side of the person before it, who looks for two minutes at most. Both are
-// closed at the end of the test.
+// Terminal opens a terminal (pty(7)), until the test ends. program is the side of a program, person that of its user, whose reads fail after two minutes.
 func Terminal(t testing.TB, rows, columns uint16) (program, person *os.File) {
 	t.Helper()
 	fd, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
@@ -30,7 +29,7 @@ func Terminal(t testing.TB, rows, columns uint16) (program, person *os.File) {
 	return program, person
 }
 
-// Resize makes a terminal larger or smaller.
+// Resize sets the size of a terminal.
 func Resize(t testing.TB, person *os.File, rows, columns uint16) {
 	t.Helper()
 	conn, err := person.SyscallConn()

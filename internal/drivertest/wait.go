@@ -14,11 +14,11 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// goneTime is how long what ends by itself may take to do so: whoever looks at all devices of the machine (another
-// test, an lvm2) keeps each of them for a moment, and a slow machine makes long moments of that. A host of NVMe over TCP whose target goes away while it says goodbye waits for 60 s.
+// goneTime is how long something that ends by itself may take. Other tests, or lvm2, that look at all devices of the machine keep each open for a moment, which
+// may be long on a slow machine. A host of NVMe over TCP whose target goes away while they disconnect waits for 60 s.
 const goneTime = 2 * time.Minute
 
-// Gone waits until there is nothing left, and returns what is left when it has waited long enough.
+// Gone waits until left returns nothing, for goneTime at most, and returns what is left then.
 func Gone(left func() []string) []string {
 	for deadline := time.Now().Add(goneTime); ; time.Sleep(10 * time.Millisecond) {
 		if found := left(); len(found) == 0 || time.Now().After(deadline) {
@@ -27,7 +27,7 @@ func Gone(left func() []string) []string {
 	}
 }
 
-// runUnless is Run, again for as long as the program fails with one of some words for what passes.
+// runUnless is Run, which is repeated, for goneTime at most, while the program fails with one of the texts in passing.
 func runUnless(t testing.TB, passing []string, argv ...string) string {
 	t.Helper()
 	for deadline := time.Now().Add(goneTime); ; time.Sleep(10 * time.Millisecond) {
@@ -45,16 +45,15 @@ func runUnless(t testing.TB, passing []string, argv ...string) string {
 	}
 }
 
-// RunBtrfs is Run for a program that makes a btrfs or adds a device to one: it looks for its device among
-// all that are mounted, and fails if one of the others, of whatever test, just goes. A program for another
-// filesystem is run as it is.
+// RunBtrfs is Run for a program that makes a btrfs or adds a device to one. Such a program looks for its device among all that are mounted, and fails if
+// another device, of any test, goes away meanwhile: then it is repeated. Other programs are run as by Run.
 func RunBtrfs(t testing.TB, argv ...string) string {
 	t.Helper()
 	return runUnless(t, []string{"check mount status", "checking mount status"}, argv...)
 }
 
-// Loop makes a file a device for a test, writable: a loop device keeps the mode that an
-// earlier user gave it with blockdev(8). Options are as of losetup(8).
+// Loop attaches a loop device to a file, and makes it writable: a loop device keeps the mode that an earlier user gave it with blockdev(8). Options are those
+// of losetup(8).
 func Loop(t testing.TB, image string, options ...string) string {
 	t.Helper()
 	device := PlainLoop(t, image, options...)
@@ -62,15 +61,14 @@ func Loop(t testing.TB, image string, options ...string) string {
 	return device
 }
 
-// PlainLoop is Loop for what may be read-only, and then has to stay so.
+// PlainLoop is Loop, which does not make the device writable.
 func PlainLoop(t testing.TB, file string, options ...string) string {
 	t.Helper()
-	// losetup(8) looks for a free number, which may be taken or gone when it comes to it.
+	// losetup(8) looks for a free device, which another program may take first.
 	return runUnless(t, []string{"No such device", "No such file", "Device or resource busy"}, append(append([]string{"losetup"}, options...), "--show", "-f", file)...)
 }
 
-// MountLoop mounts the filesystem in a file, by a loop device that goes with the mount; if it has one, by that
-// one. Options are as of mount(8).
+// MountLoop mounts the filesystem in a file, by its loop device if it has one, else by a new one that goes with the mount. Options are those of mount(8).
 func MountLoop(t testing.TB, image, dir string, options ...string) {
 	t.Helper()
 	mount := func(device string) []string { return append(append([]string{"mount"}, options...), device, dir) }
@@ -83,7 +81,7 @@ func MountLoop(t testing.TB, image, dir string, options ...string) {
 		if err == nil {
 			return
 		}
-		if time.Now().After(deadline) { // else it may just go
+		if time.Now().After(deadline) { // before, the device may be about to go
 			t.Fatalf("mount %s: %v: %s", image, err, out)
 		}
 	}
@@ -92,7 +90,7 @@ func MountLoop(t testing.TB, image, dir string, options ...string) {
 	Run(t, mount(loop)...)
 }
 
-// MountNew mounts a new filesystem of a size (bytes; sparse) at a directory, which is made, until the end of the test.
+// MountNew makes a filesystem of size bytes (sparse), and mounts it at a directory, which it makes, until the test ends.
 func MountNew(t testing.TB, fs, dir string, size int64) (image string) {
 	t.Helper()
 	image = dir + ".image"
@@ -116,9 +114,8 @@ func LoopsOver(image string) (names []string) {
 	return names
 }
 
-// Unmount unmounts a path. It tries for a while, for a mount may be busy a moment longer than what used it: the kernel
-// lets go of a file after the loop device over it has gone, and a program that another test starts has copies of this
-// process's descriptors until it executes.
+// Unmount unmounts a path. While it is busy it tries again, for goneTime at most: the kernel closes the file of a loop device a moment after that has gone, and
+// a program that another test starts has copies of this process's descriptors until it executes.
 func Unmount(t testing.TB, path string) {
 	t.Helper()
 	err := unix.Unmount(path, 0)

@@ -10,10 +10,10 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// Wire records what goes over a link of this network namespace, until heard is called.
+// Wire records all packets of a link of this network namespace, until heard is called, which returns them.
 func Wire(t testing.TB, name string) (heard func() []byte) {
 	t.Helper()
-	const everything = 0x0300 // ETH_P_ALL, as the network has it
+	const everything = 0x0300 // ETH_P_ALL in network byte order
 	socket, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, everything)
 	check.OK(t, err)
 	link, err := net.InterfaceByName(name)
@@ -25,7 +25,7 @@ func Wire(t testing.TB, name string) (heard func() []byte) {
 	end, ended := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(ended)
-		packet := make([]byte, 1<<17) // with offloads they are larger than on a cable
+		packet := make([]byte, 1<<17) // with offloads packets are larger than on a cable
 		for {
 			n, err := unix.Read(socket, packet)
 			if n > 0 {

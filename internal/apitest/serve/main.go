@@ -1,4 +1,5 @@
-// Command serve gives API servers to the tests in a virtual machine (apitest.Serve). It prints the port of loopback that it listens on, and ends on SIGTERM, with all of them.
+// Command serve starts API servers for tests in a virtual machine (apitest.Serve). It prints the port on loopback that it listens on. SIGTERM ends it and the
+// servers.
 package main
 
 import (
