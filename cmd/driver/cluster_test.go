@@ -27,7 +27,7 @@ import (
 
 const testNode = "node-1"
 
-// clusterNode has the API server know of the node testNode, until the test is over; then of its pools it knows nothing either.
+// clusterNode adds the node testNode to the API server until the test ends. Then it also deletes the pools.
 func clusterNode(t *testing.T) {
 	t.Helper()
 	scheme := runtime.NewScheme()
@@ -56,8 +56,7 @@ func probed(t *testing.T, p *process.Driver, want bool) {
 	}
 }
 
-// TestCluster: a controller and a node are two processes that share an API server only.
-// They start without one, and the node's calls never need it.
+// TestCluster: a controller and a node, as two processes that share an API server alone. They start without it, and the node's calls never need it.
 func TestCluster(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -102,7 +101,7 @@ func TestCluster(t *testing.T) {
 		}
 	}
 
-	// Another driver on this node (two DaemonSets select it, say) does nothing.
+	// Another driver on this node, as of a second DaemonSet, does nothing.
 	refused(t, drive(t, "--mode=node", "--kubeconfig="+kubeconfig+".node", "--node-id="+testNode, "--endpoint=unix://"+dir+"/n/csi.sock", "--pool=other=file://"+dir+"/other"), "another process serves")
 	scheme := runtime.NewScheme()
 	kube, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
@@ -135,7 +134,7 @@ func TestCluster(t *testing.T) {
 	shows(t, page, v.ID)
 	shows(t, page+"volume?id="+v.ID, "no node may use it now")
 	check.OK(t, v.Claim(ctx))
-	check.OK(t, v.Stage(ctx)) // with it, the node comes to know of the claim
+	check.OK(t, v.Stage(ctx)) // the node then knows the claim
 	shows(t, page+"volume?id="+v.ID, "<dd>"+testNode+"</dd>")
 	check.OK(t, v.Unstage(ctx))
 	thaw = server.Freeze(t)

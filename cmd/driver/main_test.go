@@ -38,7 +38,7 @@ const testVersion = "v1.2.3-test"
 var program string
 
 func TestMain(m *testing.M) {
-	if program = os.Getenv("ASHLAR_DRIVER"); program != "" { // where there is no compiler
+	if program = os.Getenv("ASHLAR_DRIVER"); program != "" { // on machines without a compiler
 		os.Exit(m.Run())
 	}
 	dir, err := os.MkdirTemp("", "ashlar-driver")
@@ -55,7 +55,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// result is how a run of the program ended.
+// result is how a run of the program has ended.
 type result struct {
 	stdout, stderr string
 	code           int
@@ -79,9 +79,8 @@ func drive(t *testing.T, args ...string) result {
 
 var poolProblem = regexp.MustCompile(`(?m)^I.*\] "Pool has a problem" .* reason="PoolNearlyFull" .*\n`)
 
-// refused asserts that the program ended as it should for a mistake of its user: with
-// status 1 and one clear line. How full the disk of this machine is, which a driver that
-// got as far as its pools logs, is not counted.
+// refused checks that the program has ended as for a mistake of its user: with status 1 and one clear line. A line about how full the disk of this machine is,
+// which a driver logs once it has opened its pools, does not count.
 func refused(t *testing.T, r result, want string) {
 	t.Helper()
 	r.stderr = poolProblem.ReplaceAllString(r.stderr, "")
@@ -99,8 +98,7 @@ func refused(t *testing.T, r result, want string) {
 	}
 }
 
-// serving starts a driver in a directory and waits until it is ready. If the test has not
-// ended it, the end of the test does.
+// serving starts a driver in a directory and waits until it is ready. It is killed at the end of the test, if it still runs.
 func serving(t *testing.T, dir string, flags ...string) *process.Driver {
 	t.Helper()
 	return ready(t, dir, append([]string{program}, flags...)...)
@@ -128,7 +126,7 @@ func started(t *testing.T, dir string, argv ...string) *process.Driver {
 
 func testPool(dir string) string { return "default=file://" + dir + "/pool?reservePercent=0" }
 
-// stopped ends a driver with SIGTERM and asserts that it ends well, in time.
+// stopped ends a driver by SIGTERM, and checks that it ends well and in time.
 func stopped(t *testing.T, p *process.Driver) {
 	t.Helper()
 	if err := p.Stop(); err != nil {
@@ -181,7 +179,7 @@ func TestHelp(t *testing.T) {
 			t.Errorf("the help says %q more than once:\n%s%s", want, before, after)
 		}
 	}
-	// The groups in their order, and what each has.
+	// The groups in their order, with their flags.
 	for _, group := range [][]string{
 		{"What is served", "endpoint", "mode", "node-id", "driver-name", "page"},
 		{"Pools and volumes of this machine", "pool", "max-volumes", "attach-required", "ephemeral-pools", "ephemeral-max-size"},
@@ -211,7 +209,7 @@ func TestHelp(t *testing.T) {
 	}
 }
 
-// TestCompletion: scripts for shells, and what they ask the driver for.
+// TestCompletion: scripts for shells, and the completions that they get from the driver.
 func TestCompletion(t *testing.T) {
 	for _, shell := range []string{"bash", "fish", "zsh"} {
 		r := drive(t, "completion", shell)
@@ -412,7 +410,7 @@ func TestSocket(t *testing.T) {
 	dir := drivertest.Dir(t)
 	socket := filepath.Join(dir, "csi.sock")
 
-	// A process that was started with no mask at all.
+	// A process that was started without a mask.
 	wrapper := filepath.Join(dir, "unmasked")
 	if err := os.WriteFile(wrapper, []byte("#!/bin/sh\numask 0\nexec "+program+` "$@"`+"\n"), 0o700); err != nil {
 		t.Fatal(err)
@@ -424,7 +422,7 @@ func TestSocket(t *testing.T) {
 		t.Errorf("the socket has mode %s, expected srw-------", mode)
 	}
 
-	// A killed driver leaves its socket behind, which is no obstacle.
+	// A killed driver leaves its socket; another one can start all the same.
 	p.Kill()
 	if !machine.Exists(socket) {
 		t.Error("a killed driver took its socket along?")
@@ -436,7 +434,7 @@ func TestSocket(t *testing.T) {
 	}
 }
 
-// TestDrain: a call that is served when SIGTERM comes is served to its end.
+// TestDrain: a call in flight when SIGTERM comes is served to its end.
 func TestDrain(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -456,7 +454,7 @@ func TestDrain(t *testing.T) {
 		if err == nil {
 			break
 		}
-		if took < 4*time.Second || try == 5 { // for so long a driver waits for calls; a machine that stands still may need more for the copy
+		if took < 4*time.Second || try == 5 { // calls get 4 s; on a machine that stalls the copy may need more
 			t.Fatalf("the call that was in flight, after %s: %v", took, err)
 		}
 		p = serving(t, dir, "--node-id=n")
@@ -472,7 +470,7 @@ func TestDrain(t *testing.T) {
 	stopped(t, p)
 }
 
-// endedWhileCopying ends a driver by SIGTERM while it makes a snapshot, its first one. It returns how long the driver took to end, and what the call was answered.
+// endedWhileCopying ends a driver by SIGTERM while it makes its first snapshot. It returns how long the driver took to end, and the answer to the call.
 func endedWhileCopying(t *testing.T, p *process.Driver, source string) (took time.Duration, answer error) {
 	t.Helper()
 	cut := make(chan error, 1)
@@ -499,7 +497,7 @@ func endedWhileCopying(t *testing.T, p *process.Driver, source string) (took tim
 	return took, answer
 }
 
-// TestEphemeralFlags: where inline ephemeral volumes are made.
+// TestEphemeralFlags: in which pools inline ephemeral volumes can be made.
 func TestEphemeralFlags(t *testing.T) {
 	pools := []string{"--pool=a=file:///a", "--pool=b=file:///b"}
 	for name, c := range map[string]struct {
@@ -562,7 +560,7 @@ func TestLogging(t *testing.T) {
 	for _, test := range []struct {
 		flags []string
 		json  bool
-		calls bool // each call is logged
+		calls bool // all calls are logged
 	}{
 		{nil, false, false},
 		{[]string{"-v=5"}, false, true},
@@ -613,8 +611,7 @@ func TestDemo(t *testing.T) {
 	empty(t, dir)
 }
 
-// TestDemoInterrupted: an interrupt, and a driver that dies, end the demo with status 1
-// and leave as little.
+// TestDemoInterrupted: after an interrupt, or if its driver dies, the demo ends with status 1 and leaves nothing.
 func TestDemoInterrupted(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for name, disturb := range map[string]func(demo *os.Process) error{
@@ -663,7 +660,7 @@ func TestDemoInterrupted(t *testing.T) {
 func empty(t *testing.T, dir string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
-	if err != nil || len(entries) > 1 { // drivertest.Dir made one file
+	if err != nil || len(entries) > 1 { // drivertest.Dir has made one file
 		t.Errorf("left in the directory: %v, %v", entries, err)
 	}
 }
@@ -704,7 +701,7 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// TestDoctorInPod: the root of a pod's container is not shared with anybody, and does not have to be; the kubelet's directory does.
+// TestDoctorInPod: of mounts in a pod only the kubelet's directory has to be shared, not the root of the container.
 func TestDoctorInPod(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for how, want := range map[string]string{"shared": "ok      mount propagation of /var/lib/kubelet: shared", "private": "warning mount propagation of /var/lib/kubelet: "} {
@@ -716,7 +713,7 @@ func TestDoctorInPod(t *testing.T) {
 	}
 }
 
-// TestDoctorLVM: doctor tells what an LVM pool has and what it lacks.
+// TestDoctorLVM: doctor says what an LVM pool has and lacks.
 func TestDoctorLVM(t *testing.T) {
 	group := drivertest.NewGroup(t, 512<<20)
 	thin := group.ThinPool(t, "tp", "-L", "256M")

@@ -20,7 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestManifests: what a cluster lost is printed so that the API server takes it, and only once.
+// TestManifests: the objects that a cluster has lost are printed in a form that the API server takes; when they are there, they are not printed.
 func TestManifests(t *testing.T) {
 	server := apitest.Get(t)
 	scheme := runtime.NewScheme()

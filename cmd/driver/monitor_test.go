@@ -26,7 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
-// without returns the declared metrics that none of some scrapes has, but for those that need what is not here.
+// without returns the declared metrics that are in none of some scrapes, but for those in but.
 func without(scrapes []metricstest.Scrape, but ...string) (missing []string) {
 	for _, m := range metrics.All() {
 		if !slices.Contains(but, m.Name) && !slices.ContainsFunc(scrapes, func(s metricstest.Scrape) bool { return s.Has(m.Name) }) {
@@ -36,20 +36,20 @@ func without(scrapes []metricstest.Scrape, but ...string) (missing []string) {
 	return missing
 }
 
-// ofCluster are the metrics that one machine has not, ofThin those of thin pools, and ofDisks those of disks with SMART.
+// Metrics that only a cluster has (ofCluster), only thin pools (ofThin), and only disks with SMART (ofDisks).
 var (
 	ofCluster = []string{"ashlar_agent_failures_total", "ashlar_agent_oldest_wish_seconds", "ashlar_agent_queue_length", "ashlar_mirrored_bytes_total", "ashlar_mirrors_in_progress", "ashlar_node_agent_up", "ashlar_objects", "ashlar_pool_strays", "ashlar_replica_resync_bytes", "ashlar_replicas", "ashlar_replicas_differ", "ashlar_replicated_volumes"}
 	ofThin    = []string{"ashlar_pool_thin_data_ratio", "ashlar_pool_thin_metadata_ratio"}
 	ofDisks   = []string{"ashlar_disk_errors", "ashlar_disk_healthy", "ashlar_disk_wear_ratio"}
 )
 
-// scraped is what a driver says of itself once that has some values.
+// scraped returns the metrics of a driver as soon as they have some values.
 func scraped(t *testing.T, address string, want map[string]float64) metricstest.Scrape {
 	t.Helper()
 	return metricstest.Until(t, func() metricstest.Scrape { return metricstest.Get(t, address) }, want)
 }
 
-// TestMetrics: what a driver says of itself is true, and is what is declared.
+// TestMetrics: the metrics of a driver are true, and those that are declared.
 func TestMetrics(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -73,7 +73,7 @@ func TestMetrics(t *testing.T) {
 	check.OK(t, err)
 	room, err := p.GetCapacity(ctx, &csi.GetCapacityRequest{Parameters: map[string]string{"pool": "small"}})
 	check.OK(t, err)
-	filled := room.GetAvailableCapacity() - 256<<10 // tmpfs takes some for the records
+	filled := room.GetAvailableCapacity() - 256<<10 // the records need some of the tmpfs
 	fill := co.Request("fill", co.Block, filled)
 	fill.Parameters = map[string]string{"pool": "small"}
 	full, err := p.Create(ctx, fill)
@@ -81,7 +81,7 @@ func TestMetrics(t *testing.T) {
 	if _, err := p.Create(ctx, co.Request("far too large", co.Block, 1<<50)); err == nil {
 		t.Fatal("a petabyte")
 	}
-	// Somebody damages an image: what is in it is lost.
+	// An image is damaged: its content is lost.
 	damaged, err := p.Create(ctx, co.Request("damaged", co.Block, 8<<20))
 	check.OK(t, err)
 	_, key, _ := strings.Cut(strings.TrimPrefix(damaged.ID, "vol."), ".")
@@ -109,7 +109,8 @@ func TestMetrics(t *testing.T) {
 	if got := s.Values[`ashlar_pool_available_bytes{node="n",pool="small"}`]; got >= 8<<20 {
 		t.Errorf("%v bytes are available in a pool that is full", got)
 	}
-	// No disk of a test says how it is (TestSamples of pkg/blockdev/disks). Of another a call has to be refused first (TestBusy of pkg/rpc); of one, volumes of others used (TestHomeAway of remotepool).
+	// Disks of tests report nothing (TestSamples of pkg/blockdev/disks). ashlar_calls_busy_total needs a refused call (TestOneCallPerVolume of pkg/rpc), and
+	// ashlar_remote_volumes_away a volume of another node (TestHomeAway of remotepool).
 	if missing := without([]metricstest.Scrape{s}, slices.Concat(ofCluster, ofThin, ofDisks, []string{"ashlar_calls_busy_total", "ashlar_remote_volumes_away"})...); len(missing) > 0 {
 		t.Errorf("these are declared, and not there: %v", missing)
 	}
@@ -135,7 +136,7 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// TestLVMThinMetrics: how full a thin pool is, is what lvm2 says.
+// TestLVMThinMetrics: metrics and lvm2 agree on how full a thin pool is.
 func TestLVMThinMetrics(t *testing.T) {
 	group := drivertest.NewGroup(t, 512<<20)
 	url := group.ThinPool(t, "tp", "-L", "256M", "--poolmetadatasize", "4M")
@@ -154,7 +155,7 @@ func TestLVMThinMetrics(t *testing.T) {
 	for i, series := range []string{`ashlar_pool_thin_data_ratio{node="n",pool="thin"}`, `ashlar_pool_thin_metadata_ratio{node="n",pool="thin"}`} {
 		percent, err := strconv.ParseFloat(ofLVM[i], 64)
 		check.OK(t, err)
-		if got, there := s.Values[series]; !there || percent == 0 || math.Abs(100*got-percent) > 0.01 { // lvs rounds to that
+		if got, there := s.Values[series]; !there || percent == 0 || math.Abs(100*got-percent) > 0.01 { // lvs rounds to 0.01
 			t.Errorf("%s is %v (there: %v), and lvm2 says %s %%", series, got, there, ofLVM[i])
 		}
 	}
@@ -166,7 +167,7 @@ func TestLVMThinMetrics(t *testing.T) {
 	stopped(t, p)
 }
 
-// TestMetricsDoNotGrow: no label has a value for each volume.
+// TestMetricsDoNotGrow: more volumes do not make more series.
 func TestMetricsDoNotGrow(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -198,7 +199,7 @@ func TestMetricsDoNotGrow(t *testing.T) {
 	stopped(t, p)
 }
 
-// TestMetricsOfCluster: what both parts of a cluster say.
+// TestMetricsOfCluster: the metrics of controller and node.
 func TestMetricsOfCluster(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -225,7 +226,7 @@ func TestMetricsOfCluster(t *testing.T) {
 		`ashlar_pool_strays{node="` + testNode + `",pool="default"}`:         0,
 		`ashlar_agent_oldest_wish_seconds{node="` + testNode + `"}`:          0,
 	})}
-	// TestMetrics has those of what is not done here; the agent has not failed (TestMetrics of pkg/cluster).
+	// TestMetrics has the metrics that need other operations. The agent has not failed here (TestMetrics of pkg/cluster).
 	for _, name := range slices.DeleteFunc(slices.Clone(ofCluster), func(n string) bool { return n == "ashlar_agent_failures_total" }) {
 		if !scrapes[0].Has(name) && !scrapes[1].Has(name) {
 			t.Errorf("%s is declared, and not there", name)

@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// shows waits until the page at an address shows a text.
+// shows waits until the page at an address has a text.
 func shows(t *testing.T, address, text string) {
 	t.Helper()
 	var body []byte
@@ -34,7 +34,7 @@ func shows(t *testing.T, address, text string) {
 	t.Fatalf("%s does not show %q, but:\n%s", address, text, body)
 }
 
-// TestPolled: what the driver does is soon looked at; while it does nothing, everything is seldom.
+// TestPolled: there is a look soon after the driver has changed something, and seldom ones while it does nothing.
 func TestPolled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var busy atomic.Bool
@@ -66,7 +66,7 @@ func TestPolled(t *testing.T) {
 		for range 5 {
 			observe("/csi.v1.Controller/CreateVolume", nil, 0)
 		}
-		if n := in(4 * time.Second); n != 1 { // it ends between two looks
+		if n := in(4 * time.Second); n != 1 { // the span ends between two looks
 			t.Errorf("it was looked %d times after calls", n)
 		}
 		busy.Store(true)
@@ -80,7 +80,7 @@ func TestPolled(t *testing.T) {
 	})
 }
 
-// TestPage: the page of one machine shows its volumes and what becomes of them, and holds up nobody who ends the driver.
+// TestPage: the page of one machine shows its volumes and their problems, and an open page does not delay the end of the driver.
 func TestPage(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -117,16 +117,16 @@ func TestPage(t *testing.T) {
 		began := time.Now()
 		stopped(t, p)
 		took := time.Since(began)
-		if took < 5*time.Second { // for so long the page gives answers time
+		if took < 5*time.Second { // how long answers of the page may take at the end
 			break
 		}
-		if try == 3 { // a machine that stands still takes as long
+		if try == 3 { // a machine that stalls takes as long
 			t.Fatalf("it took %s to end with somebody looking", took)
 		}
 		p = serving(t, dir, "--node-id=n1", "--page="+address)
 		looks()
 	}
-	if _, err := http.Get(page); err == nil { //nolint:bodyclose // there is none
+	if _, err := http.Get(page); err == nil { //nolint:bodyclose // there is no answer
 		t.Error("the page is there without the driver")
 	}
 }

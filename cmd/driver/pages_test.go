@@ -9,7 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// TestUnmapProgram: the pages of the program that were read are given back, and it goes on.
+// TestUnmapProgram: unmapProgram gives back the pages of the program, which goes on.
 func TestUnmapProgram(t *testing.T) {
 	resident := func() (kib int64) { // RssFile: proc_pid_status(5)
 		status, err := os.ReadFile("/proc/self/status")

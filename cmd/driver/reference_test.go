@@ -9,9 +9,9 @@ import (
 	"github.com/ashlar-csi/ashlar/tests/docs/reference"
 )
 
-// TestReference: docs/reference/driver.md is what the command line says of itself.
+// TestReference: docs/reference/driver.md has what the command line says of itself.
 func TestReference(t *testing.T) {
-	t.Setenv("KUBECONFIG", "") // these two are defaults of flags
+	t.Setenv("KUBECONFIG", "") // both are defaults of flags
 	t.Setenv("TMPDIR", "/tmp")
 	root := newRoot()
 	host, _ := os.Hostname()

@@ -43,12 +43,12 @@ func TestRemoteAddress(t *testing.T) {
 	if at, err := o.remoteAt(); err == nil || !strings.Contains(err.Error(), "--remote-address=no-such-if: find the interface") {
 		t.Errorf("%s, %v", at, err)
 	}
-	if in := o.network(t.Context()); in != nil { // and all other volumes can be used
+	if in := o.network(t.Context()); in != nil { // all other volumes can be used then
 		t.Errorf("without an interface, the network is %v", in)
 	}
 }
 
-// TestUntilReachable: a node whose address comes after its driver has the driver start again then, and not before.
+// TestUntilReachable: a driver that started before its node had the address ends when it has it, and not before.
 func TestUntilReachable(t *testing.T) {
 	asked := 0
 	err := untilReachable(t.Context(), time.Millisecond, func() (netip.AddrPort, error) {

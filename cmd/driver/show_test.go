@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// TestShow: what the commands say of a driver that runs, of which one pool is full, one disk is not there, and one volume is damaged.
+// TestShow: the output of the commands for a running driver with a full pool, a pool without its disk, and a damaged volume.
 func TestShow(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)

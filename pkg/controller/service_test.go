@@ -29,27 +29,27 @@ const (
 	node = "node-1"
 	mib  = pooltest.MiB
 
-	// nothing and nothingCut are IDs of this driver that nothing has, foreign is none of its.
+	// nothing and nothingCut are IDs of this driver without an object; foreign is no ID of this driver.
 	nothing    = "vol.fast.00000000000000000000000000000000"
 	nothingCut = "snap.fast.00000000000000000000000000000000"
 	foreign    = "csi-of-another-driver"
 )
 
-// block is the filesystem of what has none.
+// block stands for a volume without a filesystem.
 const block = co.Block
 
-// capability is that of a volume of a filesystem, or of block, which several pods of a node may write.
+// capability returns the capability of a volume with a filesystem, or of block, that several pods of a node may write.
 func capability(filesystem string) *csi.VolumeCapability {
 	return co.Capability(filesystem, co.MultiWriter)
 }
 
-// fixture is the controller over one node with the pools fast, of 8 GiB, and slow, of 1 GiB.
+// fixture is a controller of one node with the pools fast, of 8 GiB, and slow, of 1 GiB.
 type fixture struct {
 	*controller.Server
 	t *testing.T
 }
 
-// start starts a controller on a node that can have so many volumes (0: any number).
+// start starts a controller of a node that can have limit volumes (0: any number).
 func start(t *testing.T, limit int64) fixture {
 	t.Helper()
 	mounts, err := mount.LoadTable()
@@ -60,7 +60,7 @@ func start(t *testing.T, limit int64) fixture {
 	return fixture{controller.New(store), t}
 }
 
-// wanted is a right request for a volume of 16 MiB with ext4.
+// wanted returns a valid request for a volume of 16 MiB with ext4.
 func wanted(name string) *csi.CreateVolumeRequest {
 	return &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{capability("ext4")},
 		CapacityRange: &csi.CapacityRange{RequiredBytes: 16 * mib}, Parameters: map[string]string{}}
@@ -72,13 +72,13 @@ func (f fixture) create(r *csi.CreateVolumeRequest) string {
 	return done(f.t, f.CreateVolume, r).GetVolume().GetVolumeId()
 }
 
-// cut cuts a snapshot of a volume and returns its ID.
+// cut makes a snapshot of a volume and returns its ID.
 func (f fixture) cut(name, source string) string {
 	f.t.Helper()
 	return done(f.t, f.CreateSnapshot, &csi.CreateSnapshotRequest{Name: name, SourceVolumeId: source}).GetSnapshot().GetSnapshotId()
 }
 
-// done makes a call that succeeds.
+// done makes a call that has to succeed.
 func done[R, A any](t *testing.T, call func(context.Context, R) (A, error), r R) A {
 	t.Helper()
 	a, err := call(t.Context(), r)
@@ -86,10 +86,10 @@ func done[R, A any](t *testing.T, call func(context.Context, R) (A, error), r R)
 	return a
 }
 
-// onNode is the topology of a node.
+// onNode returns the topology of a node.
 func onNode(name string) *csi.Topology { return csimap.Topology(name) }
 
-// fromVolume and fromSnapshot are the content source of a volume that is a copy.
+// fromVolume and fromSnapshot return the content source of a copy.
 func fromVolume(id string) *csi.VolumeContentSource {
 	return &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: id}}}
 }
@@ -108,7 +108,7 @@ func connect(t *testing.T, s *controller.Server) *grpc.ClientConn {
 	})
 }
 
-// TestCapabilities: a sidecar is told that this driver can do all that there is in CSI.
+// TestCapabilities: sidecars see all capabilities that CSI has.
 func TestCapabilities(t *testing.T) {
 	conn := connect(t, start(t, 0).Server)
 	announced, err := csirpc.GetControllerCapabilities(t.Context(), conn)
@@ -127,7 +127,7 @@ func TestCapabilities(t *testing.T) {
 	}
 }
 
-// TestEveryMethodWorks: what is announced is there. Each method takes an empty request: it answers or says what is missing.
+// TestEveryMethodWorks: each method of the services is there: it answers an empty request, or says what is missing.
 func TestEveryMethodWorks(t *testing.T) {
 	server := reflect.ValueOf(start(t, 0).Server)
 	for _, service := range []reflect.Type{reflect.TypeFor[csi.ControllerServer](), reflect.TypeFor[csi.GroupControllerServer](), reflect.TypeFor[csi.SnapshotMetadataServer]()} {

@@ -53,12 +53,12 @@ func TestCreateSnapshot(t *testing.T) {
 		t.Errorf("cut %v", snapshot)
 	}
 	refuses("of another volume", func(r request) { r.SourceVolumeId = other }, errdefs.ErrExists, "is of volume "+source+", not "+other)
-	// A snapshot that is there needs its source no more.
+	// An existing snapshot does not need its source any more.
 	done(t, f.DeleteVolume, &csi.DeleteVolumeRequest{VolumeId: source})
 	if again := drivertest.Twice(t, f.CreateSnapshot, r).GetSnapshot(); again.String() != snapshot.String() {
 		t.Errorf("without its source it is %v, not %v", again, snapshot)
 	}
-	refuses("a new one of it", func(r request) { r.Name = "new" }, errdefs.ErrNotFound, "00") // a part of its key
+	refuses("a new one of it", func(r request) { r.Name = "new" }, errdefs.ErrNotFound, "00") // a part of the key of the source
 }
 
 func TestDeleteSnapshot(t *testing.T) {
@@ -76,10 +76,10 @@ func TestDeleteSnapshot(t *testing.T) {
 	}
 	_, err = f.GetSnapshot(t.Context(), &csi.GetSnapshotRequest{SnapshotId: id})
 	pooltest.Fails(t, err, errdefs.ErrNotFound, "a deleted snapshot")
-	done(t, f.ControllerGetVolume, &csi.ControllerGetVolumeRequest{VolumeId: source}) // which was given as a snapshot's
+	done(t, f.ControllerGetVolume, &csi.ControllerGetVolumeRequest{VolumeId: source}) // the volume whose ID was given as that of a snapshot
 }
 
-// TestListSnapshots: all, of one volume, or one; of what is not there, none.
+// TestListSnapshots: lists of all snapshots, of those of one volume, and of one; nothing is listed for IDs without an object.
 func TestListSnapshots(t *testing.T) {
 	f := start(t, 0)
 	a, b := f.create(wanted("a")), f.create(wanted("b"))
@@ -191,7 +191,7 @@ func (f fixture) findAndDelete(id string, members []string, other string) {
 	}
 }
 
-// written is a store whose snapshots have so many ranges of 4 KiB that were written, 8 KiB apart.
+// written is a store with snapshots of which so many ranges of 4 KiB were written, 8 KiB apart.
 type written struct {
 	volume.Store
 	ranges int64
@@ -216,8 +216,8 @@ func (written) GetSnapshot(_ context.Context, id volume.ID) (volume.Snapshot, er
 	return volume.Snapshot{ID: id, Size: 16 * mib}, nil
 }
 
-// TestMetadataBatches: ranges come in messages of as many as the caller takes, and 256 at the most; of none, too, there is one
-// message, which tells the size.
+// TestMetadataBatches: a message has as many ranges as the caller asks for, and 256 at most. If there are no ranges, there is one message, which tells the
+// size.
 func TestMetadataBatches(t *testing.T) {
 	for _, c := range []struct {
 		ranges, offset int64

@@ -139,7 +139,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	}
 }
 
-// TestCreateVolume: what a volume is that nobody, or somebody, had wishes for; each request is answered twice the same.
+// TestCreateVolume: what a volume is like for requests with few and with many wishes; each request is answered twice, the same.
 func TestCreateVolume(t *testing.T) {
 	f := start(t, 0)
 	source := f.create(wanted("source"))
@@ -185,7 +185,7 @@ func TestCreateVolume(t *testing.T) {
 	}
 }
 
-// TestCreateVolumeDiffers: a name that is taken is refused to who has other wishes, and says which.
+// TestCreateVolumeDiffers: a request with the name of another volume and other wishes is refused, and the error says which differ.
 func TestCreateVolumeDiffers(t *testing.T) {
 	f := start(t, 0)
 	source := f.create(wanted("source"))
@@ -204,7 +204,7 @@ func TestCreateVolumeDiffers(t *testing.T) {
 	refuses("elsewhere", func(r request) {
 		r.AccessibilityRequirements = &csi.TopologyRequirement{Requisite: []*csi.Topology{onNode("node-2")}}
 	}, errdefs.ErrNoSpace, "not on [node-2]")
-	// What makes no difference to the volume is answered with it.
+	// Requests whose differences do not matter to the volume are answered with it.
 	r := wanted("v")
 	r.CapacityRange.LimitBytes = 32 * mib
 	r.Parameters = map[string]string{"csi.storage.k8s.io/pvc/name": "another", "pool": "fast"}
@@ -214,7 +214,7 @@ func TestCreateVolumeDiffers(t *testing.T) {
 	}
 }
 
-// TestSecrets: nobody needs any. Those that come are neither kept nor said.
+// TestSecrets: the calls need no secrets; those that come are neither kept nor told.
 func TestSecrets(t *testing.T) {
 	const secret = "do-not-tell"
 	f, secrets := start(t, 0), map[string]string{"key": secret}
@@ -232,7 +232,7 @@ func TestSecrets(t *testing.T) {
 	}
 }
 
-// TestKubernetesAccessModes: of the access modes of a claim, ReadWriteMany alone cannot be had.
+// TestKubernetesAccessModes: all access modes of a claim can be had, but for ReadWriteMany.
 func TestKubernetesAccessModes(t *testing.T) {
 	f := start(t, 0)
 	for mode, want := range map[corev1.PersistentVolumeAccessMode]error{
@@ -247,7 +247,7 @@ func TestKubernetesAccessModes(t *testing.T) {
 	}
 }
 
-// placed notes for which nodes a volume was asked for, and with what encryption.
+// placed is a store that records for which nodes a volume was asked for, and with which encryption.
 type placed struct {
 	volume.Store
 	nodes      []string
@@ -267,7 +267,7 @@ func (p *placed) NodesIn(_ context.Context, labels map[string]string) ([]string,
 	return nil, fmt.Errorf("%w: no node with %v", errdefs.ErrNoSpace, labels)
 }
 
-// TestEncryption: what the class says of it is what the store is asked for.
+// TestEncryption: the store is asked for the encryption that the class says.
 func TestEncryption(t *testing.T) {
 	for _, want := range []volume.Encryption{{}, {Scheme: volume.LUKS2}, {Scheme: volume.LUKS2, Discards: true}} {
 		r := wanted("v")
@@ -283,7 +283,7 @@ func TestEncryption(t *testing.T) {
 	}
 }
 
-// TestTopology: the nodes that a volume may be on, the preferred first and each once.
+// TestTopology: the store is asked for the nodes that the request allows, the preferred ones first, each once.
 func TestTopology(t *testing.T) {
 	zone := func(name string) *csi.Topology { return &csi.Topology{Segments: map[string]string{"zone": name}} }
 	both := &csi.Topology{Segments: map[string]string{"zone": "b", csimap.TopologyKey: "n1"}}
@@ -332,7 +332,7 @@ func TestDeleteVolume(t *testing.T) {
 	pooltest.Fails(t, err, errdefs.ErrNotFound, "a deleted volume")
 }
 
-// claimOf asks for a volume with ext4 to be published to the node.
+// claimOf returns a request to publish a volume with ext4 to the node.
 func claimOf(id string) *csi.ControllerPublishVolumeRequest {
 	return &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: node, VolumeCapability: capability("ext4")}
 }
@@ -366,7 +366,7 @@ func TestPublishVolume(t *testing.T) {
 	if nodes := have.GetStatus().GetPublishedNodeIds(); !slices.Equal(nodes, []string{node}) {
 		t.Errorf("published to %v", nodes)
 	}
-	// The claim of a node is not released by another one; a volume that is gone has none.
+	// The claim of a node is not released for another one; a volume that is gone has no claim.
 	for _, r := range []*csi.ControllerUnpublishVolumeRequest{{VolumeId: id, NodeId: "node-2"}, {VolumeId: nothing, NodeId: node}, {VolumeId: foreign, NodeId: node}} {
 		drivertest.Twice(t, f.ControllerUnpublishVolume, r)
 	}
@@ -380,7 +380,7 @@ func TestPublishVolume(t *testing.T) {
 	if answer := drivertest.Twice(t, f.ControllerPublishVolume, reader); answer.GetPublishContext()[csimap.ReadOnlyKey] != "true" {
 		t.Errorf("a reader is told %v", answer)
 	}
-	drivertest.Twice(t, f.ControllerUnpublishVolume, &csi.ControllerUnpublishVolumeRequest{VolumeId: second}) // of whatever node
+	drivertest.Twice(t, f.ControllerUnpublishVolume, &csi.ControllerUnpublishVolumeRequest{VolumeId: second}) // without a node: all claims
 }
 
 func TestValidateVolumeCapabilities(t *testing.T) {
@@ -400,7 +400,7 @@ func TestValidateVolumeCapabilities(t *testing.T) {
 		c.GetParameters()["pool"] != "fast" || c.GetMutableParameters()["readAheadKiB"] != "128" || c.GetVolumeContext()["a"] != "b" {
 		t.Errorf("confirmed %v", confirmed)
 	}
-	// What cannot be had is no error here: the message says what.
+	// A capability or parameter that cannot be had is no error: the message says what it is.
 	for message, change := range map[string]func(request){
 		"a volume is written on one node": func(r request) {
 			r.VolumeCapabilities[0].AccessMode.Mode = csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER
@@ -440,9 +440,9 @@ func TestExpandVolume(t *testing.T) {
 		capability     *csi.VolumeCapability
 		onNode         bool
 	}{
-		{0, 16 * mib, nil, true}, // as it is
+		{0, 16 * mib, nil, true}, // it has that size
 		{32*mib - 1, 32 * mib, nil, true},
-		{mib, 32 * mib, nil, true}, // it is larger
+		{mib, 32 * mib, nil, true}, // it is larger already
 		{40 * mib, 40 * mib, capability("ext4"), true},
 		{48 * mib, 48 * mib, capability(block), false},
 	} {
@@ -467,10 +467,10 @@ func TestModifyVolume(t *testing.T) {
 	refuses("an unknown parameter", func(r request) { r.MutableParameters["pool"] = "slow" }, errdefs.ErrInvalid, `unknown mutable parameter "pool"`)
 	refuses("a scheduler that is none", func(r request) { r.MutableParameters["ioScheduler"] = "fifo" }, errdefs.ErrInvalid, "none, mq-deadline, kyber and bfq are known")
 	drivertest.Twice(t, f.ControllerModifyVolume, right())
-	drivertest.Twice(t, f.ControllerModifyVolume, &csi.ControllerModifyVolumeRequest{VolumeId: id}) // nothing
+	drivertest.Twice(t, f.ControllerModifyVolume, &csi.ControllerModifyVolumeRequest{VolumeId: id}) // nothing is to change
 }
 
-// TestPages: a list comes in pages of any size, each thing once, also when what the last page ended with is deleted.
+// TestPages: a list comes in pages of any size, each thing once, also if the last thing of a page is deleted meanwhile.
 func TestPages(t *testing.T) {
 	f := start(t, 0)
 	var volumes, snapshots []string
@@ -556,7 +556,7 @@ func TestGetCapacity(t *testing.T) {
 	refuses("an unknown pool", func(r request) { r.Parameters["pool"] = "nowhere" }, errdefs.ErrInvalid, "known are [fast slow]")
 	refuses("an unknown parameter", func(r request) { r.Parameters["x"] = "y" }, errdefs.ErrInvalid, `unknown parameter "x"`)
 	refuses("a capability that cannot be", func(r request) { r.VolumeCapabilities = []*csi.VolumeCapability{{}} }, errdefs.ErrInvalid, "access mode UNKNOWN")
-	var encrypted blockdev.Capacity // of a machine that cannot encrypt there is none
+	var encrypted blockdev.Capacity // no capacity on a machine that cannot encrypt
 	if len(volume.SchemesHere()) > 0 {
 		encrypted = blockdev.Capacity{Available: 8 << 30, MaxVolume: 8<<30 - volume.LUKS2.Overhead()}
 	}

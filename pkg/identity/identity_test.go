@@ -34,8 +34,7 @@ func TestPluginInfo(t *testing.T) {
 	}
 }
 
-// TestPluginCapabilities: all that CSI knows is announced, but for what a plugin is without; and that volumes grow while they
-// are in use.
+// TestPluginCapabilities: all services of CSI are announced, but for those that the plugin is without; and that volumes grow while they are in use.
 func TestPluginCapabilities(t *testing.T) {
 	for name, without := range map[string][]csi.PluginCapability_Service_Type{
 		"all": nil,

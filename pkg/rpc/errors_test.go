@@ -38,7 +38,7 @@ var sentinels = map[string]struct {
 	"ErrUnsupported":  {errdefs.ErrUnsupported, codes.FailedPrecondition},
 }
 
-// TestEverySentinelHasACode also fails for a sentinel that is new in pkg/errdefs.
+// TestEverySentinelHasACode: every sentinel of pkg/errdefs has a code; a new one without a code fails the test.
 func TestEverySentinelHasACode(t *testing.T) {
 	file, err := parser.ParseFile(token.NewFileSet(), "../errdefs/errdefs.go", nil, 0)
 	if err != nil {
@@ -101,7 +101,7 @@ func TestOtherErrors(t *testing.T) {
 	}
 }
 
-// TestErrorsLeadOn: what somebody has to do something about says where that is written down, once.
+// TestErrorsLeadOn: the message of an error that a person has to act on names the page of its runbook, once.
 func TestErrorsLeadOn(t *testing.T) {
 	const pages = "https://github.com/ashlar-csi/ashlar/blob/main/docs/runbooks/"
 	for want, err := range map[string]error{

@@ -23,7 +23,7 @@ func snapshotID(name string) string {
 	return volume.ID{Kind: blockdev.Snapshot, Pool: "default", Key: volume.KeyOf(name)}.String()
 }
 
-// TestCallsMeet: which two calls may not be served at once.
+// TestCallsMeet: which two calls are not served at the same time.
 func TestCallsMeet(t *testing.T) {
 	create := func(name string) *csi.CreateVolumeRequest { return &csi.CreateVolumeRequest{Name: name} }
 	clone := func(name, source string) *csi.CreateVolumeRequest {
@@ -94,8 +94,7 @@ func TestCallsMeet(t *testing.T) {
 	}
 }
 
-// TestEveryChangeIsLocked: of the requests that CSI has, those that only look at things
-// are listed here; all others must have a key.
+// TestEveryChangeIsLocked: all requests of CSI have keys, but for those that only read, which are listed here.
 func TestEveryChangeIsLocked(t *testing.T) {
 	looks := []string{"Probe", "GetPluginInfo", "GetPluginCapabilities", "ValidateVolumeCapabilities", "ListVolumes", "GetCapacity", "ControllerGetCapabilities",
 		"ListSnapshots", "GetSnapshot", "ControllerGetVolume", "ControllerGetVolumeHealth", "ControllerListVolumeHealth", "GroupControllerGetCapabilities",

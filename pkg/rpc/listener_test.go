@@ -9,8 +9,7 @@ import (
 	"time"
 )
 
-// TestLimit: who comes when all connections are taken is hung up on, and one that is closed
-// makes room for another.
+// TestLimit: connections beyond the limit are closed; when one is closed, there is room for another.
 func TestLimit(t *testing.T) {
 	path := socketPath(t)
 	listener, err := net.Listen("unix", path)
@@ -45,7 +44,7 @@ func TestLimit(t *testing.T) {
 			t.Errorf("one too many ends with %v", err)
 		}
 	}
-	for range 2 { // once is enough, twice does not count twice
+	for range 2 { // a second Close is not counted
 		_ = first.Close()
 	}
 	dial()
@@ -69,7 +68,7 @@ func (n *named) RemoteAddr() net.Addr { a, _ := net.ResolveTCPAddr("tcp", n.from
 
 func (n *named) Close() error { n.closed = true; return nil }
 
-// TestStrangers: a stranger gives way to one of his address, and when he has had his time to anybody; who is known to nobody.
+// TestStrangers: a stranger gives way to a connection of its address, and after strangerTime to any other. A known caller gives way to none.
 func TestStrangers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := limit(nil, 3, 2, true)

@@ -28,7 +28,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// remoteFake serves a fake on a port, to who has the token "right".
+// remoteFake serves a fake on a port, for callers with the token "right".
 func remoteFake(t *testing.T, f *fake) (address string) {
 	t.Helper()
 	address, _ = remoteFakeLogging(t, f, klog.Background())
@@ -87,7 +87,7 @@ func dialFake(t *testing.T, address string, token func(renew bool) string) csi.N
 	return csi.NewNodeClient(c)
 }
 
-// TestRemoteErrors: an error has its sentinel, or one of the same code, on the other side too, and its words.
+// TestRemoteErrors: on the other side an error has its text, and its sentinel or another one with the same code.
 func TestRemoteErrors(t *testing.T) {
 	var next error
 	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return next }})
@@ -102,7 +102,7 @@ func TestRemoteErrors(t *testing.T) {
 			t.Errorf("%v came as %v (%s)", next, err, Code(err))
 		}
 	}
-	// What the other side gave up, this side did not.
+	// A call that was cancelled on the other side alone is unavailable here.
 	next = context.Canceled
 	if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); !errors.Is(err, errdefs.ErrUnavailable) {
 		t.Error(err)
@@ -116,7 +116,7 @@ func TestRemoteErrors(t *testing.T) {
 	}
 }
 
-// TestRemoteTokens: a token that is not known is renewed once, and what nobody has is refused, as unavailable.
+// TestRemoteTokens: a token that is not known is renewed once; a call with a token that nobody has is refused, as unavailable.
 func TestRemoteTokens(t *testing.T) {
 	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return nil }})
 	request := &csi.NodeStageVolumeRequest{VolumeId: "v"}
@@ -139,12 +139,12 @@ func TestRemoteTokens(t *testing.T) {
 	}
 }
 
-// TestRemoteRefusals: who is not let in does not fill the log, which says how many calls it leaves out; and leaves out none of those that are let in.
+// TestRemoteRefusals: calls that are refused do not fill the log, which has the number of those that it leaves out. Failures of allowed calls are all logged.
 func TestRemoteRefusals(t *testing.T) {
 	logger := ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
 	address, end := remoteFakeLogging(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return errdefs.ErrInUse }}, logger)
 	c, friend := dialFake(t, address, func(bool) string { return "wrong" }), dialFake(t, address, func(bool) string { return "right" })
-	const calls = 50 // each is made twice, as the token might be old
+	const calls = 50 // each is made twice, as its token might be old
 	for range calls {
 		for _, one := range []csi.NodeClient{c, friend} {
 			if _, err := one.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); err == nil {
@@ -160,8 +160,8 @@ func TestRemoteRefusals(t *testing.T) {
 	}
 }
 
-// TestRemoteConnections: who only connects takes no more connections than one address may have, nor all of them, and is hung up on in the end;
-// others call meanwhile.
+// TestRemoteConnections: clients that only connect get no more connections than one address may have, and do not keep others out when they have all; those that
+// are too many are closed.
 func TestRemoteConnections(t *testing.T) {
 	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return nil }})
 	_, port, err := net.SplitHostPort(address)
@@ -207,7 +207,8 @@ func TestRemoteConnections(t *testing.T) {
 	call("others have all connections that there may be")
 }
 
-// TestRemoteStrangers: who only connects, or has no token, and has the address of somebody who is known, as the pods of a node may, does not keep him out, and does not cut him off.
+// TestRemoteStrangers: clients that only connect, or have no valid token, do not keep out or cut off a known caller of the same address, as the pods of a node
+// may have.
 func TestRemoteStrangers(t *testing.T) {
 	var accepted atomic.Int64
 	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { accepted.Add(1); return nil }})
@@ -249,7 +250,7 @@ func TestRemoteStrangers(t *testing.T) {
 	}
 }
 
-// counting is a connection that counts what is written to it.
+// counting is a connection that counts the bytes that are written to it.
 type counting struct {
 	net.Conn
 	written *atomic.Int64
@@ -261,7 +262,8 @@ func (c *counting) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// TestRemoteMemory: of what callers send whom nobody knows yet, little is taken in: what waits is in their memory, and not in that of this process.
+// TestRemoteMemory: while it is not known whether callers are allowed, little of what they send is received: the rest waits on their side, and takes no memory
+// of this process.
 func TestRemoteMemory(t *testing.T) {
 	address := remoteFake(t, &fake{})
 	var written atomic.Int64
@@ -285,7 +287,7 @@ func TestRemoteMemory(t *testing.T) {
 			}
 		})
 	}
-	// It is as much as it will be when a second adds nothing.
+	// When a second adds nothing, all that is received has been.
 	for before := int64(-1); before != written.Load(); time.Sleep(time.Second) {
 		before = written.Load()
 	}

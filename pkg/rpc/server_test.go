@@ -36,13 +36,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
-// fake serves what a test tells it to.
+// fake is a service whose answers a test sets.
 type fake struct {
 	csi.UnimplementedNodeServer
 	csi.UnimplementedControllerServer
 	csi.UnimplementedSnapshotMetadataServer
 	stage  func(context.Context, *csi.NodeStageVolumeRequest) error
-	other  error // of NodePublishVolume and NodeExpandVolume
+	other  error // the error of NodePublishVolume and NodeExpandVolume
 	stream func(csi.SnapshotMetadata_GetMetadataAllocatedServer) error
 	traced bool
 }
@@ -78,13 +78,13 @@ type served struct {
 	csi.SnapshotMetadataClient
 	socket string
 	log    func() string
-	// stop ends the server, and returns what Serve did and how long it took.
+	// stop ends the server, and returns the error of Serve and how long it took.
 	stop func() (time.Duration, error)
 }
 
 func socketPath(t testing.TB) string {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "rpc") // t.TempDir is too long for a socket
+	dir, err := os.MkdirTemp("", "rpc") // the path of t.TempDir is too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -126,7 +126,7 @@ func serveFake(t testing.TB, f *fake) *served {
 	return s
 }
 
-// noLeak makes sure that no goroutine of the test outlives it. Call it first.
+// noLeak fails the test if a goroutine of it is left at its end. Call it first.
 func noLeak(t testing.TB) {
 	t.Helper()
 	before := runtime.NumGoroutine()
@@ -170,7 +170,7 @@ func TestPanic(t *testing.T) {
 	wants(t, err, codes.OK)
 }
 
-// TestOneCallPerVolume: the second call is told to try again, and may when the first is over. Metrics tell of both.
+// TestOneCallPerVolume: a second call for a volume is told to try again, and succeeds when the first is over. Metrics count both.
 func TestOneCallPerVolume(t *testing.T) {
 	noLeak(t)
 	begun, finish := make(chan struct{}), make(chan struct{})
@@ -201,7 +201,7 @@ func TestOneCallPerVolume(t *testing.T) {
 	wants(t, err, codes.OK)
 }
 
-// TestStreamIsLocked: while a stream reads a snapshot, it is not deleted.
+// TestStreamIsLocked: a snapshot is not deleted while a stream reads it.
 func TestStreamIsLocked(t *testing.T) {
 	noLeak(t)
 	finish := make(chan struct{})
@@ -220,7 +220,7 @@ func TestStreamIsLocked(t *testing.T) {
 	_, err = s.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: snapshotID("a")})
 	wants(t, err, codes.Aborted)
 	close(finish)
-	_, _ = stream.Recv() // its end
+	_, _ = stream.Recv() // the end of the stream
 	for range 1000 {
 		if _, err = s.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: snapshotID("a")}); status.Code(err) != codes.Aborted {
 			break
@@ -234,8 +234,7 @@ const secretValue = "s3cr3t-value"
 
 var secretKeys = []string{"csi.storage.k8s.io/serviceAccount.tokens", "password", "clientSecret", "passphrase"}
 
-// fillSecrets puts a secret wherever a message can have one: in the fields that CSI
-// marks, and under telling keys in all maps.
+// fillSecrets puts a secret wherever a message can have one: in the fields that CSI marks, and in all maps, under keys that tell that they are secret.
 func fillSecrets(m protoreflect.Message, depth int) {
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
@@ -257,7 +256,7 @@ func fillSecrets(m protoreflect.Message, depth int) {
 	}
 }
 
-// TestNoSecretIsPrinted goes through every message that CSI has.
+// TestNoSecretIsPrinted: no message of CSI is printed with a secret.
 func TestNoSecretIsPrinted(t *testing.T) {
 	messages := csi.File_csi_proto.Messages()
 	filled := 0
@@ -287,15 +286,15 @@ func TestNoSecretIsPrinted(t *testing.T) {
 		t.Errorf("what is no secret is not printed: %s", text)
 	}
 	for _, nothing := range []any{nil, (*csi.NodePublishVolumeRequest)(nil), 7} {
-		_ = printable(nothing) // does not panic
+		_ = printable(nothing) // must not panic
 	}
 	if text := printable(wrapperspb.Bytes([]byte(`{"secret":"` + secretValue + `"}`))); text != fmt.Sprintf("%d bytes", len(secretValue)+len(`{"secret":""}`)) {
 		t.Errorf("a message in bytes is printed as %s", text)
 	}
 }
 
-// TestNoSecretIsLogged at the highest verbosity, nor traced, nor told to the caller, whether a call fails, panics, or does not; and calls that
-// find the volume busy.
+// TestNoSecretIsLogged: secrets are not in the log, at the highest verbosity, nor in traces, nor in what callers are told: whether a call succeeds, fails,
+// panics, or finds the volume busy.
 func TestNoSecretIsLogged(t *testing.T) {
 	spans, before := tracetest.NewInMemoryExporter(), otel.GetTracerProvider()
 	otel.SetTracerProvider(sdk.NewTracerProvider(sdk.WithSyncer(spans)))
@@ -362,7 +361,7 @@ func TestNoSecretIsLogged(t *testing.T) {
 	}
 }
 
-// TestNoTextIsTraced: the span of a call has the code of its error, and not what the error says, which may have what is for the log only.
+// TestNoTextIsTraced: the span of a call has the code of its error, but not its text, which may have what is for the log alone.
 func TestNoTextIsTraced(t *testing.T) {
 	spans, before := tracetest.NewInMemoryExporter(), otel.GetTracerProvider()
 	otel.SetTracerProvider(sdk.NewTracerProvider(sdk.WithSyncer(spans)))
@@ -410,7 +409,7 @@ func TestUnknownMethods(t *testing.T) {
 	wants(t, err, codes.Unimplemented)
 }
 
-// TestDrain: a call in flight ends as it would have; a new one is not taken.
+// TestDrain: when the server stops, a call in flight ends as usual, and new calls are not accepted.
 func TestDrain(t *testing.T) {
 	noLeak(t)
 	for try := range 10 {
@@ -435,7 +434,7 @@ func TestDrain(t *testing.T) {
 		took, err := s.stop()
 		answer := <-ended
 		if took > 3*time.Second && try < 9 {
-			continue // the machine stands still, and it may have been more than the call is given
+			continue // the machine stalls: the call may have got less time than it needs
 		}
 		if err != nil || !finished.Load() || took > 3*time.Second {
 			t.Errorf("stopped after %s, the call has ended: %v: %v", took, finished.Load(), err)
@@ -452,7 +451,7 @@ func TestDrain(t *testing.T) {
 func TestDrainStuck(t *testing.T) {
 	for name, c := range map[string]struct {
 		wait func(ctx context.Context, released <-chan struct{})
-		ends bool // because its context does
+		ends bool // its call ends when it is cancelled
 	}{
 		"in something that can be cancelled":    {func(ctx context.Context, _ <-chan struct{}) { <-ctx.Done() }, true},
 		"in something that cannot be cancelled": {func(_ context.Context, released <-chan struct{}) { <-released }, false},
@@ -509,7 +508,7 @@ func TestCallerGoesAway(t *testing.T) {
 	}
 }
 
-// TestListenAtOnce: listeners that are made at once leave the mask of the process as it was.
+// TestListenAtOnce: listeners that are opened at the same time leave the mask of the process unchanged.
 func TestListenAtOnce(t *testing.T) {
 	before := unix.Umask(0o022)
 	defer unix.Umask(before)
@@ -534,7 +533,7 @@ func TestListenAtOnce(t *testing.T) {
 }
 
 func TestListen(t *testing.T) {
-	path := filepath.Join(filepath.Dir(socketPath(t)), "run", "ashlar", "csi.sock") // as on a machine that was just started
+	path := filepath.Join(filepath.Dir(socketPath(t)), "run", "ashlar", "csi.sock") // the directories are missing, as on a machine that was just started
 	listener, err := Listen("unix://" + path)
 	if err != nil {
 		t.Fatal(err)
