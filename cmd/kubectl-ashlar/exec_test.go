@@ -30,7 +30,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// kubelet is as much of one as runs programs: what "kubectl exec" asks of a pod, it runs on this machine. It returns its port.
+// kubelet serves "kubectl exec" as a kubelet does, and returns its port. It runs what is asked of a pod on this machine.
 func kubelet(t *testing.T, program func(command []string) []string) int32 {
 	t.Helper()
 	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -71,7 +71,7 @@ func kubelet(t *testing.T, program func(command []string) []string) int32 {
 			status = metav1.Status{Status: metav1.StatusFailure, Reason: "NonZeroExitCode", Message: err.Error(),
 				Details: &metav1.StatusDetails{Causes: []metav1.StatusCause{{Type: "ExitCode", Message: strconv.Itoa(exit.ExitCode())}}}}
 		}
-		_ = json.NewEncoder(by[corev1.StreamTypeError]).Encode(status) // the test sees what is missing
+		_ = json.NewEncoder(by[corev1.StreamTypeError]).Encode(status) // if that fails, the test misses the output
 		for _, s := range by {
 			_ = s.Close()
 		}
@@ -85,8 +85,8 @@ func kubelet(t *testing.T, program func(command []string) []string) int32 {
 	return int32(n)
 }
 
-// TestOnNode: the driver on a node is asked for what it alone knows: devices and mounts of a volume, and what the machine lacks. A pod and
-// a Lease of a tenant are not taken for the driver's.
+// TestOnNode: the driver on a node is asked for what only it knows: devices and mounts of a volume, and what the machine lacks. A pod and a Lease of a tenant
+// are not taken for the driver's.
 func TestOnNode(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -121,7 +121,7 @@ func TestOnNode(t *testing.T) {
 	e.add(n)
 	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "nobody"}})
 	off := false
-	e.posing("a-tenant", "n1") // before and after the driver's namespace
+	e.posing("a-tenant", "n1") // one sorts before the driver's namespace, one after
 	e.posing("z-tenant", "n1")
 	heard := metav1.NowMicro()
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node.n1", Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
@@ -142,7 +142,7 @@ func TestOnNode(t *testing.T) {
 	if r.err != nil || strings.Contains(r.stdout, "Left out") {
 		t.Errorf("%v\n%s", r.err, r.stdout)
 	}
-	// One with replicas, of which n1 has none: the driver of who uses it is asked.
+	// A volume with replicas, none of which is on n1: the driver on the node that uses it is asked.
 	two, err := driver.Create(t.Context(), co.Request("pvc-2", "", 32<<20))
 	check.OK(t, err)
 	key := volume.KeyOf("pvc-2")
@@ -166,7 +166,7 @@ func TestOnNode(t *testing.T) {
 			t.Error(r.err)
 		}
 	}
-	lease.Spec.RenewTime = new(metav1.NowMicro()) // all this may have taken long
+	lease.Spec.RenewTime = new(metav1.NowMicro()) // the steps before may have taken long
 	check.OK(t, e.Update(t.Context(), lease))
 	if r = run(t, apitest.Admin, "status"); strings.Contains(r.stdout, "AgentSilent") {
 		t.Errorf("a tenant says that the agent is silent:\n%s", r.stdout)
@@ -178,7 +178,7 @@ func TestOnNode(t *testing.T) {
 	check.OK(t, driver.Ready(t.Context()))
 }
 
-// TestExecInterrupted: what is run in a pod is not waited for when somebody interrupts that, also while the API server does not answer.
+// TestExecInterrupted: an interrupt ends the wait for a program in a pod, also while the API server does not answer.
 func TestExecInterrupted(t *testing.T) {
 	e := newEnvironment(t)
 	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "nobody"}})
@@ -206,8 +206,7 @@ func TestExecInterrupted(t *testing.T) {
 	}
 }
 
-// posing makes what a tenant may: a pod on a node, labelled as those of the agents are, and a Lease as of an agent that was not heard for
-// an hour.
+// posing makes objects that a tenant may make: a pod on a node with the labels of agents, and a Lease as of an agent that was silent for an hour.
 func (e *environment) posing(tenant, on string) {
 	e.Helper()
 	e.add(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant}})

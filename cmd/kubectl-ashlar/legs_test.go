@@ -14,7 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestMoveReplicas: replicas of a volume are evacuated to where none of it is, and its class lets them be; one of a volume that is used is there until another one has taken its place.
+// TestMoveReplicas: replicas of a volume are evacuated to nodes without one, as its class allows. A replica of a volume in use stays until another one has
+// taken its place.
 func TestMoveReplicas(t *testing.T) {
 	e := newEnvironment(t)
 	hasten(t)
@@ -39,7 +40,7 @@ func TestMoveReplicas(t *testing.T) {
 	e.add(second)
 	e.add(whole)
 
-	for _, name := range []string{"pvc-1", "shop/data", first.ID(), first.Name} { // the first one has the names of its volume
+	for _, name := range []string{"pvc-1", "shop/data", first.ID(), first.Name} { // all are names of the volume, and of its first replica
 		run(t, apitest.Admin, "move", name, "--to=n4").refused(t, "shop/data has replicas; say which one is to move, with --from NODE: there is one on n1, n2")
 		run(t, apitest.Admin, "move", name, "--to=n4", "--from=n3").refused(t, "shop/data has no replica on node n3; it has some on n1, n2")
 	}

@@ -51,7 +51,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// asProgram is in the environment of a process of this test that is to be the program.
+// asProgram is set in the environment of a process of this test that runs as the program.
 const asProgram = "ASHLAR_TEST_PROGRAM"
 
 func TestMain(m *testing.M) {
@@ -66,7 +66,7 @@ const (
 	mib       = 1 << 20
 )
 
-// environment is a cluster, of which each object is removed at the end.
+// environment is a cluster. Its objects are removed at the end of the test.
 type environment struct {
 	testing.TB
 	client.Client
@@ -82,7 +82,7 @@ func newEnvironment(t *testing.T) *environment {
 	return &environment{t, c}
 }
 
-// add makes an object, with its status.
+// add makes an object with its status.
 func (e *environment) add(o client.Object) {
 	e.Helper()
 	with := o.DeepCopyObject().(client.Object)
@@ -96,7 +96,7 @@ func (e *environment) add(o client.Object) {
 	}
 }
 
-// remove removes an object, for which no controller of Kubernetes runs here.
+// remove removes an object with its finalizers: no controller of Kubernetes runs here.
 func (e *environment) remove(o client.Object) {
 	e.Helper()
 	ctx := context.Background()
@@ -104,19 +104,19 @@ func (e *environment) remove(o client.Object) {
 	check.OK(e, client.IgnoreNotFound(e.Delete(ctx, o, client.GracePeriodSeconds(0))))
 }
 
-// result is what a run of the program printed.
+// result is what a run of the program printed, and its error.
 type result struct {
 	stdout, stderr string
 	err            error
 }
 
-// run runs the program as a user of the API server.
+// run runs the program as a user of the API server, to its end.
 func run(t testing.TB, user string, args ...string) result {
 	t.Helper()
 	return start(t, user, args...).ended(t)
 }
 
-// start is run for a program that does something while others do.
+// start starts the program as run does, and does not wait for its end.
 func start(t testing.TB, user string, args ...string) *program {
 	t.Helper()
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
@@ -149,7 +149,7 @@ func (o *output) String() string {
 	return o.text.String()
 }
 
-// program is one that was started.
+// program is a run of the program that was started.
 type program struct {
 	stdout, stderr output
 	done           chan error
@@ -167,7 +167,7 @@ func (p *program) ended(t testing.TB) result {
 	}
 }
 
-// saying waits until it has said something.
+// saying waits until it has printed a text.
 func (p *program) saying(t testing.TB, word string) {
 	t.Helper()
 	for end := time.Now().Add(time.Minute); !strings.Contains(p.stdout.String(), word); time.Sleep(10 * time.Millisecond) {
@@ -195,15 +195,15 @@ func pool(node string, total, available int64, health ...v1alpha1.Problem) *v1al
 		Status: v1alpha1.PoolStatus{Kind: "file", Total: total, Promised: total - available, Available: available, MaxVolume: available, Health: health}}
 }
 
-// damaged makes a cluster with everything wrong: a full pool, a missing disk, a damaged volume, nodes that are gone, not ready and silent.
+// damaged makes a cluster with all kinds of problems: a full pool, a missing disk, a damaged volume, and nodes that are gone, not ready and silent.
 func damaged(e *environment) (lost *v1alpha1.Volume) {
 	heard, silent := metav1.NowMicro(), metav1.NewMicroTime(time.Now().Add(-time.Hour))
-	for name, renewed := range map[string]metav1.MicroTime{"full": heard, "missing": silent, "silent": silent} { // the clock of missing is wrong
+	for name, renewed := range map[string]metav1.MicroTime{"full": heard, "missing": silent, "silent": silent} { // the clock of node missing is wrong
 		e.add(node(name, corev1.ConditionTrue))
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node." + name, Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
 			Spec: coordinationv1.LeaseSpec{HolderIdentity: &name, RenewTime: &renewed}}
 		e.add(lease)
-		if name == "silent" { // else the API server knows that it was written just now
+		if name == "silent" { // for the others the API server has the time of this write
 			check.OK(e, e.Patch(e.Context(), lease, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"managedFields":[{}]}}`))))
 		}
 	}
@@ -248,7 +248,7 @@ func damaged(e *environment) (lost *v1alpha1.Volume) {
 	return lost
 }
 
-// pods makes a pod that uses the claim of the volume that is lost. Its account has to be there for that.
+// pods makes a pod that uses the claim of the lost volume, and the account that it needs.
 func pods(e *environment) {
 	off := false
 	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "nobody"}})
@@ -257,7 +257,7 @@ func pods(e *environment) {
 			VolumeSource: corev1.VolumeSource{PersistentVolumeClaim: &corev1.PersistentVolumeClaimVolumeSource{ClaimName: "data"}}}}}})
 }
 
-// TestCommands: what each command says of a cluster in which everything is wrong.
+// TestCommands: the output of each command for a cluster with all kinds of problems.
 func TestCommands(t *testing.T) {
 	e := newEnvironment(t)
 	lost := damaged(e)
@@ -313,7 +313,7 @@ func TestCommands(t *testing.T) {
 	}
 }
 
-// TestTerminal: the program on a real terminal: colours and the width are the terminal's, NO_COLOR is heeded, and Ctrl-C is no error.
+// TestTerminal: on a real terminal the program uses its colours and width, heeds NO_COLOR, and Ctrl-C is no error.
 func TestTerminal(t *testing.T) {
 	e := newEnvironment(t)
 	damaged(e)
@@ -336,7 +336,7 @@ func TestTerminal(t *testing.T) {
 		colours     bool
 	}{{"A=b", true}, {"NO_COLOR=1", false}, {"TERM=dumb", false}} {
 		cmd, person := start(c.environment, "volumes")
-		printed, _ := io.ReadAll(person) // it ends with an error once the program has (EIO)
+		printed, _ := io.ReadAll(person) // reading fails at the end of the program (EIO)
 		text := string(printed)
 		if err := cmd.Wait(); err != nil || !strings.Contains(text, namespace+"/data") || strings.Contains(text, "\x1b[31m") != c.colours || strings.Contains(text, "\x1b") != c.colours {
 			t.Errorf("%s: %v: %q", c.environment, err, text)
@@ -366,14 +366,14 @@ func TestTerminal(t *testing.T) {
 	}
 }
 
-// TestSilentServer: a signal ends the program at once where the API server accepts connections and does not answer; without one it ends after a time.
+// TestSilentServer: if the API server accepts connections and does not answer, a signal ends the program at once, and without one it ends after a time.
 func TestSilentServer(t *testing.T) {
 	server, err := net.Listen("tcp", "127.0.0.1:0")
 	check.OK(t, err)
 	t.Cleanup(func() { check.OK(t, server.Close()) })
 	to := []string{"--kubeconfig=" + os.DevNull, "--server=http://" + server.Addr().String()}
 	for _, c := range []struct {
-		args, words string // what it prints as an error; empty: it completes with nothing
+		args, words string // the error that it prints; empty: it completes with nothing
 	}{
 		{"status", "kubectl ashlar: interrupted\n"},
 		{"describe pvc-1", "kubectl ashlar: interrupted\n"},
@@ -389,7 +389,7 @@ func TestSilentServer(t *testing.T) {
 	} {
 		for _, by := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
 			args := strings.Fields(c.args)
-			at := 1 // where flags of the command may be
+			at := 1 // where flags can be inserted
 			if args[0] == "__complete" {
 				at = 2
 			}
@@ -398,11 +398,11 @@ func TestSilentServer(t *testing.T) {
 			var said bytes.Buffer
 			cmd.Stderr = &said
 			check.OK(t, cmd.Start())
-			conn, err := server.Accept() // with its first request
+			conn, err := server.Accept() // for its first request
 			check.OK(t, err)
 			check.OK(t, second(conn.Read(make([]byte, 1))))
 			check.OK(t, cmd.Process.Signal(by))
-			stuck := time.AfterFunc(20*time.Second, func() { _ = cmd.Process.Kill() }) // which is less than any request waits
+			stuck := time.AfterFunc(20*time.Second, func() { _ = cmd.Process.Kill() }) // less than any request waits
 			err = cmd.Wait()
 			stuck.Stop()
 			check.OK(t, conn.Close())
@@ -420,7 +420,7 @@ func TestSilentServer(t *testing.T) {
 	}
 }
 
-// TestAdoptInterrupted: whoever does not wait for the agents is told at once that those go on.
+// TestAdoptInterrupted: an interrupt ends the wait for the agents at once, and the user is told that these go on.
 func TestAdoptInterrupted(t *testing.T) {
 	e := newEnvironment(t)
 	p := pool("n1", 1000*mib, 1000*mib)
@@ -428,7 +428,7 @@ func TestAdoptInterrupted(t *testing.T) {
 	e.add(p)
 	ctx, interrupt := context.WithCancel(t.Context())
 	c := through(t, func(_ http.ResponseWriter, r *http.Request) bool {
-		if r.Method == http.MethodGet && strings.HasSuffix(r.URL.Path, "/pools/"+p.Name) { // how far it is
+		if r.Method == http.MethodGet && strings.HasSuffix(r.URL.Path, "/pools/"+p.Name) { // reads how far it is
 			interrupt()
 		}
 		return false
@@ -445,7 +445,7 @@ func TestAdoptInterrupted(t *testing.T) {
 
 func second[T any](_ T, err error) error { return err }
 
-// TestReported: what a node reports of pools, volumes and snapshots is shown as it is, with its severity.
+// TestReported: problems that a node reports of pools, volumes and snapshots are shown unchanged, with their severity.
 func TestReported(t *testing.T) {
 	e := newEnvironment(t)
 	e.add(node("n1", corev1.ConditionTrue))
@@ -481,12 +481,12 @@ func TestReported(t *testing.T) {
 	}
 }
 
-// TestKept: a pod uses the volume that its claim has now, and not one that was kept when a claim of that name was deleted.
+// TestKept: a pod uses the volume that its claim has now, not one that was kept when an earlier claim of that name was deleted.
 func TestKept(t *testing.T) {
 	e := newEnvironment(t)
 	e.add(node("full", corev1.ConditionTrue))
 	e.add(pool("full", 1000*mib, 1000*mib))
-	pods(e) // by the claim "data"
+	pods(e) // it uses the claim "data"
 	for name, phase := range map[string]corev1.PersistentVolumePhase{"pvc-kept": corev1.VolumeReleased, "pvc-used": corev1.VolumeBound, "pvc-kept-too": corev1.VolumeReleased} {
 		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.VolumeSpec{NodeName: "full", Pool: "default", Name: name, Size: mib,
 			ClaimRef: &v1alpha1.ClaimRef{Namespace: namespace, Name: "data"}, PersistentVolume: name}, Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: mib}}}
@@ -498,7 +498,7 @@ func TestKept(t *testing.T) {
 		pv.Status.Phase = phase
 		check.OK(t, e.Status().Update(t.Context(), pv))
 	}
-	// Of a claim that has what is not ours, none is, whatever a node says of its volumes.
+	// A claim bound to a volume of another driver is not shown for any of ours, whatever a node says.
 	e.add(&corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "theirs"}, Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Mi")},
 		AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, ClaimRef: &corev1.ObjectReference{Namespace: namespace, Name: "theirs"},
 		PersistentVolumeSource: corev1.PersistentVolumeSource{NFS: &corev1.NFSVolumeSource{Server: "s", Path: "/"}}}})
@@ -522,7 +522,7 @@ func TestKept(t *testing.T) {
 	}
 }
 
-// TestPages: in pages there is what there is at once.
+// TestPages: lists in pages give the same overview as lists at once.
 func TestPages(t *testing.T) {
 	e := newEnvironment(t)
 	damaged(e)
@@ -543,11 +543,11 @@ func TestPages(t *testing.T) {
 	}
 }
 
-// TestRights: what a user may not list is left out, and that is said; without the rights for the driver's own objects there is an error.
+// TestRights: what a user may not list is left out, and the output says so; without rights for the driver's own objects there is an error.
 func TestRights(t *testing.T) {
 	e := newEnvironment(t)
 	damaged(e)
-	const user = "user" // whom the API server knows, and who may do nothing yet
+	const user = "user" // known to the API server, with no rights yet
 	if r := run(t, user, "status"); r.err == nil || !strings.Contains(r.err.Error(), "forbidden") {
 		t.Errorf("without any rights: %v\n%s", r.err, r.stdout)
 	}
@@ -556,7 +556,7 @@ func TestRights(t *testing.T) {
 	e.add(&rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "looking"}, RoleRef: rbacv1.RoleRef{APIGroup: "rbac.authorization.k8s.io", Kind: "ClusterRole", Name: "looking"},
 		Subjects: []rbacv1.Subject{{Kind: "User", Name: user}}})
 	var r result
-	for end := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) { // until the API server has the role
+	for end := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) { // until the role is in force
 		r = run(t, user, "status")
 		var problems *cli.ProblemsError
 		if errors.As(r.err, &problems) || time.Now().After(end) {
@@ -573,7 +573,7 @@ func TestRights(t *testing.T) {
 	}
 }
 
-// TestEventsFail: where events cannot be read, as their own etcd is down, describe shows the rest, and says so.
+// TestEventsFail: if events cannot be read, as their own etcd is down, describe shows the rest, and says so.
 func TestEventsFail(t *testing.T) {
 	e := newEnvironment(t)
 	damaged(e)
@@ -595,7 +595,7 @@ func TestEventsFail(t *testing.T) {
 		"so it is not known what happened to PersistentVolumeClaim data")
 }
 
-// TestLeaseOfTenant: where it is not known which namespace is the driver's, a Lease of somebody else does not hide that an agent is silent.
+// TestLeaseOfTenant: if the namespace of the driver is not known, a Lease of somebody else does not hide that an agent is silent.
 func TestLeaseOfTenant(t *testing.T) {
 	e := newEnvironment(t)
 	damaged(e)
@@ -606,7 +606,7 @@ func TestLeaseOfTenant(t *testing.T) {
 	run(t, apitest.Admin, "status").says(t, "Node silent\n    AgentSilent: ", "Left out: leases: agents have them in the namespaces default, kube-node-lease, kube-public, and which of these is")
 }
 
-// TestLacking: adopt makes no PersistentVolume for a volume that is being provisioned, and goes on after one that cannot be had.
+// TestLacking: adopt makes no PersistentVolume for a volume that is being provisioned, and goes on after an object that cannot be made.
 func TestLacking(t *testing.T) {
 	e := newEnvironment(t)
 	size := corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Mi")}}
@@ -635,7 +635,7 @@ func TestLacking(t *testing.T) {
 	e.remove(&corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "data"}})
 }
 
-// TestChoose: a stray that two pools keep, as after a disk was copied, is not taken from whichever comes first.
+// TestChoose: a stray of two pools, as after a disk was copied, is not adopted from whichever comes first.
 func TestChoose(t *testing.T) {
 	strays := func(pool string, ids ...string) v1alpha1.Pool {
 		p := v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: pool}}
@@ -666,8 +666,8 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// TestChooseUnlisted: what may be among the strays that a pool does not list is not taken from whichever comes first; all that is needed to have
-// everything adopted is allowed.
+// TestChooseUnlisted: a stray that may also be among those that a pool does not list is not adopted from whichever comes first. All steps to adopt everything
+// are allowed.
 func TestChooseUnlisted(t *testing.T) {
 	strays := func(pool string, count, first, listed int) v1alpha1.Pool {
 		p := v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: pool}, Status: v1alpha1.PoolStatus{StrayCount: count}}
@@ -680,8 +680,8 @@ func TestChooseUnlisted(t *testing.T) {
 	for _, c := range []struct {
 		what   string
 		pools  []v1alpha1.Pool
-		wanted string // empty: all
-		words  string // that it is refused with; empty: it is not
+		wanted string // empty: --all
+		words  string // in the error; empty: it is allowed
 	}{
 		{"all", []v1alpha1.Pool{large, small}, "", "pool a.default has 50 strays that it does not list, and what pool b.default has may be among them; adopt from the pools that list all of theirs first"},
 		{"both pools", []v1alpha1.Pool{small, large}, "a.default b.default", "pool a.default has 50 strays that it does not list"},
@@ -703,7 +703,7 @@ func TestChooseUnlisted(t *testing.T) {
 	}
 }
 
-// TestAdopt: volumes whose objects somebody deleted come back, by a real agent, and with them their PersistentVolumes.
+// TestAdopt: an agent makes the deleted objects of volumes again; then adopt makes their PersistentVolumes.
 func TestAdopt(t *testing.T) {
 	e := newEnvironment(t)
 	e.add(node("n1", corev1.ConditionTrue))
@@ -757,7 +757,7 @@ func TestAdopt(t *testing.T) {
 	r = run(t, apitest.Admin, "adopt", "n1.default", "--timeout=60s")
 	check.OK(t, r.err)
 	r.says(t, "pool n1.default: done")
-	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) { // its agent finds the bytes
+	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) { // the agent has to find the bytes
 		check.OK(t, e.List(t.Context(), &volumes))
 		if len(volumes.Items) == 2 && !slices.ContainsFunc(volumes.Items, func(v v1alpha1.Volume) bool { return v.Status.Created == nil }) {
 			break
@@ -786,7 +786,7 @@ func TestAdopt(t *testing.T) {
 	run(t, apitest.Admin, "adopt", "n1.default").says(t, "There are no strays.")
 }
 
-// TestPools: the doctor is run with the pools that the pod has.
+// TestPools: doctor is run with the pools of the pod.
 func TestPools(t *testing.T) {
 	pod := &corev1.Pod{Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "registrar", Args: []string{"--pool=x=file:///x"}},
 		{Name: "driver", Args: []string{"serve", "--pool=a=file:///a", "--mode=node", "--pool", "b=lvm://b"}}}}}
@@ -795,7 +795,7 @@ func TestPools(t *testing.T) {
 	}
 }
 
-// TestHelp: the program calls itself what its user calls it.
+// TestHelp: the program calls itself "kubectl ashlar", as its user does.
 func TestHelp(t *testing.T) {
 	root := newRoot()
 	var out bytes.Buffer

@@ -35,14 +35,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// networked is a pool in a network.
+// networked returns a pool in a network.
 func networked(node string, available int64, health ...v1alpha1.Problem) *v1alpha1.Pool {
 	p := pool(node, 1000*mib, available, health...)
 	p.Status.Network = &v1alpha1.Network{Name: "default", Address: "10.0.0.1:4420"}
 	return p
 }
 
-// movable is a volume with access any on a node; edit changes it.
+// movable returns a volume with access any on a node; edit changes it.
 func movable(name, node string, size int64, edit func(*v1alpha1.Volume)) *v1alpha1.Volume {
 	v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.VolumeSpec{NodeName: node, Pool: "default", Name: name, Size: size, Filesystem: "xfs", Access: "any"},
 		Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: size}}}
@@ -52,7 +52,7 @@ func movable(name, node string, size int64, edit func(*v1alpha1.Volume)) *v1alph
 	return v
 }
 
-// nodes makes nodes with a pool of 500 MiB each, of which n2 is cordoned.
+// nodes makes the nodes n1 to n4, with a pool of 500 MiB each; n2 is cordoned.
 func nodes(e *environment) {
 	for _, name := range []string{"n1", "n2", "n3", "n4"} {
 		n := node(name, corev1.ConditionTrue)
@@ -62,7 +62,7 @@ func nodes(e *environment) {
 	}
 }
 
-// refused makes sure that a command fails with some words.
+// refused checks that a command has failed with some words.
 func (r result) refused(t testing.TB, words ...string) {
 	t.Helper()
 	for _, word := range words {
@@ -72,10 +72,10 @@ func (r result) refused(t testing.TB, words ...string) {
 	}
 }
 
-// edited changes an object, its spec and its status.
+// edited changes spec and status of a volume.
 func (e *environment) edited(v *v1alpha1.Volume, edit func(*v1alpha1.Volume)) {
 	e.Helper()
-	check.OK(e, retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the program writes too
+	check.OK(e, retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the program may write meanwhile
 		if err := e.Get(e.Context(), client.ObjectKeyFromObject(v), v); err != nil {
 			return err
 		}
@@ -94,7 +94,7 @@ func (e *environment) release(v *v1alpha1.Volume) error {
 	return e.Patch(e.Context(), v.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claim":null}}`)))
 }
 
-// connected is the cluster as the commands see it.
+// connected returns a connection as the commands have it.
 func connected(t *testing.T) *cluster {
 	flags := genericclioptions.NewConfigFlags(true)
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
@@ -105,7 +105,7 @@ func connected(t *testing.T) *cluster {
 	return c
 }
 
-// through is the cluster as the commands see it by an API server of which some requests are answered by the test, which then returns true.
+// through returns a connection as the commands have it, over a proxy. If answers returns true, it has answered the request.
 func through(t *testing.T, answers func(http.ResponseWriter, *http.Request) bool) *cluster {
 	config := apitest.Get(t).Config(apitest.Admin)
 	to, err := url.Parse(config.Host)
@@ -126,7 +126,7 @@ func through(t *testing.T, answers func(http.ResponseWriter, *http.Request) bool
 	return c
 }
 
-// outage is an API server that can be away: it then drops connections, or what is before it says that it cannot answer, in turn.
+// outage is an API server that can be away: then it drops connections, or a proxy before it says that it cannot answer, in turn.
 type outage struct {
 	away  atomic.Bool
 	turns atomic.Int32
@@ -147,7 +147,7 @@ func (o *outage) answers(w http.ResponseWriter, _ *http.Request) bool {
 	return true
 }
 
-// begins makes it go away, once, for a second, and until it was asked something in each of its turns.
+// begins returns a function that makes it go away, once: for a second, and until it was asked in each of its turns.
 func (o *outage) begins(ctx context.Context) func() {
 	return sync.OnceFunc(func() {
 		o.away.Store(true)
@@ -160,7 +160,7 @@ func (o *outage) begins(ctx context.Context) func() {
 	})
 }
 
-// interrupting is what a command prints to, by somebody who interrupts it when they read some words.
+// interrupting is the output of a command; interrupt is called when it has some words.
 type interrupting struct {
 	words     string
 	interrupt func()
@@ -174,8 +174,8 @@ func (i interrupting) Write(p []byte) (int, error) {
 	return i.Buffer.Write(p)
 }
 
-// drivers do what the agents and the controller do for moves, a step at each look, until the test ends. They begin when the volume first is
-// asked to move, if it is not empty; those in held are copied never.
+// drivers do what agents and controller do for moves, a step at each look, until the test ends. They begin when the volume first is asked to move; at once if
+// first is empty. Volumes in held never move. most returns the largest number of unused volumes that moved at once.
 func (e *environment) drivers(first string, held ...string) (most func() int) {
 	ctx, stop := context.WithCancel(e.Context())
 	var done sync.WaitGroup
@@ -195,7 +195,7 @@ func (e *environment) drivers(first string, held ...string) (most func() int) {
 					asked++
 				}
 				if begun && v.Spec.Move != nil && (v.Spec.Claim == nil || v.Spec.Claim.Mode == carriedMode) && !strings.Contains(strings.Join(held, " "), v.Spec.Name) {
-					_ = e.advance(ctx, v) // else with the next look
+					_ = e.advance(ctx, v) // else at the next look
 				}
 			}
 			mu.Lock()
@@ -215,7 +215,7 @@ func (e *environment) drivers(first string, held ...string) (most func() int) {
 	}
 }
 
-// carriedMode is that of the claim of a volume which its user carries.
+// carriedMode is the mode of the claim of a volume that is copied by the node that uses it.
 const carriedMode = "carried"
 
 // advance takes the next step of a move.
@@ -242,21 +242,21 @@ func (e *environment) advance(ctx context.Context, v *v1alpha1.Volume) error {
 	return e.Update(ctx, v)
 }
 
-// hasten makes the commands look at moves often.
+// hasten makes the commands look often.
 func hasten(t *testing.T) {
 	before := lookAgain
 	lookAgain = 20 * time.Millisecond
 	t.Cleanup(func() { lookAgain = before })
 }
 
-// waits has the commands wait so long, for what patience or standstill is for. What does come has to come sooner, also on a machine that has too much to do.
+// waits sets patience or standstill for a test. What has to come must come sooner, on a busy machine too.
 func waits(t *testing.T, limit *time.Duration, long time.Duration) {
 	before := *limit
 	*limit = long
 	t.Cleanup(func() { *limit = before })
 }
 
-// TestMove: a volume is asked to move, its move is followed to the end, and can be taken back before it is done.
+// TestMove: a volume is asked to move, and its move is followed to the end; it can be taken back before it is done.
 func TestMove(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -269,13 +269,13 @@ func TestMove(t *testing.T) {
 		t.Fatalf("spec.move is %+v", v.Spec.Move)
 	}
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n3").refused(t, "it is being moved to node n2", "--cancel")
-	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move.Follows = true }) // and now somebody asks for it
+	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move.Follows = true }) // the volume itself has asked for it; now a person does
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n2", "--wait=false").says(t, "pvc-1: node n2 is asked to copy it from node n1\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.Move == nil || v.Spec.Move.Follows {
 		t.Fatalf("it is asked for, and spec.move is %+v", v.Spec.Move)
 	}
-	check.OK(t, e.advance(t.Context(), v)) // that stays: no agent takes it away
+	check.OK(t, e.advance(t.Context(), v)) // status.move stays, as no agent runs
 	run(t, apitest.Admin, "move", "pvc-1", "--cancel").says(t, "pvc-1: it stays on node n1.\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.Move != nil {
@@ -292,14 +292,14 @@ func TestMove(t *testing.T) {
 	}
 }
 
-// fast gives a node a second pool.
+// fast gives a node a second pool, "fast".
 func fast(e *environment, node string) {
 	p := networked(node, 500*mib)
 	p.Name, p.Spec.Pool, p.Spec.Default = node+".fast", "fast", false
 	e.add(p)
 }
 
-// TestMoveToOtherPool: a volume is asked to move to a pool of another name, alone or with all of its node; without a pool it stays in those of one name.
+// TestMoveToOtherPool: a volume moves to a pool of another name, alone or with all of its node; if no pool is named, volumes move between pools of one name.
 func TestMoveToOtherPool(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -330,7 +330,7 @@ func TestMoveToOtherPool(t *testing.T) {
 	run(t, apitest.Admin, "move", id, "--to=n4").refused(t, "it has no pool fast (it has default)", "give --to n4/default")
 	run(t, apitest.Admin, "evacuate", "n3", "--to=n4", "--dry-run").refused(t, "1 of 1 volumes stay on node n3")
 	run(t, apitest.Admin, "evacuate", "n3", "--to=n4/", "--dry-run").refused(t, "give NODE, or NODE/POOL")
-	run(t, apitest.Admin, "evacuate", "n3", "--dry-run").says(t, "pvc-1   100Mi  n1  -\n") // which has a pool of that name
+	run(t, apitest.Admin, "evacuate", "n3", "--dry-run").says(t, "pvc-1   100Mi  n1  -\n") // n1 has a pool of that name
 	run(t, apitest.Admin, "evacuate", "n3", "--to=n4/default", "--dry-run").says(t, "pvc-1   100Mi  n4/default  -\n")
 	r = run(t, apitest.Admin, "evacuate", "n3", "--to=n4/default")
 	check.OK(t, r.err)
@@ -341,7 +341,7 @@ func TestMoveToOtherPool(t *testing.T) {
 	}
 }
 
-// TestMoveToOtherPoolOfOlderDefinitions: definitions that know no pool of a move would have the volume move to another one: nothing is asked.
+// TestMoveToOtherPoolOfOlderDefinitions: with CRDs that do not know the pool of a move nothing is asked, as the volume would move to another pool.
 func TestMoveToOtherPoolOfOlderDefinitions(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -375,7 +375,7 @@ func TestMoveToOtherPoolOfOlderDefinitions(t *testing.T) {
 	}
 }
 
-// TestMoveUsed: of a volume that is used it says where and by whom, and an interrupted wait leaves the move going.
+// TestMoveUsed: for a volume in use the output says on which node and by which pods, and after an interrupted wait the move goes on.
 func TestMoveUsed(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -405,7 +405,7 @@ func TestMoveUsed(t *testing.T) {
 	r.says(t, "default/data: it is on node n2.\n")
 }
 
-// TestMoveRefused: what cannot be done is refused with what can be done, and nothing is written.
+// TestMoveRefused: a move that is not possible is refused, with what to do, and nothing is written.
 func TestMoveRefused(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -475,7 +475,7 @@ func TestMoveRefused(t *testing.T) {
 	}
 }
 
-// TestMoveRules: what the API server's own rules refuse is said in their words; and a change of somebody else's is looked at before the next try.
+// TestMoveRules: an error has the messages of the API server's own rules; and a change by somebody else is read before the next try.
 func TestMoveRules(t *testing.T) {
 	e := newEnvironment(t)
 	c := &cluster{Client: e.Client}
@@ -508,7 +508,7 @@ func TestMoveRules(t *testing.T) {
 	}
 }
 
-// TestEvacuate: the plan says where all goes and what stays; then it is carried out, some at a time, and what is left makes it fail.
+// TestEvacuate: the plan has what moves where, and what stays; then it is carried out, some at a time, and fails if something is left.
 func TestEvacuate(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -535,7 +535,7 @@ func TestEvacuate(t *testing.T) {
 	r.says(t, "No volume is on node n1.\n")
 }
 
-// TestEvacuateRest: what cannot move, is used, or does not go on keeps nothing else from moving; it is said, and it can be run again.
+// TestEvacuateRest: volumes that cannot move, are used, or do not go on do not keep others from moving; they are told, and it can be run again.
 func TestEvacuateRest(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -575,7 +575,7 @@ func TestEvacuateRest(t *testing.T) {
 	}
 }
 
-// TestEvacuateInterrupted: what was asked to move goes on, what was not is not, and the next run goes on with it.
+// TestEvacuateInterrupted: after an interrupt moves that were asked for go on, others are not asked for, and the next run goes on.
 func TestEvacuateInterrupted(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -602,7 +602,7 @@ func TestEvacuateInterrupted(t *testing.T) {
 	r.says(t, "pvc-c: it is on node n", "No volume is left on node n1.\n")
 }
 
-// TestServerAway: an API server that is away for a second ends neither move nor evacuate, whatever they ask meanwhile.
+// TestServerAway: an API server that is away for a second ends neither move nor evacuate, whatever they are doing.
 func TestServerAway(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -613,7 +613,7 @@ func TestServerAway(t *testing.T) {
 	var o outage
 	c := through(t, o.answers)
 	e.drivers("")
-	out := interrupting{"pvc-a: node", o.begins(t.Context()), &bytes.Buffer{}} // when the next is asked, it is away
+	out := interrupting{"pvc-a: node", o.begins(t.Context()), &bytes.Buffer{}} // it is away when the next move is asked for
 	err := (&evacuation{cluster: c, out: out, table: io.Discard, node: "n1", parallel: 2}).run(t.Context())
 	if err != nil || strings.Contains(out.String(), "stays") || !strings.HasSuffix(out.String(), "No volume is left on node n1.\n") {
 		t.Errorf("evacuate: %v\n%s", err, out.String())
@@ -631,7 +631,7 @@ func TestServerAway(t *testing.T) {
 	}
 }
 
-// TestServerGone: of an API server that does not come back it is not said that anything stays: nobody knows.
+// TestServerGone: if the API server does not come back, the output does not say that volumes stay: that is not known.
 func TestServerGone(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -642,7 +642,7 @@ func TestServerGone(t *testing.T) {
 	}
 	const goes = "; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate n1)"
 	for words, want := range map[string]string{
-		"pvc-a: node": "pvc-b: it is not known how far its move is: the API server has not answered for 500ms: ", // when the next is asked
+		"pvc-a: node": "pvc-b: it is not known how far its move is: the API server has not answered for 500ms: ", // at the next request for a move
 		"pvc-b: node": "pvc-a: it is not known how far its move is: the API server has not answered for 500ms: ",
 	} {
 		var o outage
@@ -666,7 +666,7 @@ func TestServerGone(t *testing.T) {
 	}
 }
 
-// TestEvacuateSilent: a volume whose writes, or reads, are never answered is told, and all others move; if nothing of two in a row is heard, that is the API server's.
+// TestEvacuateSilent: a volume whose writes or reads are never answered is told, and all others move. If that happens for two in a row, evacuate ends.
 func TestEvacuateSilent(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -717,17 +717,17 @@ func TestUnansweredWrite(t *testing.T) {
 	config := apitest.Get(t).Config(apitest.Admin)
 	direct, err := rest.HTTPClientFor(config)
 	check.OK(t, err)
-	var after func() // what happens before the next write; nil: writes are answered
+	var after func() // called before the next write, which is not answered; nil: writes are answered
 	c := through(t, func(_ http.ResponseWriter, r *http.Request) bool {
 		if r.Method != http.MethodPatch || after == nil {
 			return false
 		}
 		r.RequestURI = ""
-		r.URL, _ = url.Parse(config.Host + r.URL.RequestURI()) // it was one
+		r.URL, _ = url.Parse(config.Host + r.URL.RequestURI()) // it was a valid URL
 		if answer, err := direct.Do(r); err != nil {
 			t.Error(err)
 		} else {
-			_ = answer.Body.Close() // what it says nobody hears
+			_ = answer.Body.Close() // the answer is dropped
 		}
 		after()
 		after = nil
@@ -759,7 +759,7 @@ func TestUnansweredWrite(t *testing.T) {
 	}
 }
 
-// TestStage: how far a move is, by its object.
+// TestStage: what is told of a move, by its object.
 func TestStage(t *testing.T) {
 	claim := &v1alpha1.Claim{Node: "n3", Mode: "mount", Generation: 1}
 	move, left := &v1alpha1.Move{Node: "n2"}, &v1alpha1.Move{Node: "n1", Left: true}
@@ -769,7 +769,7 @@ func TestStage(t *testing.T) {
 		claim  *v1alpha1.Claim
 		export *v1alpha1.Export
 		status *v1alpha1.MoveStatus
-		want   string // with "!" it has failed, with "." it has ended
+		want   string // with "!": it has failed; with ".": it has ended
 	}{
 		{"n1", move, nil, nil, nil, "node n2 is asked to copy it from node n1"},
 		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n9", Message: "of another move"}, "node n2 is asked to copy it from node n1"},
@@ -799,7 +799,7 @@ func TestStage(t *testing.T) {
 	}
 }
 
-// TestMoveShown: where a volume moves to, and how far that is, also while it is used, describe and the list of volumes show; what is said of an earlier move is not shown.
+// TestMoveShown: describe and volumes show where a volume moves to, and how far that is, also while it is used; not the status of an earlier move.
 func TestMoveShown(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -823,7 +823,7 @@ func TestMoveShown(t *testing.T) {
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Moves              to node n4\n")
 }
 
-// TestKeeps: the plugin counts what a pool keeps of a volume as the driver does.
+// TestKeeps: the plugin and the driver agree on how many bytes a pool keeps of a volume.
 func TestKeeps(t *testing.T) {
 	for _, encryption := range []string{"", "luks2"} {
 		v := movable("pvc-1", "n1", mib, func(v *v1alpha1.Volume) { v.Spec.Encryption = encryption })

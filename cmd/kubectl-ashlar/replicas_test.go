@@ -18,12 +18,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// legOf is a replica of a volume on a node.
+// legOf returns a replica of a volume on a node.
 func legOf(name, leg, node string, size int64) *v1alpha1.Volume {
 	return movable(leg, node, size, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = volume.KeyOf(name) })
 }
 
-// replicated is a volume with replicas, all of which are current, on some nodes: the first leg has its name.
+// replicated returns a volume with replicas on some nodes, all of which are current. The first one has the name of the volume.
 func (e *environment) replicated(name string, size int64, on ...string) *v1alpha1.ReplicatedVolume {
 	e.Helper()
 	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: name, Pool: "default", Pools: "default", Replicas: len(on), Size: size, Numbered: int64(len(on))},
@@ -42,10 +42,10 @@ func (e *environment) replicated(name string, size int64, on ...string) *v1alpha
 	return r
 }
 
-// says writes the status of a volume with replicas, and its spec, as the controller and the node of its claim do.
+// says writes status and spec of a volume with replicas, as the controller and the node of its claim do.
 func (e *environment) says(r *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.ReplicatedVolume)) {
 	e.Helper()
-	check.OK(e, retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the program writes too
+	check.OK(e, retry.RetryOnConflict(retry.DefaultBackoff, func() error { // the program may write meanwhile
 		if err := e.Get(e.Context(), client.ObjectKeyFromObject(r), r); err != nil {
 			return err
 		}
@@ -59,7 +59,7 @@ func (e *environment) says(r *v1alpha1.ReplicatedVolume, edit func(*v1alpha1.Rep
 	}))
 }
 
-// becomes waits until the program has written something.
+// becomes waits until an object is as expected after a write of the program.
 func becomes[T client.Object](e *environment, o T, is func(o T) bool) {
 	e.Helper()
 	for end := time.Now().Add(30 * time.Second); ; time.Sleep(20 * time.Millisecond) {
@@ -73,7 +73,7 @@ func becomes[T client.Object](e *environment, o T, is func(o T) bool) {
 	}
 }
 
-// TestReplicas: a volume is asked for more and for fewer replicas, and it is said how far that is.
+// TestReplicas: a volume is asked for more and for fewer replicas, and the output says how far that is.
 func TestReplicas(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -126,7 +126,8 @@ func TestReplicas(t *testing.T) {
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "it is being deleted")
 }
 
-// TestFirstReplicas: a volume on one node is asked to have replicas, which it gets when nobody uses it, or at once if the node that does can mirror, and that is taken back.
+// TestFirstReplicas: a volume on one node is asked for replicas. It gets them when it is released, or at once if the node that uses it can mirror; the request
+// can be taken back.
 func TestFirstReplicas(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -182,10 +183,11 @@ func TestFirstReplicas(t *testing.T) {
 	have.says(t, "pvc-1: it becomes a volume with replicas\n", "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
 }
 
-// TestReplicaCapacity: what a class with replicas has room for is what is there in as many places of one network, as its nodes are and its allowedTopologies.
+// TestReplicaCapacity: the room for a class with replicas is what fits into as many places of one network as it has replicas, with the first one where its
+// allowedTopologies are.
 func TestReplicaCapacity(t *testing.T) {
 	e := newEnvironment(t)
-	for name, zone := range map[string]string{"n1": "a", "n2": "a", "n3": "b", "n4": "", "n5": "c", "n6": "d", "n7": "e"} { // n4 is in no zone, n5 cordoned, n6 alone in its network, n7 in none
+	for name, zone := range map[string]string{"n1": "a", "n2": "a", "n3": "b", "n4": "", "n5": "c", "n6": "d", "n7": "e"} { // n4 has no zone, n5 is cordoned, n6 alone in its network, n7 in none
 		n, p := node(name, corev1.ConditionTrue), networked(name, 100*mib)
 		if zone != "" {
 			metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", zone)
@@ -214,7 +216,7 @@ func TestReplicaCapacity(t *testing.T) {
 	class("none", "1", "", "n7")
 	class("two", "2", "")
 	class("three", "3", "")
-	class("zones", "2", "zone") // all of it has a replica on n3
+	class("zones", "2", "zone") // every volume has a replica on n3
 	class("more-zones", "3", "zone")
 	class("first-on-n1", "2", "", "n1")
 	class("first-alone", "2", "", "n6")

@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestScrub: each call asks for one more compare, and says what is known.
+// TestScrub: each call asks for one compare more, and prints what is known.
 func TestScrub(t *testing.T) {
 	e := newEnvironment(t)
 	key := volume.KeyOf("pvc-1")

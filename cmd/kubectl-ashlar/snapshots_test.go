@@ -19,7 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// cutOf is a snapshot of a volume on a node; edit changes it.
+// cutOf returns a snapshot of a volume on a node; edit changes it.
 func cutOf(name, source, node string, size int64, edit func(*v1alpha1.Snapshot)) *v1alpha1.Snapshot {
 	s := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.SnapshotSpec{NodeName: node, Pool: "default", Name: name, Source: volume.KeyOf(source)},
 		Status: v1alpha1.SnapshotStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: size}}}
@@ -29,7 +29,7 @@ func cutOf(name, source, node string, size int64, edit func(*v1alpha1.Snapshot))
 	return s
 }
 
-// ported gives the agents of nodes a port, of their pool "default" or as NODE/POOL says, which they alone may do.
+// ported gives the agents of nodes a port, each in its pool "default" or that of NODE/POOL. Only agents may write that.
 func (e *environment) ported(places ...string) {
 	e.Helper()
 	for _, at := range places {
@@ -44,7 +44,7 @@ func (e *environment) ported(places ...string) {
 	}
 }
 
-// carriers are agents and a controller that move what snapshots are asked to move, but for one of a name, until the end of a test.
+// carriers do what agents and controller do for moves of snapshots, but for one with a name, until the test ends.
 func (e *environment) carriers(held string) {
 	ctx, stop := context.WithCancel(e.Context())
 	var done sync.WaitGroup
@@ -56,7 +56,7 @@ func (e *environment) carriers(held string) {
 			}
 			for i := range all.Items {
 				if s := &all.Items[i]; s.Spec.Move != nil && s.Spec.Name != held {
-					_ = e.carry(ctx, s) // else with the next look
+					_ = e.carry(ctx, s) // else at the next look
 				}
 			}
 		}
@@ -81,7 +81,7 @@ func (e *environment) carry(ctx context.Context, s *v1alpha1.Snapshot) error {
 	return e.Update(ctx, s)
 }
 
-// isOn makes sure that a snapshot is on a node, and does not move.
+// isOn checks that a snapshot is on a node, and does not move.
 func (e *environment) isOn(s *v1alpha1.Snapshot, node string) {
 	e.Helper()
 	now := &v1alpha1.Snapshot{}
@@ -91,7 +91,7 @@ func (e *environment) isOn(s *v1alpha1.Snapshot, node string) {
 	}
 }
 
-// TestMoveWithSnapshots: the snapshots of a volume stay, or move along with it when asked, wherever they are; and they follow it later.
+// TestMoveWithSnapshots: the snapshots of a volume stay, or move along with it if asked to, wherever they are; they can also follow it later.
 func TestMoveWithSnapshots(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -127,7 +127,8 @@ func TestMoveWithSnapshots(t *testing.T) {
 	e.isOn(two, "n4")
 }
 
-// TestMoveToOtherPoolWithSnapshots: a volume moves to a pool of another name, its snapshots to those of their own names on that node; what has none there stays, and says so.
+// TestMoveToOtherPoolWithSnapshots: a volume moves to a pool of another name, its snapshots to those of their own names on that node. A snapshot without one
+// there stays, and the output says so.
 func TestMoveToOtherPoolWithSnapshots(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -135,7 +136,7 @@ func TestMoveToOtherPoolWithSnapshots(t *testing.T) {
 	e.ported("n1", "n3", "n3/fast", "n4")
 	hasten(t)
 	e.add(movable("pvc-1", "n1", 100*mib, nil))
-	early, another := cutOf("early", "pvc-1", "n1", 90*mib, nil), cutOf("another", "pvc-1", "n1", mib, func(s *v1alpha1.Snapshot) { s.Spec.SourcePool = "fast" }) // of a volume of before
+	early, another := cutOf("early", "pvc-1", "n1", 90*mib, nil), cutOf("another", "pvc-1", "n1", mib, func(s *v1alpha1.Snapshot) { s.Spec.SourcePool = "fast" }) // of an earlier volume
 	later := cutOf("later", "pvc-1", "n3", 80*mib, func(s *v1alpha1.Snapshot) { s.Spec.Pool, s.Spec.SourcePool = "fast", "default" })
 	for _, s := range []*v1alpha1.Snapshot{early, another} {
 		e.add(s)
@@ -158,7 +159,7 @@ func TestMoveToOtherPoolWithSnapshots(t *testing.T) {
 	run(t, apitest.Admin, "move", later.ID(), "--to=n1/default").refused(t, "to pool default of node n1: it is in pool fast, and stays in pools of that name, as its ID has it; give --to n1")
 }
 
-// TestMoveSnapshotRefused: what cannot move says why.
+// TestMoveSnapshotRefused: a snapshot that cannot move is refused, with the reason.
 func TestMoveSnapshotRefused(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -188,7 +189,8 @@ func TestMoveSnapshotRefused(t *testing.T) {
 	run(t, apitest.Admin, "move", stuck.ID(), "--to=n3/b").refused(t, "it is in pool default, and stays in pools of that name")
 }
 
-// TestEvacuateWithSnapshots: the snapshots of a node stay, or move when asked: to where their volume is, or moves, those of a group to one node, others to where there is most room.
+// TestEvacuateWithSnapshots: the snapshots of a node stay, or move if asked to: to the node of their volume, or to which it moves; those of a group to one
+// node; others to where there is most room.
 func TestEvacuateWithSnapshots(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -222,7 +224,7 @@ func TestEvacuateWithSnapshots(t *testing.T) {
 	r.says(t, "No volume is on node n1.\n")
 }
 
-// TestRoomOfAsked: what was asked to come to a pool, and is not begun, has its room there: other moves are not planned into that, whoever asks for them.
+// TestRoomOfAsked: the room of what is asked to move to a pool, and has not begun, is taken there: no other move is planned into it.
 func TestRoomOfAsked(t *testing.T) {
 	e := newEnvironment(t)
 	nodes(e)
@@ -237,7 +239,7 @@ func TestRoomOfAsked(t *testing.T) {
 	}
 	r := run(t, apitest.Admin, "move", "pvc-1", "--to=n3", "--wait=false")
 	check.OK(t, r.err)
-	e.edited(v, func(v *v1alpha1.Volume) { v.Status.Move = &v1alpha1.MoveStatus{Node: "n3", Waits: true, Message: "m"} }) // it has no room there yet
+	e.edited(v, func(v *v1alpha1.Volume) { v.Status.Move = &v1alpha1.MoveStatus{Node: "n3", Waits: true, Message: "m"} }) // its copy has not begun
 	check.OK(t, run(t, apitest.Admin, "move", cuts[0].ID(), "--to=n3", "--wait=false").err)
 	check.OK(t, run(t, apitest.Admin, "move", cuts[1].ID(), "--to=n3", "--wait=false").err)
 	r = run(t, apitest.Admin, "move", cuts[2].ID(), "--to=n3", "--wait=false")
@@ -247,7 +249,7 @@ func TestRoomOfAsked(t *testing.T) {
 	r.refused(t, "2 of 4 snapshots stay where they are")
 	r.says(t, "one       200Mi  n3     under way\n", "two       200Mi  n3     under way\n", "three     200Mi  stays  ", "four      200Mi  stays  ")
 
-	// The pool has nothing of what was taken back, and counts what it has begun itself.
+	// Moves that were taken back take no room, and those that have begun are in the pool's own figures.
 	check.OK(t, run(t, apitest.Admin, "move", "pvc-1", "--cancel").err)
 	check.OK(t, run(t, apitest.Admin, "move", cuts[1].ID(), "--cancel").err)
 	check.OK(t, e.Get(e.Context(), client.ObjectKeyFromObject(cuts[0]), cuts[0]))
