@@ -31,7 +31,7 @@ const gib = 1 << 30
 
 func key(n int) string { return fmt.Sprintf("%032x", n) }
 
-// madeUp is an overview with all kinds of problems.
+// madeUp returns an overview with all kinds of problems.
 func madeUp() *overview.Overview {
 	used := int64(3 * gib / 2)
 	o := &overview.Overview{Taken: now, Cluster: true, Driver: "block.csi.ashlar.dev", Version: "v1",
@@ -65,7 +65,7 @@ func madeUp() *overview.Overview {
 	lost.Used, lost.Pods = &used, []overview.Ref{{Namespace: "shop", Name: "database-0"}}
 	lost.Problems = []overview.Problem{overview.Found(overview.DataLoss, "ImageTruncated", "the image of volume vol.default.1 has 4096 of 10737418240 bytes; restore it from a backup, or delete it", overview.KindVolume, lost.ID)}
 	o.Volumes = append(o.Volumes, lost)
-	for n := 2; n < 9; n++ { // on the disk that is missing
+	for n := 2; n < 9; n++ { // on the missing disk
 		v := volume(n, missing.Node, "fast", fmt.Sprintf("cache-%d", n), overview.Ready)
 		v.Problems = []overview.Problem{overview.Found(overview.Inaccessible, "PoolUnavailable", "there is no volume group nvme", overview.KindVolume, v.ID)}
 		o.Volumes = append(o.Volumes, v)
@@ -84,7 +84,7 @@ func madeUp() *overview.Overview {
 	return o
 }
 
-// withReplicas is an overview of a volume with replicas, of which one is away, beside a volume on one node.
+// withReplicas returns an overview with a volume with replicas, of which one is away, and a volume on one node.
 func withReplicas() *overview.Overview {
 	o := &overview.Overview{Taken: now, Cluster: true, Driver: "block.csi.ashlar.dev", Version: "v1"}
 	for _, node := range []string{"node-1", "node-2", "node-3"} {
@@ -104,14 +104,15 @@ func withReplicas() *overview.Overview {
 	return o
 }
 
-// machine knows nothing beside its overview.
+// machine is a source without details.
 type machine struct{ fixed }
 
 func (machine) Details(context.Context, *overview.Volume) ([]Event, []string, error) {
 	return nil, nil, nil
 }
 
-// TestUses: the driver of one machine describes what that uses and others have, as far as it is known there, and with replicas by what it is used as.
+// TestUses: the driver of one machine describes volumes of other nodes that the machine uses, as far as it knows them. For a volume with replicas that it uses,
+// it shows the devices of the volume, not those of its own replica.
 func TestUses(t *testing.T) {
 	o := &overview.Overview{Taken: now, Driver: "block.csi.ashlar.dev", Version: "v1", Nodes: []overview.Node{{Name: "node-1", Ready: true}},
 		Volumes: []overview.Volume{{ID: "vol.default." + key(1), Name: "leg", Node: "node-1", Pool: "default", Size: gib, Created: now, State: overview.Ready, Devices: []string{"/dev/dm-1"}}},
@@ -132,7 +133,8 @@ func TestUses(t *testing.T) {
 	}
 }
 
-// TestReplicas: a volume with replicas is one volume, of all nodes that have some; what is around one of them is none of its problems as long as another one is well; each is in its description, and is no volume by itself.
+// TestReplicas: a volume with replicas is one volume, on all its nodes. Problems around a replica are none of its own while another replica is well. Its
+// description has each replica; a replica is no volume by itself.
 func TestReplicas(t *testing.T) {
 	source := fixed{withReplicas()}
 	for what, c := range map[string]struct {
@@ -179,7 +181,7 @@ func TestReplicas(t *testing.T) {
 	}
 }
 
-// fixed is a source that has one overview.
+// fixed is a source with one overview.
 type fixed struct{ o *overview.Overview }
 
 func (f fixed) Overview(context.Context) (*overview.Overview, error) { return f.o, nil }
@@ -189,13 +191,13 @@ func (f fixed) Details(_ context.Context, v *overview.Volume) ([]Event, []string
 	return []Event{{Time: now.Add(-time.Hour), Type: "Warning", Reason: "DataLoss", Message: "the image is shorter than its record says", Of: "PersistentVolumeClaim shop/database-0", Count: 3}}, nil, nil
 }
 
-// run runs a command over a source, and returns what it printed on stdout.
+// run runs a command with a source, and returns its stdout.
 func run(source Source, args ...string) (string, error) {
 	out, _, err := runBoth(source, args...)
 	return out, err
 }
 
-// runBoth is run, with what was printed on stderr.
+// runBoth is run, which returns stderr too.
 func runBoth(source Source, args ...string) (stdout, stderr string, err error) {
 	root := &cobra.Command{Use: "ashlar", SilenceErrors: true, SilenceUsage: true}
 	root.AddCommand(Commands(func() (Source, error) { return source, nil }, false)...)
@@ -207,7 +209,7 @@ func runBoth(source Source, args ...string) (stdout, stderr string, err error) {
 	return out.String(), beside.String(), err
 }
 
-// TestGolden: what each command prints, by the width of the terminal, and that it fits.
+// TestGolden: the output of each command for several widths of the terminal, and that it fits.
 func TestGolden(t *testing.T) {
 	o := madeUp()
 	d, _, err := find(t.Context(), fixed{o}, "shop/database-0")
@@ -245,7 +247,7 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// TestTableWidth: a table of which something is cut is as wide as the terminal, also after columns were left out.
+// TestTableWidth: a table that is cut is as wide as the terminal, also after columns were left out.
 func TestTableWidth(t *testing.T) {
 	o := &overview.Overview{Taken: now, Volumes: []overview.Volume{{ID: "vol.default." + key(1), Node: "ip-10-12-33-104.eu-central-1.compute.internal", Pool: "default", Size: 100 * gib,
 		Created: now.Add(-31 * time.Hour), Claim: &overview.Ref{Namespace: "production", Name: "data-postgres-cluster-0"}, Pods: []overview.Ref{{Name: "postgres-cluster-0"}},
@@ -260,7 +262,7 @@ func TestTableWidth(t *testing.T) {
 	}
 }
 
-// TestStatus: the worst is first, alike problems are one, and the exit status tells.
+// TestStatus: the worst problem is first, problems of one kind are one group, and the exit status tells that there are some.
 func TestStatus(t *testing.T) {
 	out, err := run(fixed{madeUp()}, "status")
 	var problems *ProblemsError
@@ -283,7 +285,7 @@ func TestStatus(t *testing.T) {
 	if out, err := run(fixed{well}, "status"); err != nil || !strings.HasPrefix(out, "Nothing is wrong.\n") {
 		t.Errorf("%v: %s", err, out)
 	}
-	// Who may not look at nodes and agents does not know that they are well.
+	// Without the right to read nodes and agents it is not known whether they are well.
 	blind := &overview.Overview{Taken: now, Cluster: true, Blind: true, Nodes: []overview.Node{{Name: "n", Ready: true}}}
 	blind.Finish()
 	out, err = run(fixed{blind}, "status")
@@ -295,7 +297,7 @@ func TestStatus(t *testing.T) {
 	}
 }
 
-// TestFormats: -o json is what -o yaml is, and has what the table has; colours are for terminals.
+// TestFormats: -o json and -o yaml have the same, and all that the table has; colours are for terminals only.
 func TestFormats(t *testing.T) {
 	source := fixed{madeUp()}
 	for command, args := range map[string][]string{"status": {"status"}, "pools": {"pools"}, "volumes": {"volumes"}, "describe": {"describe", "pvc-1"}, "capacity": {"capacity"}} {
@@ -332,7 +334,7 @@ func TestFormats(t *testing.T) {
 	}
 }
 
-// TestMissing: what is left out is said once, in each command and format; on stderr where programs read a list.
+// TestMissing: each command and format says once what is left out; lists for programs on stderr.
 func TestMissing(t *testing.T) {
 	const said = "you may not list them"
 	for command, lists := range map[string]bool{"status": false, "pools": true, "volumes": true, "describe pvc-1": false, "capacity": true} {
@@ -360,7 +362,7 @@ func TestFilters(t *testing.T) {
 	}
 }
 
-// TestVolumesOfGoneNode: a volume is not well whose node is gone, in the table and for programs.
+// TestVolumesOfGoneNode: a volume on a node that is gone has a problem, in the table and for programs.
 func TestVolumesOfGoneNode(t *testing.T) {
 	for format, words := range map[string][]string{"": {"pvc-12", "NodeGone"}, "json": {`"name": "pvc-12"`, `"reason": "NodeGone"`, `"kind": "Node"`, `"name": "node-4"`}} {
 		text, err := run(fixed{madeUp()}, "volumes", "--problems", "--node=node-4", "-o", format)
@@ -372,7 +374,7 @@ func TestVolumesOfGoneNode(t *testing.T) {
 	}
 }
 
-// TestDescribeNames: by which names a volume is found, and what is said where none or several have it.
+// TestDescribeNames: by which names a volume is found, and the errors if none or several volumes have a name.
 func TestDescribeNames(t *testing.T) {
 	o := madeUp()
 	for _, name := range []string{"vol.default." + key(1), key(1), "pvc-1", "shop/database-0"} {
@@ -383,7 +385,7 @@ func TestDescribeNames(t *testing.T) {
 	if _, err := run(fixed{o}, "describe", "shop/none"); err == nil || !strings.Contains(err.Error(), `no volume "shop/none"`) || Exit("x", err) != StatusNoVolume {
 		t.Errorf("a volume that is not there: %v", err)
 	}
-	for _, name := range []string{"snap.default." + key(20), key(20), "snapshot-20"} { // runbooks name both kinds by their keys
+	for _, name := range []string{"snap.default." + key(20), key(20), "snapshot-20"} { // runbooks name volumes and snapshots by their keys
 		if _, err := run(fixed{o}, "describe", name); err == nil || !strings.Contains(err.Error(), "is a snapshot; its volume is vol.default."+key(1)) {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -394,7 +396,7 @@ func TestDescribeNames(t *testing.T) {
 	}
 }
 
-// told has an event that somebody wrote who means ill.
+// told is a source with an event that an attacker wrote.
 type told struct{ fixed }
 
 const illMeant = "\x1b[2J\x1b]0;title\x07\u009b31m\rall is well\u202e"
@@ -403,7 +405,7 @@ func (told) Details(context.Context, *overview.Volume) ([]Event, []string, error
 	return []Event{{Time: now, Type: "Warning", Reason: illMeant, Message: illMeant, Of: "PersistentVolumeClaim shop/database-0"}}, nil, nil
 }
 
-// TestIllMeant: nothing that others wrote (events of tenants, output of tools) reaches a terminal in a way that it would obey.
+// TestIllMeant: texts that others wrote (events of tenants, output of tools) give the terminal no commands.
 func TestIllMeant(t *testing.T) {
 	o := madeUp()
 	o.Volumes[0].Failure, o.Volumes[0].Pods[0].Name = illMeant, illMeant
@@ -439,7 +441,7 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// TestWatch: it looks again until it is interrupted, which is no error.
+// TestWatch: --watch looks again until it is interrupted, which is no error.
 func TestWatch(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	looks := 0
@@ -460,8 +462,7 @@ func TestWatch(t *testing.T) {
 	}
 }
 
-// watched runs a command that looks again and again, each look being the next of some texts; one with a "!" is an error. When there are no more
-// it is interrupted.
+// watched runs a command with --watch. Each look shows the next of some texts, or fails if that begins with "!". After the last one it is interrupted.
 func watched(t *testing.T, stdout, stderr io.Writer, texts ...string) (looks int, err error) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -489,7 +490,7 @@ func watched(t *testing.T, stdout, stderr io.Writer, texts ...string) (looks int
 	return looks, err
 }
 
-// TestWatchGoesOn: only the first look may fail; of another it is told why, and it looks again. What cannot be written ends it.
+// TestWatchGoesOn: only the first look must succeed. If a later one fails, the reason is shown, and it looks again. It ends if it cannot write.
 func TestWatchGoesOn(t *testing.T) {
 	var out, beside strings.Builder
 	looks, err := watched(t, &out, &beside, "one", "!no\x1b[2J", "!no", "two")
@@ -507,7 +508,7 @@ func TestWatchGoesOn(t *testing.T) {
 	}
 }
 
-// TestWatchOnTerminal: why a look failed is below the picture before, of which as much is there as then has room.
+// TestWatchOnTerminal: the reason why a look failed is below the text before it, of which as much is shown as still fits.
 func TestWatchOnTerminal(t *testing.T) {
 	t.Setenv("TERM", "xterm")
 	program, person := drivertest.Terminal(t, 6, 20)
@@ -526,8 +527,7 @@ func TestWatchOnTerminal(t *testing.T) {
 	}
 }
 
-// TestTerminal: on a real terminal a look takes the place of the one before at once, is as wide and as long as the terminal is by then, and
-// has the worst first; what scrolled away before stays.
+// TestTerminal: on a real terminal each look replaces the one before at once, fits the present size, and has the worst first; what has scrolled away stays.
 func TestTerminal(t *testing.T) {
 	defer func(before time.Duration) { every = before }(every)
 	every = 10 * time.Millisecond
@@ -541,7 +541,7 @@ func TestTerminal(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- root.ExecuteContext(ctx) }()
 	var seen []byte
-	look := func(rows, columns int, says string) { // until there is one of this size, in whole
+	look := func(rows, columns int, says string) { // until there is a whole one of this size
 		t.Helper()
 		for part := make([]byte, 4096); ; {
 			n, err := person.Read(part)
@@ -579,7 +579,7 @@ func TestTerminal(t *testing.T) {
 	}
 }
 
-// TestDumbTerminal: one that says it takes no commands is given none.
+// TestDumbTerminal: a terminal with TERM=dumb gets no escape sequences.
 func TestDumbTerminal(t *testing.T) {
 	t.Setenv("TERM", "dumb")
 	defer func(before time.Duration) { every = before }(every)
@@ -604,7 +604,7 @@ func TestDumbTerminal(t *testing.T) {
 	}
 }
 
-// TestCommandsForTerminals: what others wrote gives a terminal no commands, in no column and no message.
+// TestCommandsForTerminals: texts that others wrote give the terminal no commands, in no column and no message.
 func TestCommandsForTerminals(t *testing.T) {
 	const hostile = "\x1b]0;owned\a\u009b31m\r\b"
 	o := madeUp()
@@ -628,7 +628,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// TestRoomOfSets: of a class that names several pools, the room is that of all, and the largest volume that of one; of nodes that are down it is none.
+// TestRoomOfSets: a class with several pools has the room of all, and the largest volume of one; nodes that are down have no room.
 func TestRoomOfSets(t *testing.T) {
 	pool := func(node, name string, available int64, first bool) overview.Pool {
 		return overview.Pool{Node: node, Name: name, Available: available, MaxVolume: available, Default: first}

@@ -14,8 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// hostile is what a node, a tenant or the label of a filesystem may say: it clears the screen, says that all is well, sets the title
-// of the window, goes up a line, turns what follows round (U+202E), and begins an escape in one character (U+009B).
+// hostile is a text that a node, a tenant or the label of a filesystem may have: it clears the screen, says that all is well, sets the title of the window,
+// goes up a line, reverses what follows (U+202E), and begins an escape sequence in one character (U+009B).
 const hostile = "x\x1b[2J\x1b[HNothing is wrong.\x1b]0;title\a\r\n\nNo\u202eon\u009b31mand\xff\x9b"
 
 func TestLine(t *testing.T) {
@@ -45,7 +45,7 @@ func TestPlain(t *testing.T) {
 	}
 }
 
-// telling is a source of which all that others may have written is hostile.
+// telling is a source in which all texts of others are hostile.
 type telling struct{ fixed }
 
 func (s telling) Details(_ context.Context, v *overview.Volume) ([]Event, []string, error) {
@@ -53,7 +53,7 @@ func (s telling) Details(_ context.Context, v *overview.Volume) ([]Event, []stri
 	return []Event{{Time: now, Type: hostile, Reason: hostile, Message: hostile, Of: hostile}}, []string{hostile}, nil
 }
 
-// TestHostileTexts: nothing that others wrote reaches the terminal as anything but text, in no command and no format.
+// TestHostileTexts: a terminal shows texts of others as nothing but text, for all commands and formats.
 func TestHostileTexts(t *testing.T) {
 	bad := func() *overview.Overview {
 		problem := []overview.Problem{overview.Found(hostile, hostile, hostile, overview.KindVolume, hostile)}
@@ -87,7 +87,7 @@ func TestHostileTexts(t *testing.T) {
 	}
 }
 
-// TestExactTexts: what programs read has each text as it is, so a name from there is one that describe finds.
+// TestExactTexts: output for programs has every text unchanged, so describe finds a name from there.
 func TestExactTexts(t *testing.T) {
 	const name = "a\nb\tc: \x1b[2J\u009b31m\u202e\u200b\x7f\u2028\U000e0001\ufeff<größe> \"日本\" \\u202e"
 	made := func() *overview.Overview {

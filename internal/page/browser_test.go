@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// chromium is the browser of all tests, which the first one starts.
+// chromium is the browser of all tests. The first test starts it.
 var chromium struct {
 	once sync.Once
 	ctx  context.Context
@@ -42,7 +42,7 @@ var chromium struct {
 	err  error
 }
 
-// startChromium starts it with a home of its own, which goes with it.
+// startChromium starts the browser with a home directory of its own, which is removed at its end.
 func startChromium() error {
 	home, err := os.MkdirTemp("", "chromium")
 	if err != nil {
@@ -74,8 +74,8 @@ func startChromium() error {
 	return chromedp.Do(ctx)
 }
 
-// tab is a tab of the browser that shows a page. When the test ends it makes sure that nothing was asked of anybody but the
-// server of the page, and that the browser had nothing to complain about.
+// tab is a tab of the browser that shows a page. At the end of the test it checks that requests went to the server of the page alone, and that the browser had
+// no complaints.
 type tab struct {
 	*testing.T
 	ctx  context.Context
@@ -84,14 +84,14 @@ type tab struct {
 	mu       sync.Mutex
 	requests []string
 	troubles []string
-	expected []string // words of troubles that belong to the test
+	expected []string // words in complaints that belong to the test
 }
 
 func newTab(t *testing.T, s served) *tab {
 	t.Helper()
 	chromium.once.Do(func() { chromium.err = startChromium() })
 	if errors.Is(chromium.err, exec.ErrNotFound) && os.Getenv("SKIP_ROOT_TESTS") == "1" {
-		t.Skip(chromium.err) // its package can be installed by root only
+		t.Skip(chromium.err) // only root can install it
 	}
 	check.OK(t, chromium.err)
 	ctx, cancel := chromedp.NewContext(chromium.ctx, chromedp.WithNewBrowserContext())
@@ -152,8 +152,7 @@ func (b *tab) open(address string) {
 	b.do(chromedp.Navigate(b.base + address))
 }
 
-// at does something with an element of the page. Where that was replaced between the moment in which it was found and that in which it was to
-// be used, the one that took its place is looked for.
+// at does something with an element of the page. If the element was replaced since it was found, it looks for the new one.
 func (b *tab) at(step chromedp.Action[chromedp.Void]) {
 	b.Helper()
 	for tries := 1; ; tries++ {
@@ -182,7 +181,7 @@ func (b *tab) window(width, height int64) {
 	b.do(chromedp.EmulateViewport(width, height))
 }
 
-// scheme sets what the browser prefers: light or dark.
+// scheme sets which colour scheme the browser prefers: light or dark.
 func (b *tab) scheme(name string) {
 	b.Helper()
 	_, err := chromedp.Call(b.ctx, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: name}}})
@@ -201,7 +200,7 @@ func eval[T any](b *tab, script string) T {
 	return value
 }
 
-// wait waits until JavaScript is true in the page, which may be loading meanwhile; of what was loaded in part nothing is true.
+// wait waits until a JavaScript expression is true in the page. While the page is loading, none is.
 func (b *tab) wait(script string) {
 	b.Helper()
 	for end := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
@@ -233,13 +232,13 @@ func TestClickThrough(t *testing.T) {
 	b.click("dd a[href^='./node']")
 	b.waitText("h1", "worker-2")
 	b.waitText("#pools", "shop/reports")
-	b.click("#pools > p a") // its volumes
+	b.click("#pools > p a") // the link to the volumes of the pool
 	b.waitText("#volumes-title", "4 of 13 volumes")
 	if got := eval[int](b, rows); got != 4 {
 		t.Errorf("%d rows", got)
 	}
 	b.click("header .brand")
-	b.wait(rows + " === 13") // and not the page before, whose title has "13 volumes" too: it would be left while it is clicked
+	b.wait(rows + " === 13") // not "13 volumes", which the page before has in its title too: that page would be left while it is clicked
 	b.click("th.size a")
 	b.wait("document.querySelector('th.size').ariaSort === 'ascending'")
 	b.click("th.size a")
@@ -262,7 +261,7 @@ func TestFilterWhileTyping(t *testing.T) {
 	if got := eval[string](b, "location.search + ' ' + document.activeElement.id + ' ' + document.activeElement.value + ' ' + window.mark"); got != "?q=postgres+shop&sort=health q postgres shop 1" {
 		t.Errorf("got %s", got)
 	}
-	b.do(chromedp.Reload()) // the address is that of what is shown
+	b.do(chromedp.Reload()) // the address has the filter
 	b.wait(rows + " === 3")
 	b.wait("document.querySelector('#q').value === 'postgres shop'")
 	b.keys("#q", " nowhere")
@@ -296,7 +295,7 @@ func TestFollowsChanges(t *testing.T) {
 	b.window(1280, 500)
 	b.open("/")
 	b.waitText("#following", "Follows changes")
-	// Somebody has scrolled down, and is typing; a row and a text are looked at.
+	// The user has scrolled down, and is typing; a row and a text are watched.
 	b.keys("#q", "worker")
 	b.wait("location.search.includes('q=worker')")
 	eval[bool](b, `window.scrollTo(0, 700); window.row = document.querySelector("#volumes tbody tr:nth-child(3)"); window.name_ = row.id; true`)
@@ -323,11 +322,11 @@ func TestFollowsChanges(t *testing.T) {
 	if !eval[bool](b, "row.isConnected && row.id === name_") {
 		t.Error("a row that did not change was made anew")
 	}
-	if now := eval[float64](b, "scrollY"); now > scrolled || now < scrolled-200 { // a problem less is above
+	if now := eval[float64](b, "scrollY"); now > scrolled || now < scrolled-200 { // above, one problem is gone
 		t.Errorf("scrolled from %v to %v", scrolled, now)
 	}
 
-	// The focus is on a row, and the rows before it go.
+	// The focus is on a row, and rows before it go.
 	eval[bool](b, `document.querySelector("#volumes tbody tr:last-child a").focus(); window.focused = document.activeElement; true`)
 	fewer := *changed
 	fewer.Volumes = fewer.Volumes[len(fewer.Volumes)-6:]
@@ -353,7 +352,7 @@ func TestFollowsChanges(t *testing.T) {
 	b.wait(rows + " === 13")
 }
 
-// What is wrong with something twice, for the same reason, stays there twice.
+// Of two problems of one thing with one reason both stay shown.
 func TestFollowsProblemsAlike(t *testing.T) {
 	t.Parallel()
 	twice := func(messages ...string) *overview.Overview {
@@ -378,7 +377,7 @@ func TestFollowsProblemsAlike(t *testing.T) {
 	shown("that of three")
 }
 
-// The page of a volume follows, too, until the volume is gone.
+// The page of a volume follows changes, too, until the volume is gone.
 func TestFollowsOneVolume(t *testing.T) {
 	t.Parallel()
 	o := small()
@@ -399,7 +398,7 @@ func TestFollowsOneVolume(t *testing.T) {
 	b.waitText("h1", "no such volume")
 }
 
-// A stream that has gone on for long enough ends, and the page follows by another one. Nothing is wrong, and it does not say so.
+// When a stream of events ends because of its age, the page follows by another one, without a message.
 func TestFollowsOnAnotherStream(t *testing.T) {
 	t.Parallel()
 	s := serve(t, small(), func(l *limits) { l.stream, l.streams = 400*time.Millisecond, 1 })
@@ -502,7 +501,7 @@ func TestHostileNamesStayText(t *testing.T) {
 	}
 	b.open("/")
 	b.waitText("#following", "Follows changes")
-	s.source.set(madeHostile(), nil) // first by way of the script, then as pages
+	s.source.set(madeHostile(), nil) // first by the script, then as new pages
 	intact("a change")
 	id := eval[string](b, "encodeURIComponent("+fmt.Sprintf("%q", hostile)+")")
 	for _, address := range []string{"/", "/?q=" + id, "/volume?id=" + id, "/node?name=" + id, "/volume?id=none" + id} {
@@ -514,9 +513,9 @@ func TestHostileNamesStayText(t *testing.T) {
 			}
 		}
 	}
-	// A link with such a name leads where it should.
+	// A link with such a name leads to its volume.
 	b.open("/")
-	eval[bool](b, "document.querySelector('#volumes tbody a').click(), true") // its middle is beside its lines
+	eval[bool](b, "document.querySelector('#volumes tbody a').click(), true") // a mouse click in the middle of the link would miss its lines
 	b.waitText("h1", "<script>")
 	b.waitText("dl", "PersistentVolume")
 }
@@ -535,7 +534,7 @@ func TestByKeyboard(t *testing.T) {
 	b.wait("document.activeElement.closest('#wrong')")
 }
 
-// What a screen reader is told.
+// What screen readers get.
 func TestAccessibility(t *testing.T) {
 	t.Parallel()
 	o := small()
@@ -570,7 +569,7 @@ func TestAccessibility(t *testing.T) {
 	}
 }
 
-// accessible are the nodes of the accessibility tree by their roles, in their order.
+// accessible has the nodes of the accessibility tree by role, in their order.
 type accessible map[string][]accessibleNode
 
 type accessibleNode struct{ name, level string }
@@ -599,7 +598,7 @@ func (b *tab) accessible() accessible {
 	return tree
 }
 
-// check makes sure of what holds for every page.
+// check checks what holds for every page.
 func (tree accessible) check(t *testing.T, where string) {
 	t.Helper()
 	for _, role := range []string{"link", "button", "searchbox", "combobox", "image", "img", "progressbar", "table", "navigation", "region", "columnheader", "rowheader", "heading"} {
@@ -621,7 +620,7 @@ func (tree accessible) check(t *testing.T, where string) {
 	}
 }
 
-// checkAll makes sure of what the page of everything has.
+// checkAll checks the page of everything.
 func (tree accessible) checkAll(t *testing.T, where string) {
 	t.Helper()
 	named := func(role, name string) bool {
@@ -639,7 +638,7 @@ func (tree accessible) checkAll(t *testing.T, where string) {
 	}
 }
 
-// contrasts returns the texts that are hard to read, by WCAG 2.2's contrast (AA: 4.5), and how many texts there are.
+// contrasts returns the texts that are hard to read, by the contrast of WCAG 2.2 (AA: 4.5), and the number of texts.
 const contrasts = `(() => {
   const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const colour = (text) => {

@@ -14,7 +14,7 @@ import (
 
 const gib = int64(1) << 30
 
-// noon is when all made-up overviews were taken.
+// noon is the time of all made-up overviews.
 var noon = time.Date(2026, 11, 23, 12, 0, 0, 0, time.UTC)
 
 func problem(severity overview.Severity, reason, message string, kind, name string) overview.Problem {
@@ -26,7 +26,7 @@ func volumeID(pool string, n int) string {
 	return fmt.Sprintf("vol.%s.%x", pool, key[:16])
 }
 
-// small is a cluster of three nodes of which a pool is nearly full, a disk is missing and a volume is damaged.
+// small returns a cluster of three nodes with a pool that is nearly full, a missing disk and a damaged volume.
 func small() *overview.Overview {
 	o := &overview.Overview{Taken: noon, Cluster: true, Driver: "block.csi.ashlar.dev", Version: "v0.4.0"}
 	o.Nodes = []overview.Node{
@@ -81,7 +81,7 @@ func small() *overview.Overview {
 	return o
 }
 
-// large is a cluster with many volumes, on nodes of two pools with 100 volumes each. Each 50th volume has a problem.
+// large returns a cluster with many volumes, on nodes of two pools with 100 volumes each. Each 50th volume has a problem.
 func large(volumes int) *overview.Overview {
 	o := &overview.Overview{Taken: noon, Cluster: true, Driver: "block.csi.ashlar.dev", Version: "v0.4.0"}
 	for n := range volumes / 200 {
@@ -114,8 +114,8 @@ type madeUp struct {
 	mu       sync.Mutex
 	overview *overview.Overview
 	err      error
-	taken    int                        // how often it was asked
-	watching map[chan struct{}]struct{} // who follows changes
+	taken    int                        // how often an overview was taken
+	watching map[chan struct{}]struct{} // one for each follower
 }
 
 func (m *madeUp) Overview(context.Context) (*overview.Overview, error) {
@@ -141,7 +141,7 @@ func (m *madeUp) Changes(ctx context.Context) <-chan struct{} {
 	return changes
 }
 
-// set makes an overview the one that there is.
+// set sets the overview, or the error, and reports a change.
 func (m *madeUp) set(o *overview.Overview, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -154,7 +154,7 @@ func (m *madeUp) set(o *overview.Overview, err error) {
 	}
 }
 
-// counts returns how often an overview was taken, and how many follow changes.
+// counts returns how often an overview was taken, and the number of followers.
 func (m *madeUp) counts() (taken, watching int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -19,7 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// get asks a page for an address.
+// get returns the answer of a page to a request.
 func get(t testing.TB, p *Page, method, address string) *httptest.ResponseRecorder {
 	t.Helper()
 	w := httptest.NewRecorder()
@@ -27,7 +27,7 @@ func get(t testing.TB, p *Page, method, address string) *httptest.ResponseRecord
 	return w
 }
 
-// inOrder makes sure that a text has words one after the other.
+// inOrder checks that a text has words in this order.
 func inOrder(t *testing.T, text string, words ...string) {
 	t.Helper()
 	rest := text
@@ -83,7 +83,7 @@ func TestOneVolume(t *testing.T) {
 	inOrder(t, gone.Body.String(), "There is no such volume", "vol.default.1")
 }
 
-// What is wrong around a volume is wrong with it, on its page and in the list; of all that is wrong it is one.
+// Problems of the node and pool of a volume are shown with it, on its page and in the list, but count once among all problems.
 func TestVolumeOfWhatIsAway(t *testing.T) {
 	node := problem(overview.Inaccessible, overview.NodeGone, "Kubernetes has no such node", overview.KindNode, "worker-9")
 	silent := problem(overview.Degraded, overview.AgentSilent, "its agent is not heard", overview.KindNode, "worker-9")
@@ -121,7 +121,7 @@ func TestVolumeOfWhatIsAway(t *testing.T) {
 	}
 }
 
-// Where nodes could not be looked at, it is not known that a volume is well.
+// If the state of nodes could not be read, a volume is not said to be well.
 func TestVolumeOfWhatIsNotKnown(t *testing.T) {
 	o := &overview.Overview{Taken: noon, Cluster: true, Blind: true, Volumes: []overview.Volume{{ID: "vol.default.1", Node: "worker-9", Pool: "default", State: overview.Ready}}}
 	o.Finish()
@@ -174,7 +174,7 @@ func TestOnlyForReading(t *testing.T) {
 	}
 }
 
-// hostile is what a tenant may try to call things.
+// hostile is a name that a tenant may choose.
 const hostile = `<script>document.title="taken"</script>" onfocus="document.title='taken'" autofocus x='javascript:alert(1)' {{.}} ../../x`
 
 // madeHostile returns an overview in which everything has a hostile name.
@@ -191,7 +191,7 @@ func madeHostile() *overview.Overview {
 	return o
 }
 
-// TestMoving: a volume that moves, and a snapshot, say where to and how far that is, and are found by that.
+// TestMoving: for a volume or snapshot that moves, the page shows where to and how far that is, and the filter finds it by that.
 func TestMoving(t *testing.T) {
 	o := small()
 	v, far := &o.Volumes[0], overview.Progress{Done: 3, Total: 4}
@@ -210,7 +210,7 @@ func TestMoving(t *testing.T) {
 	}
 }
 
-// TestReplicas: a volume with replicas is one line, of all its nodes, and is found by each of them; its page shows each replica.
+// TestReplicas: a volume with replicas is one line with all its nodes, and is found by each of them. Its page shows each replica.
 func TestReplicas(t *testing.T) {
 	o := small()
 	i := slices.IndexFunc(o.Volumes, func(v overview.Volume) bool { return label(&v) == "shop/data-postgres-0" })
@@ -231,7 +231,7 @@ func TestReplicas(t *testing.T) {
 	}
 }
 
-// In the browser see TestHostileNamesStayText.
+// TestHostileNamesStayText is the same in a browser.
 func TestHostileNamesAreEscaped(t *testing.T) {
 	p := New(&madeUp{overview: madeHostile()})
 	for _, address := range []string{"/?q=" + url.QueryEscape(hostile), "/?sort=" + url.QueryEscape(hostile), "/volume?id=" + url.QueryEscape(hostile), "/node?name=" + url.QueryEscape(hostile), "/volume?id=" + url.QueryEscape(hostile+"none")} {
@@ -261,16 +261,17 @@ func TestNotForOthersNames(t *testing.T) {
 	}
 }
 
-// TestNotForOtherSites: what a page of another site has a browser ask for is refused, a stream of events above all. Links lead here from anywhere.
+// TestNotForOtherSites: requests that a page of another site makes the browser send are refused, above all for streams of events. Links to pages are allowed
+// from anywhere.
 func TestNotForOtherSites(t *testing.T) {
 	s := serve(t, small(), nil)
 	for _, c := range []struct {
 		path, site, mode, dest string
 		want                   int
 	}{
-		{"/", "", "", "", http.StatusOK}, // a program, or an old browser
+		{"/", "", "", "", http.StatusOK}, // a program or an old browser
 		{"/events", "", "", "", http.StatusOK},
-		{"/", "none", "navigate", "document", http.StatusOK}, // typed
+		{"/", "none", "navigate", "document", http.StatusOK}, // a typed address
 		{"/events", "none", "navigate", "document", http.StatusOK},
 		{"/events", "same-origin", "cors", "empty", http.StatusOK},
 		{"/style.css", "same-origin", "no-cors", "style", http.StatusOK},
@@ -334,11 +335,11 @@ func TestSourceThatFails(t *testing.T) {
 	source.set(nil, errors.New("the API server went"))
 	inOrder(t, get(t, p, "GET", "/").Body.String(), "cannot be found out: the API server went", "4 problems", "13 volumes")
 	if w = get(t, p, "GET", "/overview.json"); w.Code != http.StatusServiceUnavailable {
-		t.Error(w.Code) // a program must not take it for what there is
+		t.Error(w.Code) // a program must not take the old overview for the present state
 	}
 }
 
-// age makes what was taken as old as it may be.
+// age makes what was taken too old to be used again.
 func age(p *Page) {
 	last := *p.latest.state.Load()
 	last.at = time.Time{}
@@ -387,7 +388,7 @@ func TestManyProblemsStayFew(t *testing.T) {
 	}
 }
 
-// Where nobody could look, nothing is said to be well.
+// If nothing could be read, nothing is said to be well.
 func TestNothingIsKnown(t *testing.T) {
 	t.Parallel()
 	o := &overview.Overview{Taken: noon, Cluster: true, Blind: true, Missing: []string{"whatever is new"}}
@@ -399,7 +400,7 @@ func TestNothingIsKnown(t *testing.T) {
 	}
 }
 
-// A node may say of its volumes and pools whatever it likes, also one that somebody took over: the page stays as small.
+// However many kinds of problems a node reports, as one that somebody took over may, the page stays small.
 func TestManyKindsStayFew(t *testing.T) {
 	t.Parallel()
 	o := large(10000)
@@ -425,7 +426,7 @@ func TestManyKindsStayFew(t *testing.T) {
 	}
 }
 
-// contextAt is that of a request that came to an address.
+// contextAt returns the context of a request to an address of the server.
 func contextAt(t *testing.T, address string) context.Context {
 	t.Helper()
 	at, err := net.ResolveTCPAddr("tcp", address)
@@ -435,7 +436,7 @@ func contextAt(t *testing.T, address string) context.Context {
 	return context.WithValue(t.Context(), http.LocalAddrContextKey, at)
 }
 
-// BenchmarkPage is how long a page takes of a cluster with 10,000 volumes.
+// BenchmarkPage measures a page of a cluster with 10,000 volumes.
 func BenchmarkPage(b *testing.B) {
 	source := &madeUp{overview: large(10000)}
 	p := New(source)
@@ -450,7 +451,7 @@ func BenchmarkPage(b *testing.B) {
 	}
 }
 
-// BenchmarkChange is how long it takes to make a new overview of 10,000 volumes ready, once for all viewers.
+// BenchmarkChange measures the preparation of a new overview of 10,000 volumes, once for all viewers.
 func BenchmarkChange(b *testing.B) {
 	o, other := large(10000), large(10000)
 	for b.Loop() {

@@ -20,7 +20,7 @@ import (
 
 var pictures = flag.String("page.pictures", "", "directory to write the pictures of the README to (make picture)")
 
-// TestPictures makes the pictures of the README, of a made-up cluster.
+// TestPictures makes the pictures of the README, from a made-up cluster.
 func TestPictures(t *testing.T) {
 	s := serve(t, small(), nil)
 	b := newTab(t, s)
@@ -41,7 +41,7 @@ func TestPictures(t *testing.T) {
 	}
 }
 
-// fewColours returns a picture with no more than 256 colours: those that it has most of, and for others the nearest.
+// fewColours returns a picture with at most 256 colours: the most frequent ones; others become the nearest of these.
 func fewColours(t *testing.T, text []byte) []byte {
 	t.Helper()
 	from, err := png.Decode(bytes.NewReader(text))

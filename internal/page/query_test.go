@@ -39,7 +39,7 @@ func TestFilter(t *testing.T) {
 	}
 }
 
-// One node's name may begin as another's.
+// The name of a node may be the beginning of another one's.
 func TestFilterIsExact(t *testing.T) {
 	v := newView(large(4000), 1, 1)
 	if got := shown(t, v, "/?q=node:node-0001"); len(got) != 200 {
@@ -95,7 +95,7 @@ func TestLongFilter(t *testing.T) {
 	}
 }
 
-// A node's name may have 253 characters, and all links to its volumes show them.
+// The name of a node may have 253 characters, and links to its volumes contain it.
 func TestLongNodeName(t *testing.T) {
 	name := strings.Repeat("n", 60) + "." + strings.Repeat("a", 63) + "." + strings.Repeat("b", 63) + "." + strings.Repeat("c", 63)
 	o := &overview.Overview{Taken: noon, Cluster: true, Nodes: []overview.Node{{Name: name, Ready: true, Pools: []overview.Pool{{Node: name, Name: strings.Repeat("p", 24)}}}},

@@ -24,7 +24,7 @@ type served struct {
 	*Page
 	source  *madeUp
 	address string // with http://
-	end     func() // ends serving, and makes sure that nothing is left
+	end     func() // ends serving, and checks that nothing is left
 }
 
 func serve(t *testing.T, o *overview.Overview, change func(*limits)) served {
@@ -59,7 +59,7 @@ func serve(t *testing.T, o *overview.Overview, change func(*limits)) served {
 	return served{p, source, "http://" + listener.Addr().String(), end}
 }
 
-// stream opens a stream of events and returns what receives each one.
+// stream opens a stream of events, and returns a channel with the events.
 func (s served) stream(t *testing.T) (events <-chan string, leave func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -84,7 +84,7 @@ func (s served) stream(t *testing.T) (events <-chan string, leave func()) {
 	return got, cancel
 }
 
-// next returns the next event, within a time.
+// next returns the next event, which has to come within 30 s.
 func next(t *testing.T, events <-chan string) string {
 	t.Helper()
 	select {
@@ -99,7 +99,7 @@ func next(t *testing.T, events <-chan string) string {
 	return ""
 }
 
-// nextThat returns the next event that is as it should be.
+// nextThat returns the next event for which is is true.
 func nextThat(t *testing.T, events <-chan string, is func(event string) bool) string {
 	t.Helper()
 	for {
@@ -109,10 +109,10 @@ func nextThat(t *testing.T, events <-chan string, is func(event string) bool) st
 	}
 }
 
-// known is false for the event of before the first overview was taken.
+// known is false for the event before the first overview was taken.
 func known(event string) bool { return event != "none" }
 
-// until waits for what a condition says.
+// until waits until a condition is true, for a minute at most.
 func until(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(time.Minute); !is(); time.Sleep(10 * time.Millisecond) {
@@ -122,7 +122,7 @@ func until(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// connections returns how many connections servers of this process work for.
+// connections returns how many connections servers in this process serve.
 func connections() int {
 	stacks := make([]byte, 4<<20)
 	stacks = stacks[:runtime.Stack(stacks, true)]
@@ -144,7 +144,7 @@ func TestEventsTellOfChanges(t *testing.T) {
 	}
 	same := small()
 	same.Volumes[0].State, same.Taken = overview.Deleting, noon.Add(time.Minute)
-	s.source.set(same, nil) // a change of nothing that is shown
+	s.source.set(same, nil) // a change of nothing that the page shows
 	time.Sleep(2 * atMostEvery)
 	s.source.set(nil, errors.New("gone"))
 	if third := next(t, events); third != second+"-failed" {
@@ -176,11 +176,11 @@ func TestFollowsOnlyForViewers(t *testing.T) {
 	if after, _ := s.source.counts(); after != before {
 		t.Errorf("overviews are taken while nobody looks: %d, then %d", before, after)
 	}
-	events, _ := s.stream(t) // and it begins anew
+	events, _ := s.stream(t) // following begins again
 	next(t, events)
 }
 
-// However often something changes, an overview is taken about once a second.
+// However often there are changes, an overview is taken about once a second.
 func TestChangesAreBounded(t *testing.T) {
 	s := serve(t, small(), nil)
 	for range 10 {
@@ -222,7 +222,7 @@ func TestStreamsEndWithServing(t *testing.T) {
 	until(t, "no connection is served", func() bool { return connections() == 0 })
 }
 
-// hanging is a source that answers when nobody waits any more, as one whose disk hangs.
+// hanging is a source that answers only when its context ends, as if a disk hung.
 type hanging struct {
 	madeUp
 	asked chan struct{}
@@ -234,7 +234,7 @@ func (h *hanging) Overview(ctx context.Context) (*overview.Overview, error) {
 	return nil, ctx.Err()
 }
 
-// The end of the driver does not wait for a disk that hangs because somebody looks.
+// An overview that hangs does not delay the end of the driver.
 func TestEndsWhileTaking(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	check.OK(t, err)
@@ -272,7 +272,7 @@ func TestStreamsAreLimited(t *testing.T) {
 	if got := status(); got != http.StatusServiceUnavailable {
 		t.Errorf("the third stream: %d", got)
 	}
-	answer, err := http.Get(s.address + "/") // pages are served all the same
+	answer, err := http.Get(s.address + "/") // pages are still served
 	check.OK(t, err)
 	answer.Body.Close()
 	if answer.StatusCode != http.StatusOK {
@@ -282,10 +282,10 @@ func TestStreamsAreLimited(t *testing.T) {
 	until(t, "a stream is free again", func() bool { return status() == http.StatusOK })
 }
 
-// A stream lives longer than the time in which a request has to be read and an answer to be written.
+// A stream lasts longer than the limits for reading a request and writing an answer.
 func TestStreamsOutliveTheLimits(t *testing.T) {
 	t.Parallel()
-	const limit = 3 * time.Second // in which a slow machine reads a request, too
+	const limit = 3 * time.Second // long enough for a slow machine to read a request
 	s := serve(t, small(), func(l *limits) { l.read, l.write, l.alive = limit, limit, 50*time.Millisecond })
 	events, _ := s.stream(t)
 	nextThat(t, events, known)
@@ -294,15 +294,15 @@ func TestStreamsOutliveTheLimits(t *testing.T) {
 	next(t, events)
 }
 
-// A stream ends after a while, and says so: the place of one that nobody reads is free again. Who read it has a place at once.
+// A stream ends after a while with the event "again", so that the place of a client that reads nothing becomes free; one that reads gets a place again at once.
 func TestStreamsEnd(t *testing.T) {
 	t.Parallel()
 	s := serve(t, small(), func(l *limits) { l.streams, l.stream = 1, 300*time.Millisecond })
-	s.dial(t, "GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") // and reads nothing
+	s.dial(t, "GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") // reads nothing
 	until(t, "it has, or had, the place", func() bool { taken, _ := s.source.counts(); return taken > 0 })
 	until(t, "its place is free", func() bool { _, watching := s.source.counts(); return watching == 0 })
 	for range 5 {
-		events, _ := s.stream(t) // fails where there is no place
+		events, _ := s.stream(t) // fails if there is no place
 		last := next(t, events)
 		for event := range events {
 			last = event
@@ -313,7 +313,7 @@ func TestStreamsEnd(t *testing.T) {
 	}
 }
 
-// dial opens a connection with a small buffer, and sends something.
+// dial opens a connection with a small buffer, and sends a text.
 func (s served) dial(t *testing.T, text string) net.Conn {
 	t.Helper()
 	small := net.Dialer{Control: func(_, _ string, c syscall.RawConn) error {
@@ -327,7 +327,7 @@ func (s served) dial(t *testing.T, text string) net.Conn {
 	return conn
 }
 
-// ends makes sure that the other side closes a connection within a time.
+// ends checks that the other side closes a connection within a time.
 func ends(t *testing.T, what string, conn net.Conn, within time.Duration) {
 	t.Helper()
 	check.OK(t, conn.SetReadDeadline(time.Now().Add(within)))
@@ -340,18 +340,18 @@ func TestSlowClients(t *testing.T) {
 	s := serve(t, large(25000), func(l *limits) {
 		l.read, l.write, l.idle, l.alive = 400*time.Millisecond, 400*time.Millisecond, 400*time.Millisecond, 100*time.Millisecond
 	})
-	const limit = time.Minute // without one, they stay for ever
+	const limit = time.Minute // otherwise they would stay for ever
 	ends(t, "no request", s.dial(t, ""), limit)
 	ends(t, "half a request", s.dial(t, "GET / HTTP/1.1\r\nHost: localhost\r\nX: "), limit)
 	ends(t, "an idle connection", s.dial(t, "GET /icon.svg HTTP/1.1\r\nHost: localhost\r\n\r\n"), limit)
 	ends(t, "a body that does not come", s.dial(t, "GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"), limit)
 
-	// Megabytes that nobody reads fill the buffers (tcp(7): tcp_wmem has up to 4 MiB of them), and then the time is over. They are made
-	// before, as that takes time, too.
+	// If megabytes are not read, the buffers fill up (tcp(7): tcp_wmem is up to 4 MiB), and the time for writing ends. The text is made before, as that takes
+	// time too.
 	get(t, s.Page, "GET", "/overview.json")
 	silent := []net.Conn{s.dial(t, "GET /overview.json HTTP/1.1\r\nHost: localhost\r\n\r\n"), s.dial(t, "GET /overview.json HTTP/1.1\r\nHost: localhost\r\n\r\n")}
 	for _, conn := range silent {
-		_, _ = conn.Read(make([]byte, 1)) // its answer has begun, or its time was over before
+		_, _ = conn.Read(make([]byte, 1)) // its answer has begun, or its time has ended
 	}
 	until(t, "nobody waits for those who do not read", func() bool { return connections() == 0 })
 	for _, conn := range silent {
@@ -368,7 +368,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	for range 20 {
 		s.dial(t, "")
 	}
-	until(t, "there is a page", func() bool { // those before it are given up one after the other, and so is this one where it is slow itself
+	until(t, "there is a page", func() bool { // earlier connections are closed one after the other; a slow machine may be too late with this one, too
 		answer, err := http.Get(s.address + "/")
 		if err != nil {
 			return false
@@ -378,7 +378,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	})
 }
 
-// Connections that are kept for a next request give their places to others, and keep them while nobody wants them.
+// Idle connections are closed when others need their places, and kept otherwise.
 func TestIdleConnectionsMakeRoom(t *testing.T) {
 	t.Parallel()
 	const most = 4
