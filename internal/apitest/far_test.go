@@ -12,7 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// TestFar: an API server of the host stands still, goes on, is killed and starts again when it is told to; and nothing of it is left on the host when whoever has it goes.
+// TestFar: an API server on the host freezes, thaws, is killed and starts again when it is told to. When its client goes, nothing of it is left on the host.
 func TestFar(t *testing.T) {
 	bin, err := binaries()
 	check.OK(t, err)
@@ -45,7 +45,7 @@ func TestFar(t *testing.T) {
 		t.Errorf("its files are not on the host: %v, %v", left, err)
 	}
 	s.Stop()
-	again, err := launchFar(listener.Addr().String(), nil) // this one is ended by the host
+	again, err := launchFar(listener.Addr().String(), nil) // the host ends this one
 	check.OK(t, err)
 	stop()
 	check.OK(t, <-served)

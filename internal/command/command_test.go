@@ -18,7 +18,7 @@ import (
 func TestRun(t *testing.T) {
 	stdout, stderr, err := Run(t.Context(), "sh", "-c", `echo out; echo warning >&2; echo "$LC_ALL"; cat; env | grep -c HOME`, "arg")
 	var failure *Error
-	if !errors.As(err, &failure) || failure.Code != 1 { // of grep: no HOME was passed on
+	if !errors.As(err, &failure) || failure.Code != 1 { // grep finds nothing: HOME was not passed on
 		t.Fatalf("error %v", err)
 	}
 	if stdout != "out\nC\n0\n" || stderr != "warning\n" {
@@ -29,7 +29,7 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// TestRunWith: a program gets its input and its environment, and an error tells nothing of the input.
+// TestRunWith: a program gets its input and environment, and an error does not contain the input.
 func TestRunWith(t *testing.T) {
 	input := []byte("a \x00 secret\n")
 	stdout, _, err := RunWith(t.Context(), Options{Input: input, Env: []string{"GREETING=hello"}}, "sh", "-c", `echo "$GREETING"; cat`)
@@ -45,7 +45,7 @@ func TestRunWith(t *testing.T) {
 	}
 }
 
-// TestFind: what is there is found, and what is not is exec.ErrNotFound.
+// TestFind: a program is found by its name; exec.ErrNotFound for one that is not there.
 func TestFind(t *testing.T) {
 	if path, err := Find("sh"); err != nil || !filepath.IsAbs(path) {
 		t.Errorf("%q, %v", path, err)
@@ -55,7 +55,7 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// TestError: an error says what was run, how it ended, and what it said.
+// TestError: an error has the command line, how the program ended, and what it printed.
 func TestError(t *testing.T) {
 	for name, c := range map[string]struct {
 		argv  []string
@@ -95,13 +95,13 @@ func TestOutputIsBounded(t *testing.T) {
 	}
 }
 
-// running reports whether a process is there and not just waiting to be buried.
+// running reports whether a process exists and is no zombie.
 func running(pid int) bool {
 	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	return err == nil && !strings.Contains(string(stat), ") Z ")
 }
 
-// pids waits for a program to have written down the processes that it started.
+// pids waits until a program has written the IDs of n processes that it started to a file, and returns them.
 func pids(t *testing.T, path string, n int) []int {
 	t.Helper()
 	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
@@ -139,8 +139,7 @@ func gone(t *testing.T, all []int) {
 	}
 }
 
-// timedOut is a context whose time is up when it is cancelled: however slow the machine is, that is not before
-// there is something to end.
+// timedOut is a context that has timed out when it is cancelled. So the test decides when that is, on a slow machine too.
 type timedOut struct{ context.Context }
 
 func (c timedOut) Err() error {
@@ -150,7 +149,7 @@ func (c timedOut) Err() error {
 	return nil
 }
 
-// TestContext: what ends the context ends the program and all that it started.
+// TestContext: the end of the context ends the program and all that it has started.
 func TestContext(t *testing.T) {
 	for name, c := range map[string]struct {
 		context func() (context.Context, context.CancelFunc)
@@ -168,7 +167,7 @@ func TestContext(t *testing.T) {
 			defer cancel()
 			ended := make(chan error, 1)
 			go func() {
-				// A child and a grandchild, which would go on for long, and take no hint.
+				// A child and a grandchild that would go on for long, and ignore signals.
 				_, _, err := Run(ctx, "sh", "-c", `trap "" TERM INT HUP; echo before; sh -c 'sleep 300 & echo $$ $! $PPID > "$0.new"; mv "$0.new" "$0"; wait' "$0"; echo after`, list)
 				ended <- err
 			}()
@@ -199,8 +198,7 @@ func TestContext(t *testing.T) {
 	})
 }
 
-// TestLeftBehind: a program that ends and leaves a child with its outputs fails, and the
-// child goes.
+// TestLeftBehind: a program that ends and leaves a child with its outputs has failed, and the child is killed.
 func TestLeftBehind(t *testing.T) {
 	list := filepath.Join(t.TempDir(), "pids")
 	_, _, err := Run(t.Context(), "sh", "-c", `sleep 300 & echo $! > "$0"`, list)
@@ -210,7 +208,7 @@ func TestLeftBehind(t *testing.T) {
 	gone(t, pids(t, list, 1))
 }
 
-// TestCounted: runs and failures are counted by program, and whatever is not one of the driver's own is "other".
+// TestCounted: runs and failures are counted by program; those of programs that the driver does not use as "other".
 func TestCounted(t *testing.T) {
 	before := metricstest.Of(t).Values
 	if _, _, err := Run(t.Context(), "mkfs.ext4", "/nowhere/device"); err == nil {
@@ -234,7 +232,7 @@ func TestCounted(t *testing.T) {
 	}
 }
 
-// TestDidItsWork: what is no failure, though the exit status is not 0.
+// TestDidItsWork: which exit statuses other than 0 are no failures.
 func TestDidItsWork(t *testing.T) {
 	for program, codes := range map[string]map[int]bool{
 		"smartctl":  {0: true, 1: false, 2: false, 3: false, 4: true, 8: true, 64: true, 66: false, 216: true},

@@ -25,11 +25,10 @@ func session(t *testing.T, script string) *Session {
 
 func ends(answer []byte) bool { return bytes.HasSuffix(answer, []byte(".\n")) }
 
-// soon is how long what ends without waiting for anything may take on a slow machine: far less than
-// the programs here sleep.
+// soon is how long something that does not wait may take on a slow machine: far less than the programs here sleep.
 const soon = 60 * time.Second
 
-// within runs something that must not take long.
+// within runs something that must not take longer than soon.
 func within(t *testing.T, what string, do func()) {
 	t.Helper()
 	start := time.Now()
@@ -48,7 +47,7 @@ func TestSessionAnswers(t *testing.T) {
 		}
 	}
 	var noise string
-	for deadline := time.Now().Add(soon); !strings.HasSuffix(noise, "noise: n99 warning") && time.Now().Before(deadline); { // it comes another way
+	for deadline := time.Now().Add(soon); !strings.HasSuffix(noise, "noise: n99 warning") && time.Now().Before(deadline); { // it comes by other pipes than the answer
 		noise = strings.TrimSpace(noise + " " + s.Noise())
 		time.Sleep(time.Millisecond)
 	}
@@ -78,12 +77,11 @@ func TestSessionLargeAnswer(t *testing.T) {
 	}
 }
 
-// TestSessionFails: what gives no answer is an error that says so, in time, and Close ends
-// it and all that it started.
+// TestSessionFails: if a program gives no answer, Ask fails in time, and Close ends it and all that it has started.
 func TestSessionFails(t *testing.T) {
 	for name, c := range map[string]struct {
 		script string
-		want   error // nil: another than of the context
+		want   error // nil: an error, but not that of the context
 		says   string
 	}{
 		"silence":          {`while read -r line; do sleep 300; done`, context.DeadlineExceeded, ""},
@@ -116,7 +114,7 @@ func TestSessionFails(t *testing.T) {
 			gone(t, all)
 			left := started(list)
 			for deadline := time.Now().Add(soon); len(left) > 0 && time.Now().Before(deadline); left = started(list) {
-				time.Sleep(10 * time.Millisecond) // what was killed goes in its own time
+				time.Sleep(10 * time.Millisecond) // killed processes end a little later
 			}
 			for _, one := range left {
 				t.Errorf("left: %s", one)
@@ -125,7 +123,7 @@ func TestSessionFails(t *testing.T) {
 	}
 }
 
-// started are the processes that name a file in their command line.
+// started returns the processes that have a file in their command line.
 func started(file string) (found []string) {
 	all, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 	for _, path := range all {
@@ -136,7 +134,7 @@ func started(file string) (found []string) {
 	return found
 }
 
-// TestSessionFinishes: a program that is told to end may finish what it is at.
+// TestSessionFinishes: a program that gets SIGTERM may finish its work.
 func TestSessionFinishes(t *testing.T) {
 	for try := range 10 {
 		done := filepath.Join(t.TempDir(), "done")
@@ -155,7 +153,7 @@ func TestSessionFinishes(t *testing.T) {
 		if _, err = os.Stat(done); err == nil {
 			return
 		}
-		// On a machine that stands still, a second of sleep may be more than it is given.
+		// On a machine that stalls, a second of sleep may be longer than sessionGrace.
 		if took := time.Since(begin); took < sessionGrace || try == 9 {
 			t.Fatalf("it was cut short after %v: %v", took, err)
 		}
@@ -169,13 +167,13 @@ func TestSessionContext(t *testing.T) {
 	if _, err := s.Ask(ctx, "question", ends); !errors.Is(err, context.Canceled) {
 		t.Errorf("error %v", err)
 	}
-	// It was not asked, so the next answer is to the next question.
+	// The program was not asked, so its next answer is to the next question.
 	if _, err := s.Ask(t.Context(), "question", ends); err != nil {
 		t.Error(err)
 	}
 }
 
-// TestSessionContextEndsLate: a context that ends in the moment of its answer does not cut the next question short.
+// TestSessionContextEndsLate: a context that ends together with the answer does not end the next question.
 func TestSessionContextEndsLate(t *testing.T) {
 	s := session(t, `while read -r line; do echo . >&3; done`)
 	for n := range 2000 {

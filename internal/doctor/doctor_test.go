@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// ending is a writer whose first so many lines can be written.
+// ending is a writer that fails after some lines.
 type ending struct {
 	bytes.Buffer
 	left int
@@ -23,7 +23,7 @@ func (e *ending) Write(b []byte) (int, error) {
 	return e.Buffer.Write(b)
 }
 
-// TestUnprinted: who does not see all of it is not told that all is well; that there are failures is said in any case.
+// TestUnprinted: if not all lines can be printed, the result is an error, which also tells of failures.
 func TestUnprinted(t *testing.T) {
 	var all ending
 	all.left = -1
@@ -43,7 +43,7 @@ func TestUnprinted(t *testing.T) {
 	}
 }
 
-// TestReplicated: what a machine lacks for volumes with replicas is said with what follows, and where it comes from, and is no failure.
+// TestReplicated: for each thing that volumes with replicas lack, doctor says what follows and how to get it; it is no failure.
 func TestReplicated(t *testing.T) {
 	none := errors.New("there is none")
 	for what, c := range map[string]struct {

@@ -12,7 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// TestUnmount: what has a file open for a moment longer, as a program that is just being started has, does not fail it.
+// TestUnmount: a file that is open for a moment longer, as by a program that is being started, does not make it fail.
 func TestUnmount(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)

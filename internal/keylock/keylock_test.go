@@ -41,7 +41,7 @@ func TestTryLock(t *testing.T) {
 				unlock()
 			}
 			release()
-			// With all given back, nothing is held: also not by the try that failed.
+			// When all are unlocked, nothing is held, not even by the try that failed.
 			all := slices.Concat(c.held.exclusive, c.held.shared, c.want.exclusive, c.want.shared)
 			if _, busy := table.TryLock(all, nil); busy != "" {
 				t.Errorf("%s is still held", busy)
@@ -50,8 +50,8 @@ func TestTryLock(t *testing.T) {
 	}
 }
 
-// TestYielding: who yields hears of those who want what it has for itself, but not of others
-// who would yield, and of nobody once it has given its keys back.
+// TestYielding: a holder that yields is told when another caller was refused a key that it holds exclusively, but not by callers that would yield themselves,
+// and not after it has unlocked.
 func TestYielding(t *testing.T) {
 	isClosed := func(c <-chan struct{}) bool {
 		select {
@@ -93,7 +93,7 @@ func TestYielding(t *testing.T) {
 	unlock()
 }
 
-// TestSharers: an exclusive lock is to be had only after the last sharer.
+// TestSharers: an exclusive lock can be had only after the last sharer has unlocked.
 func TestSharers(t *testing.T) {
 	var table Table
 	var unlocks []func()
@@ -115,8 +115,7 @@ func TestSharers(t *testing.T) {
 	}
 }
 
-// TestStress: a counter that only holders touch, unguarded otherwise. The race detector
-// sees a lock that does not exclude.
+// TestStress: counters that only their locks guard are right in the end. The race detector finds a lock that does not exclude others.
 func TestStress(t *testing.T) {
 	const keys, workers, rounds = 5, 8, 2000
 	var table Table

@@ -31,11 +31,11 @@ func perhaps(n int, begin, end time.Duration) access {
 
 func got(n int, begin, end time.Duration) access { return access{value: n, begin: begin, end: end} }
 
-// TestSearch: the search tells histories of a register that can be from those that cannot, and names the call of which there is no explanation.
+// TestSearch: the search accepts possible histories of a register and no others, and names the call that cannot be explained.
 func TestSearch(t *testing.T) {
 	for name, c := range map[string]struct {
 		history []access
-		at      int // of the call that cannot be; -1: all can
+		at      int // index of the call that cannot be explained; -1: none
 	}{
 		"nothing":                       {nil, -1},
 		"one after the other":           {[]access{wrote(1, 0, 1), got(1, 2, 3), wrote(2, 4, 5), got(2, 6, 7)}, -1},
@@ -59,7 +59,7 @@ func TestSearch(t *testing.T) {
 	}
 }
 
-// TestSearchGivesUp: what cannot be searched is an error, and not taken for what can be.
+// TestSearchGivesUp: a history that is too large to search is an error, and does not count as possible.
 func TestSearchGivesUp(t *testing.T) {
 	var many []access
 	for i := range 65 {

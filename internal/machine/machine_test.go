@@ -31,7 +31,7 @@ func TestWithin(t *testing.T) {
 	}
 }
 
-// TestMountOf: a mount is found under its own path, beside one of no source.
+// TestMountOf: a mount is found by its path, with special characters, and beside a mount without a source.
 func TestMountOf(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root mounts")

@@ -6,9 +6,9 @@ import (
 	"testing"
 )
 
-// TestSpread: what is said to fit does, when each volume takes the places with most room; and no more does.
+// TestSpread: the room is exactly what fits if each volume takes the places with most room.
 func TestSpread(t *testing.T) {
-	// placed is how many volumes of 1 fit: the places with most room first is what leaves most.
+	// placed returns how many volumes of size 1 fit. To take the places with most room first is best.
 	placed := func(room []int64, replicas int) (n int64) {
 		for room = slices.Clone(room); len(room) >= replicas; n++ {
 			slices.Sort(room)
@@ -32,7 +32,7 @@ func TestSpread(t *testing.T) {
 	}
 }
 
-// TestRooms: in each network there is as much as the nodes have that may have the first replica, and as others have elsewhere in it. What Enough says is so.
+// TestRooms: the room of each network is limited by the nodes that can have first replicas, and by the places for the others. Enough is right.
 func TestRooms(t *testing.T) {
 	node := func(network, place string, room int64, first bool) func(*Rooms) {
 		return func(r *Rooms) { r.Add(Site{network, place}, Room{room, room}, first) }
@@ -41,7 +41,7 @@ func TestRooms(t *testing.T) {
 		replicas int
 		nodes    []func(*Rooms)
 		want     Room
-		enough   bool // in network n
+		enough   bool // Enough of network n
 	}{
 		"nothing":                                {2, nil, Room{}, true},
 		"one replica":                            {1, []func(*Rooms){node("n", "a", 3, true), node("n", "a", 4, true), node("n", "b", 9, false)}, Room{7, 4}, true},
@@ -60,7 +60,7 @@ func TestRooms(t *testing.T) {
 			t.Errorf("%s: %v, and enough is %v; want %v, %v", what, have, r.Enough("n"), c.want, c.enough)
 		}
 	}
-	for range 2000 { // more of what is enough changes nothing
+	for range 2000 { // with Enough, another node changes nothing
 		r := Rooms{Replicas: 2 + rand.IntN(2)}
 		add := func(first bool) {
 			r.Add(Site{"n", string(rune('a' + rand.IntN(6)))}, Room{rand.Int64N(30), rand.Int64N(30)}, first)

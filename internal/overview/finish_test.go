@@ -6,8 +6,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// TestFull: a pool is full where all of it is promised, and not where it promises nothing for another reason, which is a problem of its
-// own: its room is not taken, and deleting would not help.
+// TestFull: a pool is full if all of it is promised, but not if it offers no room because of another problem: then its room is not taken, and deleting volumes
+// would not help.
 func TestFull(t *testing.T) {
 	with := func(kind string, available int64, reason string, severity overview.Severity) overview.Pool {
 		p := overview.Pool{Node: "n", Name: "p", Kind: kind, Total: 100, Promised: 100 - available, Available: available, MaxVolume: available}
@@ -23,10 +23,10 @@ func TestFull(t *testing.T) {
 		{with("file", 11, "", ""), ""},
 		{with("file", 10, "", ""), overview.PoolNearlyFull},
 		{with("file", 0, "", ""), overview.PoolFull},
-		{with("file", 0, overview.PoolNearlyFull, overview.Degraded), overview.PoolFull}, // its filesystem is, too
+		{with("file", 0, overview.PoolNearlyFull, overview.Degraded), overview.PoolFull}, // its filesystem is nearly full, too
 		{with("file", 0, "DiskErrors", overview.Degraded), overview.PoolFull},
 		{with("lvm", 0, "DeviceMissing", overview.Degraded), ""},
-		{with("lvmthin", 0, overview.PoolNearlyFull, overview.Degraded), ""}, // over its watermark
+		{with("lvmthin", 0, overview.PoolNearlyFull, overview.Degraded), ""}, // its thin pool is over the watermark
 		{with("lvmthin", 0, "PoolFailed", overview.Inaccessible), ""},
 		{with("file", 5, "PoolReadOnly", overview.Inaccessible), ""},
 		{with("lvm", 0, overview.Strays, overview.Warning), overview.PoolFull},

@@ -7,8 +7,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// TestPlaces: what is wrong with a volume is also that its node or its pool is away, and no more of these; and of all that is wrong, each
-// is there once.
+// TestPlaces: the problems of a volume include that its node or pool is away, but no other problems of these. Among all problems each is listed once.
 func TestPlaces(t *testing.T) {
 	found := func(severity overview.Severity, reason, kind, name string) overview.Problem {
 		return overview.Found(severity, reason, "it is so", kind, name)
@@ -18,7 +17,7 @@ func TestPlaces(t *testing.T) {
 			{Name: "a", Problems: []overview.Problem{found(overview.Degraded, overview.AgentSilent, overview.KindNode, "a")}, Pools: []overview.Pool{
 				{Node: "a", Name: "p", Problems: []overview.Problem{found(overview.Warning, overview.Strays, overview.KindPool, "a.p"), found(overview.Inaccessible, overview.PoolMissing, overview.KindPool, "a.p")}},
 				{Node: "a", Name: "q", Problems: []overview.Problem{found(overview.Degraded, overview.PoolFull, overview.KindPool, "a.q")}}}},
-			{Name: "a.p", Problems: []overview.Problem{found(overview.Inaccessible, overview.NodeGone, overview.KindNode, "a.p")}}, // named as a pool is
+			{Name: "a.p", Problems: []overview.Problem{found(overview.Inaccessible, overview.NodeGone, overview.KindNode, "a.p")}}, // a node with the name of a pool
 			{Name: "b", Pools: []overview.Pool{{Node: "b", Name: "p"}}}},
 		Volumes: []overview.Volume{
 			{ID: "1", Node: "a", Pool: "p", Problems: []overview.Problem{found(overview.Degraded, "Own", overview.KindVolume, "1")}},

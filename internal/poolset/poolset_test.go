@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// TestHas: which pools a set means.
+// TestHas: which pools a set names.
 func TestHas(t *testing.T) {
 	for set, names := range map[string]map[string]bool{
 		"fast":            {"fast": true, "fast-a": false, "fas": false, "": false},
@@ -30,7 +30,7 @@ func TestHas(t *testing.T) {
 	}
 }
 
-// TestParse: what is no set is refused, and the message says which part.
+// TestParse: a text that is no set is refused, and the message says which part is wrong.
 func TestParse(t *testing.T) {
 	for _, text := range []string{"", ",", "a,", ",a", "a,,b", "A", "fast_*", "fast-", "-fast", "a b", "fast-?", "[a]", `\*`, "a/b", "../x", "*,!fast",
 		strings.Repeat("x", 25), strings.Repeat("a,", most) + "a"} {
@@ -43,7 +43,7 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// TestOne: a set of one pool is known as such.
+// TestOne: One recognises a set of one pool.
 func TestOne(t *testing.T) {
 	for set, want := range map[Set]string{"fast": "fast", "fast-*": "", "a,b": "", "": ""} {
 		if name, one := set.One(); name != want || one != (want != "") {
@@ -52,7 +52,7 @@ func TestOne(t *testing.T) {
 	}
 }
 
-// TestAmong: a set within some pools.
+// TestAmong: the part of a set within some pools.
 func TestAmong(t *testing.T) {
 	pools := []string{"b", "fast-b", "fast-a"}
 	for set, want := range map[Set]Set{"fast-*": "fast-b,fast-a", "b": "b", "c": "", "*": "b,fast-b,fast-a", "": ""} {

@@ -22,7 +22,7 @@ func TestTable(t *testing.T) {
 	if !there || c.Done != 350 || c.Total != 1000 || c.Began.IsZero() {
 		t.Errorf("%+v, %v; want 350 of 1000", c, there)
 	}
-	Add(ctx, 5000) // a source that grew meanwhile is no reason to be more than done
+	Add(ctx, 5000) // the source may have grown meanwhile: the copy is done, and not more than that
 	if c, _ = table.Find("fast", "vol.a"); c.Done != 1000 {
 		t.Errorf("%+v is more than done", c)
 	}
@@ -38,7 +38,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// TestUntracked: who is not looked at may report all the same.
+// TestUntracked: reports without Track do nothing.
 func TestUntracked(t *testing.T) {
 	ctx := context.Background()
 	Begin(ctx, 0, 10)
@@ -46,7 +46,7 @@ func TestUntracked(t *testing.T) {
 	Skip(ctx, 5)
 }
 
-// TestAtOnce: copies of one pool go on at once, and none is lost. (The race detector looks on.)
+// TestAtOnce: copies of one pool at the same time are all counted (run it with the race detector).
 func TestAtOnce(t *testing.T) {
 	var table Table
 	var all sync.WaitGroup

@@ -15,11 +15,10 @@ import (
 
 const root = "../.."
 
-// well are the reasons of conditions that say that nothing is wrong, so there is nothing to do.
+// well are the reasons of conditions that are no problems, and need no page.
 var well = map[string]bool{"AgentHeard": true, "AllKnown": true, "Blank": true, "Copied": true, "Copying": true, "Cut": true, "Found": true, "HomeBack": true, "Moved": true, "Moving": true, "NodeReady": true, "NoProblems": true, "NotBlank": true, "Recovered": true, "ReplicaAdded": true, "ReplicaCurrent": true, "ReplicaJoining": true, "ReplicaRemoved": true, "ReplicasEqual": true}
 
-// TestReasons: each reason that the source has for a problem, a condition or a failure has its page and its section there; and each
-// reason with a page is in the source.
+// TestReasons: each reason of a problem, condition or failure in the source has a page, with a section there; and each reason with a page is in the source.
 func TestReasons(t *testing.T) {
 	found := reasons(t)
 	for _, sure := range []string{"PoolMissing", "FilesystemErrors", "ImageTruncated", "PoolUnavailable", "SpaceUnknown", "Strays", "InUse", "Internal", "NotConfigured", "NoProblems"} {
@@ -64,7 +63,7 @@ func TestSee(t *testing.T) {
 	}
 }
 
-// TestPages: each page is for a reason or for an alert, and the list has each page.
+// TestPages: each page is for a reason or an alert, and the list has all pages.
 func TestPages(t *testing.T) {
 	rules, err := os.ReadFile(filepath.Join(root, "deploy/monitoring/rules.yaml"))
 	if err != nil {
@@ -104,8 +103,8 @@ func TestPages(t *testing.T) {
 	}
 }
 
-// reasons returns where in pkg each reason is given: as the field or the variable Reason or reason of whatever type, as a constant whose name
-// begins with Reason, in the table of failures, or to a function that reports problems.
+// reasons returns where in pkg and internal/overview each reason is given: as a field or variable with the name Reason or reason, as a constant whose name
+// begins with reason, or as an argument of a function that reports problems.
 func reasons(t *testing.T) map[string]string {
 	t.Helper()
 	found, overview := map[string]string{}, map[string]ast.Expr{}
@@ -148,12 +147,12 @@ func reasons(t *testing.T) map[string]string {
 	return found
 }
 
-// packageReasons looks for reasons in one package.
+// packageReasons finds the reasons in one package.
 type packageReasons struct {
 	set       *token.FileSet
 	constants map[string]ast.Expr
-	overview  map[string]ast.Expr // the constants of internal/overview
-	found     map[string]string   // where, by reason
+	overview  map[string]ast.Expr // constants of internal/overview
+	found     map[string]string   // by reason: where it is
 }
 
 func (p packageReasons) constant(n ast.Node) bool {
@@ -190,10 +189,10 @@ func (p packageReasons) look(n ast.Node) bool {
 	return true
 }
 
-// word is what a reason looks like.
+// word matches a reason.
 var word = regexp.MustCompile(`^([A-Z][a-z]+)+$`)
 
-// add notes the reasons that an expression has: itself, as a text or a constant, or the texts in a table.
+// add adds the reasons in an expression: a text, a constant, or the texts in a composite literal.
 func (p packageReasons) add(e ast.Expr) {
 	switch e := e.(type) {
 	case *ast.BasicLit:
@@ -215,7 +214,7 @@ func (p packageReasons) add(e ast.Expr) {
 	}
 }
 
-// is reports whether an expression is one of these names, or a selector that ends with one.
+// is reports whether an expression is one of some names, or a selector that ends with one.
 func is(e ast.Expr, names ...string) bool {
 	if selector, ok := e.(*ast.SelectorExpr); ok {
 		e = selector.Sel

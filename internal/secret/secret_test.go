@@ -30,7 +30,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// parts are all ways in which something has a secret.
+// parts returns values that contain a secret in all possible ways.
 func parts() map[string]any {
 	one := secret.Of(text)
 	type hidden struct{ text secret.Text }
@@ -43,7 +43,7 @@ func parts() map[string]any {
 	}
 }
 
-// TestPrinted: no verb of fmt prints it, with whatever flags and in whatever it is, nor what encodes or logs values.
+// TestPrinted: no verb of fmt, with any flags and in any value, prints a secret, and no encoder or logger does.
 func TestPrinted(t *testing.T) {
 	tells := func(what, said string) {
 		t.Helper()

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// TestTable: one has the turn at a time, and nothing is kept of what nobody works on.
+// TestTable: one caller at a time has the turn, and nothing is kept of things that nobody works on.
 func TestTable(t *testing.T) {
 	var table Table[string]
 	var all sync.WaitGroup
