@@ -135,7 +135,7 @@ func mapper() meta.RESTMapper {
 	return m
 }
 
-// Overview makes the overview with one round of lists.
+// Overview lists all objects once, and makes the overview of them.
 func (c *cluster) Overview(ctx context.Context) (*overview.Overview, error) {
 	if _, err := c.kube.Discovery().ServerVersionWithContext(ctx); err != nil { // the answer has the API server's time, too
 		return nil, fmt.Errorf("ask the API server at %s: %w", c.config.Host, err)

@@ -231,7 +231,7 @@ func (x *examination) encryptedNetwork() {
 	x.ok("%s: the kernel's host and target have it, and tlshd runs", what)
 }
 
-// flushes: a machine with multipath lacks nothing but that.
+// flushes warns of nvme_core.multipath, with which a sync to a volume of another node may succeed although its data is lost.
 func (x *examination) flushes() {
 	if nvme.Multipath() {
 		x.warning("volumes of other nodes for this one (access=any): with nvme_core.multipath the kernel answers a sync that is under way when the volume's node loses its power with success, and it may be lost; " +
@@ -239,7 +239,7 @@ func (x *examination) flushes() {
 	}
 }
 
-// manyReaders: a machine without lacks nothing but volumes of its own that many nodes read.
+// manyReaders checks for dm-flakey. Without it only volumes of this node that many nodes read are missing, so it is ok.
 func (x *examination) manyReaders() {
 	const what = "volumes of this node that many read at once (access=any, ReadOnlyMany)"
 	if err := dm.HasTarget("flakey"); err != nil {
@@ -266,7 +266,7 @@ func (x *examination) loopDevices() {
 	} else {
 		x.ok("free loop device: /dev/loop%d; %d are in use, and the kernel makes more as they are needed", n, len(used))
 		if !slices.Contains(existing, fmt.Sprintf("/sys/block/loop%d", n)) {
-			_ = unix.IoctlSetInt(int(f.Fd()), unix.LOOP_CTL_REMOVE, n) // it was made for the answer
+			_ = unix.IoctlSetInt(int(f.Fd()), unix.LOOP_CTL_REMOVE, n) // the request has made it
 		}
 	}
 	if most, err := machine.ReadNumber("/sys/module/loop/parameters/max_loop"); err != nil || most == 0 {

@@ -29,7 +29,7 @@ type Overview struct {
 
 // Use is a volume that a machine uses and whose bytes are not in its own pools alone: it is on another node, or on several.
 type Use struct {
-	Key     string   `json:"key"` // the last part of its ID
+	Key     string   `json:"key"` // last part of its ID
 	Devices []string `json:"devices,omitempty"`
 	Mounts  []string `json:"mounts,omitempty"`
 }
@@ -61,7 +61,7 @@ type Problem struct {
 	Reason   string   `json:"reason"`  // one CamelCase word
 	Message  string   `json:"message"` // what is wrong and what to do, without the name of the subject
 	Subject  Subject  `json:"subject"`
-	Runbook  string   `json:"runbook"` // address of the page that says what to do
+	Runbook  string   `json:"runbook"` // address of its runbook
 }
 
 // Severity of a problem.
@@ -182,10 +182,10 @@ type Snapshot struct {
 	Name    string    `json:"name"`
 	Node    string    `json:"node"`
 	Pool    string    `json:"pool"`
-	Source  string    `json:"source"`          // the ID of the volume
-	Group   string    `json:"group,omitempty"` // the ID of the group that it was cut with
+	Source  string    `json:"source"`          // ID of its volume
+	Group   string    `json:"group,omitempty"` // ID of the group snapshot that it is part of; empty: none
 	Size    int64     `json:"size"`
-	Created time.Time `json:"created"` // when it was cut
+	Created time.Time `json:"created"` // its point in time
 
 	State    State     `json:"state"`
 	Failure  string    `json:"failure,omitempty"`
@@ -194,7 +194,7 @@ type Snapshot struct {
 	Problems []Problem `json:"problems"`
 }
 
-// Progress of what takes long.
+// Progress is the progress of a copy, in bytes.
 type Progress struct {
 	Done  int64 `json:"done"`
 	Total int64 `json:"total"`

@@ -206,5 +206,5 @@ func source(v *view, id string) place {
 	if v.byID[id] != nil {
 		return target(v, overview.Subject{Kind: "Volume", Name: id})
 	}
-	return place{Name: id} // it is gone
+	return place{Name: id} // the source is gone
 }

@@ -37,7 +37,7 @@ type row struct {
 	*overview.Volume
 	Label     string // its claim, or else its name
 	Snapshots int
-	Problems  []overview.Problem // of the volume and around it; the worst first
+	Problems  []overview.Problem // of the volume, and of its node and pool (Places.Of); the worst first
 	text      string             // all that the filter searches, in lower case
 	worst     int                // index of its worst problem in severities
 }

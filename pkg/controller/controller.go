@@ -98,7 +98,8 @@ func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCa
 	return &csi.ControllerGetCapabilitiesResponse{Capabilities: capabilities}, nil
 }
 
-// CreateVolume: see the CSI specification.
+// CreateVolume: see the CSI specification. Errors besides those of wrong requests are those of volume.Store.Create. ErrUnavailable if the volume is made, but
+// its topology cannot be told, as its node is in no network now.
 func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
 	if err := checkName(r.GetName()); err != nil {
 		return nil, err

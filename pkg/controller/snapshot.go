@@ -208,7 +208,7 @@ func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, r *csi.DeleteVol
 	return &csi.DeleteVolumeGroupSnapshotResponse{}, errdefs.IgnoreNotFound(err)
 }
 
-// GetVolumeGroupSnapshot returns a group.
+// GetVolumeGroupSnapshot returns a group. ErrInvalid if the request names other snapshots than its members.
 func (s *Server) GetVolumeGroupSnapshot(ctx context.Context, r *csi.GetVolumeGroupSnapshotRequest) (*csi.GetVolumeGroupSnapshotResponse, error) {
 	group, err := s.getGroup(ctx, r.GetGroupSnapshotId(), r.GetSnapshotIds())
 	if err != nil {

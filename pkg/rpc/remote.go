@@ -106,7 +106,7 @@ type refusals struct {
 	later   *time.Timer // logs leftOut
 }
 
-// tell reports whether a refusal is logged.
+// tell reports whether this refusal is logged; if not, it is counted for sum.
 func (r *refusals) tell() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

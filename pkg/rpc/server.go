@@ -100,7 +100,7 @@ func Listen(endpoint string) (net.Listener, error) {
 // umask is held while the mask of the process is changed, so that a second Listen does not take the changed mask for the process's own.
 var umask sync.Mutex
 
-// Services are the CSI services to serve; nil ones are not registered.
+// Services are the services to serve; nil ones are not registered.
 type Services struct {
 	Identity         csi.IdentityServer
 	Controller       csi.ControllerServer
@@ -295,7 +295,7 @@ func (s *callStream) RecvMsg(m any) error {
 	return s.call.received(m)
 }
 
-// guarded turns a panic into an error.
+// guarded runs a function, and turns a panic into an error with the stack.
 func guarded(name string, run func() (any, error)) (response any, err error) {
 	defer func() {
 		if p := recover(); p != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
-// Source makes an overview.
+// Source makes the overview that is served.
 type Source func(context.Context) (*overview.Overview, error)
 
 const (
