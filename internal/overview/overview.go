@@ -162,7 +162,7 @@ type Volume struct {
 
 	// Awaits says, for people, which replicas it is to get, and what that waits for; empty: none.
 	Awaits string `json:"awaits,omitempty"`
-	// Replicas is set if its bytes are on several nodes; then Node and Pool are those of a replica that has all of them.
+	// Replicas is set if its bytes are on several nodes. Then Node and Pool are those of a current replica, if there is one, else of any.
 	Replicas *Replicas `json:"replicas,omitempty"`
 
 	// Devices of the volume, and where they are mounted or bound. Only its own machine knows them.

@@ -11,13 +11,13 @@ type Replicas struct {
 	Wanted  int    `json:"wanted"`          // how many legs it is to have
 	Current int    `json:"current"`         // how many legs have all that was written
 	Lacks   string `json:"lacks,omitempty"` // why it has fewer than it is to have: no node can have a further one
-	Legs    []Leg  `json:"legs"`            // oldest first
+	Legs    []Leg  `json:"legs"`            // those of spec.legs in their order, then others that still exist
 }
 
 // Leg is one replica: a volume of its own, which is not in Overview.Volumes.
 type Leg struct {
 	ID    string   `json:"id"`
-	Node  string   `json:"node,omitempty"` // empty: no node is chosen yet
+	Node  string   `json:"node,omitempty"` // empty: it has no Volume object (yet)
 	Pool  string   `json:"pool,omitempty"`
 	Used  *int64   `json:"used,omitempty"` // bytes that it takes of the pool; nil: not known
 	State LegState `json:"state"`
@@ -36,7 +36,7 @@ const (
 	LegJoining LegState = "Joining" // what it lacks is copied to it
 	LegWaiting LegState = "Waiting" // its volume does not use it now
 	LegMaking  LegState = "Making"  // it is being made
-	LegLeaving LegState = "Leaving" // the volume is done with it
+	LegLeaving LegState = "Leaving" // it is being removed
 	LegLost    LegState = "Lost"    // its bytes or its object are missing
 )
 
