@@ -34,7 +34,7 @@ type LegState string
 const (
 	LegCurrent LegState = "Current" // it has all that was written
 	LegJoining LegState = "Joining" // what it lacks is copied to it
-	LegWaiting LegState = "Waiting" // its volume does not use it now
+	LegWaiting LegState = "Waiting" // what it lacks is not copied now
 	LegMaking  LegState = "Making"  // it is being made
 	LegLeaving LegState = "Leaving" // it is being removed
 	LegLost    LegState = "Lost"    // its bytes or its object are missing
