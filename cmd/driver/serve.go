@@ -371,7 +371,7 @@ func (o *options) overview(local *volume.Local, uses func(context.Context) []ove
 	}
 }
 
-// openLocal opens the pools of this machine. known returns what was recorded of the pool with a name, nil if nothing was; without known nothing was of any. The
+// openLocal opens the pools of this machine. known returns what was recorded of the pool with a name; nil if nothing was, or for all pools if known is nil. The
 // caller closes the pools that it returns, with an error too.
 func openLocal(ctx context.Context, o options, known func(pool string) blockdev.Known, watching *disks.Monitor) (*volume.Local, *mount.Table, []blockdev.Pool, error) {
 	log := klog.FromContext(ctx)

@@ -385,7 +385,7 @@ func toStatus(v volume.Volume) []string {
 	return []string{v.Claim.Node}
 }
 
-// ListVolumes lists volumes in the order of their IDs. A token is the ID of the last volume of a page, so paging goes on right if volumes are made or deleted
+// ListVolumes lists volumes in the order of their IDs. A token is the ID of the last volume of a page, so pages stay right if volumes are made or deleted
 // meanwhile.
 func (s *Server) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest) (*csi.ListVolumesResponse, error) {
 	after, limit, err := page(r.GetMaxEntries(), r.GetStartingToken(), blockdev.Volume)

@@ -262,7 +262,7 @@ func (s *Server) GetMetadataDelta(r *csi.GetMetadataDeltaRequest, stream csi.Sna
 	})
 }
 
-// differ returns the store as a Differ; ErrUnsupported if it cannot read snapshots, as that of a cluster's controller.
+// differ returns the store as a volume.Differ; ErrUnsupported if it is none.
 func (s *Server) differ() (volume.Differ, error) {
 	if store, ok := s.store.(volume.Differ); ok {
 		return store, nil

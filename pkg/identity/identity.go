@@ -21,7 +21,7 @@ type Server struct {
 	without       []csi.PluginCapability_Service_Type
 }
 
-// ErrStarting means that the plugin is not ready yet, and becomes ready without further ado.
+// ErrStarting means that the plugin is not ready yet, and becomes ready by itself.
 var ErrStarting = errors.New("starting")
 
 // New returns the service of a plugin. ready, if set, returns ErrStarting until the plugin can serve calls, and another error if something keeps it from that;

@@ -19,9 +19,9 @@ const handshakeTime = 10 * time.Second
 const strangerTime = 2 * handshakeTime
 
 // limited is a listener that bounds its connections, in all and from each address (without the port). A new connection that would be too many is closed, unless
-// a stranger gives way to it, whose connection is closed instead: the oldest one of the same address, or of any address one that has been there for
-// strangerTime. A connection is a stranger's until vouch. So callers that only connect cannot keep out a known caller of the same address, and those of other
-// addresses only for a short time. Strangers of other addresses have that time as many known callers may connect at once.
+// a stranger gives way to it: then the stranger's connection is closed. A connection is a stranger's until vouch. The oldest stranger of the same address gives
+// way; of other addresses only one that has been there for strangerTime, because many known callers may connect at the same moment. So callers that only
+// connect never keep out a known caller of the same address, and those of other addresses for a short time only.
 type limited struct {
 	net.Listener
 	most, each int
@@ -31,7 +31,7 @@ type limited struct {
 	open []*counted // oldest first
 }
 
-// limit returns a listener that has most connections of l at once, and each of one address.
+// limit returns a listener with at most most connections of l at once, and each of one address.
 func limit(l net.Listener, most, each int, strangers bool) *limited {
 	return &limited{Listener: l, most: most, each: each, strangers: strangers}
 }
@@ -67,8 +67,8 @@ func (l *limited) take(conn net.Conn) net.Conn {
 	return c
 }
 
-// room reports whether one more connection may join those that of selects, of which there may be most. If need be, it closes the oldest stranger of these that
-// has been there for after. The caller holds l.mu.
+// room reports whether one more connection may join those for which of is true; there may be most of these. If need be, it closes the oldest stranger of these
+// that has been there for after. The caller holds l.mu.
 func (l *limited) room(of func(*counted) bool, most int, after time.Duration) bool {
 	n, first := 0, -1
 	for i, one := range l.open {
