@@ -326,7 +326,7 @@ func (a *adoption) restore(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("find what is missing: %w", err)
 	}
-	var failures []error // the others are made all the same
+	var failures []error // they do not keep the other objects from being made
 	for _, o := range objects {
 		name := o.GetObjectKind().GroupVersionKind().Kind + " " + strings.TrimPrefix(o.GetNamespace()+"/"+o.GetName(), "/")
 		done := "made"

@@ -19,7 +19,7 @@ import (
 var version = "dev"
 
 func main() {
-	klog.LogToStderr(true) // errors of client-go
+	klog.LogToStderr(true) // the log of client-go
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	context.AfterFunc(ctx, stop) // from now on a signal ends the process
 	err := newRoot().ExecuteContext(ctx)

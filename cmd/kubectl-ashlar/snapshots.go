@@ -332,8 +332,8 @@ func (c *cuts) staying() error {
 	return nil
 }
 
-// planSnapshots returns the snapshots that are on the node, or on their way to it: each with the node it is to move to, or why it stays. It prefers the node of
-// the snapshot's volume, and the same node for all snapshots of a group.
+// planSnapshots returns the snapshots that are on the node, or on their way to or from it: each with the node it is to move to, or why it stays. It prefers the
+// node of the snapshot's volume, and the same node for all snapshots of a group.
 func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cuts, error) {
 	all, err := e.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
 		return s.Spec.NodeName == e.node || s.Spec.Move != nil && s.Spec.Move.Node == e.node
