@@ -106,7 +106,7 @@ func observe(program string, began time.Time, err error) {
 // didItsWork reports whether an exit status other than 0 is no failure: e2fsck has repaired something (e2fsck(8)), or smartctl could ask the disk, whatever it
 // answered (smartctl(8), RETURN VALUES).
 func didItsWork(program string, code int) bool {
-	const asked = ^0b11 // bits of failures: wrong command line, disk not opened
+	const asked = ^0b11 // all bits but those of failures: wrong command line, disk not opened
 	return (program == "e2fsck" && code == 1) || (program == "smartctl" && code > 0 && code&asked == code)
 }
 
