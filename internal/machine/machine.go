@@ -32,7 +32,7 @@ type MountPoint struct {
 	Path     string
 	Fs       string
 	ReadOnly bool
-	Size     int64 // size of the filesystem in bytes, as statfs(2) has it
+	Size     int64 // bytes; of the filesystem (statfs(2)), or of the bound device
 	Used     int64
 }
 
