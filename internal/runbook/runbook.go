@@ -13,6 +13,7 @@ var pages = map[string]string{
 	"PoolNearlyFull":          "pool-full",
 	"PoolOvercommitted":       "thin-pool-full",
 	"PoolFailed":              "thin-pool-failed",
+	"ThinPoolDisagrees":       "thin-pool-failed",
 	"PoolMissing":             "pool-down",
 	"PoolUnavailable":         "pool-down",
 	"PoolReadOnly":            "pool-down",

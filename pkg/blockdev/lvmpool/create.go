@@ -114,7 +114,10 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		if p.location.Thin != "" {
 			snapshotOf = spec.Origin
 		}
-		err := p.runHolding(run, snapshotOf, p.lvcreate(spec, made, o.tags)...)
+		if err := p.agree(run); err != nil {
+			return err
+		}
+		err := p.changeThin(run, func() error { return p.runHolding(run, snapshotOf, p.lvcreate(spec, made, o.tags)...) })
 		switch {
 		case err == nil:
 			p.countAllocated(spec.Size)
@@ -138,12 +141,29 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 	if err != nil {
 		return o, err
 	}
+	if p.location.Thin != "" && spec.Origin == (blockdev.Ref{}) {
+		return o, p.isEmpty(spec.Ref)
+	}
 	if p.location.Thin != "" && spec.Cut != nil {
-		if err := spec.Cut(ctx); err != nil {
-			return o, err
-		}
+		return o, spec.Cut(ctx)
 	}
 	return o, nil
+}
+
+// isEmpty returns errdefs.ErrUnavailable if a new thin volume has bytes. lvm2 gives it the number after the highest that it knows. If the thin pool has a
+// volume of that number, lvm2 takes it for the new one (DM_THIN_MESSAGE_CREATE_THIN in device_mapper/libdm-deptree.c of 2.03.16 passes over EEXIST), bytes and all.
+// lvm2 itself can leave such a volume: if it cannot suspend the origin of a snapshot that the thin pool has made by then. The new volume has to be removed; the
+// one in the thin pool goes with it.
+func (p *pool) isEmpty(ref blockdev.Ref) error {
+	name := p.device(ref.String())
+	mapped, err := mappedBy(name)
+	if err != nil {
+		return fmt.Errorf("%w: see that the new thin volume %s is empty: %w", errdefs.ErrUnavailable, p.path(ref.String()), err)
+	}
+	if mapped > 0 {
+		return fmt.Errorf("%w: the new thin volume %s has %d bytes of one that the thin pool still had and lvm2 did not know any more; both are removed; try again", errdefs.ErrUnavailable, p.path(ref.String()), mapped)
+	}
+	return nil
 }
 
 // runHolding runs a command that suspends the device of an object, if it has one, and holds that open meanwhile; the zero Ref: none. A device goes with its
@@ -155,6 +175,9 @@ func (p *pool) runHolding(run lvm2.Run, ref blockdev.Ref, command ...string) err
 		base, err := p.own(p.device(ref.String()))
 		if err != nil {
 			return err
+		}
+		if base != nil && base.Suspended { // lvm2 passes over it, as over one that has gone
+			return fmt.Errorf("%w: somebody suspended %s; end that (dmsetup resume %s)", errdefs.ErrUnavailable, p.path(ref.String()), base.Name)
 		}
 		if base != nil && base.Live {
 			held, err := dm.Open(base, os.O_RDONLY)
@@ -173,9 +196,9 @@ func (p *pool) runHolding(run lvm2.Run, ref blockdev.Ref, command ...string) err
 func (p *pool) lvcreate(spec blockdev.Spec, made int64, tags []string) []string {
 	// -ky: it is not activated by whoever activates all volumes at boot (lvcreate(8)).
 	args := []string{"lvcreate", "-n", spec.Ref.String()}
-	if p.atOnce(spec, made) {
+	if p.atOnce(spec, made) && spec.Origin != (blockdev.Ref{}) {
 		args = append(args, "-an")
-	} else {
+	} else { // to be filled, or to see that it is empty
 		args = append(args, "-ay", "-K")
 	}
 	args = append(args, addTags(tags)...)
@@ -207,6 +230,12 @@ func (p *pool) giveUp(ctx context.Context, o *logical, spec blockdev.Spec, cause
 // volume before the thin pool has it, and does not make up for that after a crash in between.
 func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	if p.atOnce(spec, p.known(o).size) {
+		if spec.Origin == (blockdev.Ref{}) {
+			if _, err := dm.Remove(p.device(spec.Ref.String())); err != nil {
+				return err
+			}
+			p.removeNodes(spec.Ref.String())
+		}
 		return p.save(ctx, o, o.Record())
 	}
 	d, err := p.activateObject(ctx, o, spec.Ref)

@@ -4,6 +4,8 @@ import (
 	"context"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Age makes an LVM pool believe that its last report is old.
@@ -53,6 +55,17 @@ func Locked(ctx context.Context, of blockdev.Pool, do func()) error {
 		release()
 	}
 	return err
+}
+
+// FailChange has a change of an LVM pool fail after do.
+func FailChange(ctx context.Context, of blockdev.Pool, do func()) {
+	p := of.(*pool)
+	_ = p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		return p.changeThin(run, func() error {
+			do()
+			return errdefs.ErrUnavailable
+		})
+	})
 }
 
 // CopyDevice is copyDevice.

@@ -80,6 +80,9 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 		case full != "":
 			say(blockdev.Degraded, "PoolNearlyFull", "%s", full)
 		}
+		if p.space.disagrees {
+			say(blockdev.Degraded, "ThinPoolDisagrees", "lvm2 and thin pool %s have counted different changes, so that lvm2 makes and removes nothing; compare lvs -o transaction_id %s with dmsetup status %s, and see the runbook", p.path(p.location.Thin), p.path(p.location.Thin), use.device)
+		}
 		if c.Promised > c.Total {
 			say(blockdev.Degraded, "PoolOvercommitted", "%d bytes are promised, and %d may be: thin pool %s has shrunk, or others have volumes in it; extend it (lvextend)", c.Promised, c.Total, p.path(p.location.Thin))
 		}

@@ -272,6 +272,102 @@ func (p *pool) flushMissedMessages(ctx context.Context) {
 	}
 }
 
+// uncounted is no number of a change.
+const uncounted = ^uint64(0)
+
+// changeThin calls do, which makes or removes a volume. In a thin pool it first makes sure that lvm2 and the thin pool agree about the changes before: see
+// agree. The caller has the turn.
+func (p *pool) changeThin(run lvm2.Run, do func() error) error {
+	if err := p.agree(run); err != nil {
+		return err
+	}
+	if p.location.Thin == "" {
+		return do()
+	}
+	before := p.counted
+	err := do()
+	if lvm2.Refused(err) {
+		return err
+	}
+	p.counted, p.takenBack = uncounted, uncounted
+	if err != nil {
+		p.takenBack = before
+	} else if use, there, failure := p.thinNow(); failure == nil && there {
+		p.counted = use.transaction
+	}
+	return err
+}
+
+// agree makes sure that lvm2 and the thin pool have counted the same changes. If lvm2 has counted one more, a message may be pending:
+// flushPendingMessages sends it. If the thin pool has, lvm2 takes the next removal for made, and sends no message (_thin_pool_node_send_messages in
+// device_mapper/libdm-deptree.c of 2.03.16). That is so after lvm2 took back a snapshot that the thin pool has made (lib/metadata/lv_manip.c): if the last command
+// failed, the thin pool's count is set back, and the probe of flushPendingMessages removes that snapshot. lvm2.ErrDisagree in all other cases. The caller has
+// the turn.
+func (p *pool) agree(run lvm2.Run) error {
+	if p.location.Thin == "" {
+		return nil
+	}
+	use, there, err := p.thinNow()
+	if err != nil || !there || (!p.messagesPending && use.transaction == p.counted) {
+		return err
+	}
+	counted, err := p.transaction(run)
+	switch {
+	case err != nil:
+		return err
+	case counted == use.transaction+1:
+		p.messagesPending = true
+	case counted == p.takenBack && use.transaction == counted+1:
+		if err := dm.Message(use.device, fmt.Sprintf("set_transaction_id %d %d", use.transaction, counted)); err != nil {
+			return err
+		}
+		p.messagesPending = true
+	case counted != use.transaction:
+		return fmt.Errorf("%w: lvm2 has counted %d changes of thin pool %s, the thin pool %d", lvm2.ErrDisagree, counted, p.path(p.location.Thin), use.transaction)
+	}
+	if err := p.flushPendingMessages(run); err != nil {
+		return err
+	}
+	if use, there, err = p.thinNow(); err == nil && there && !p.messagesPending {
+		p.counted = use.transaction
+	}
+	return err
+}
+
+// transaction returns how many changes of the thin pool lvm2 has counted.
+func (p *pool) transaction(run lvm2.Run) (uint64, error) {
+	rows, err := run("lvs", "-o", "transaction_id", p.path(p.location.Thin))
+	if err != nil {
+		return 0, err
+	}
+	if len(rows) != 1 {
+		return 0, fmt.Errorf("%w: lvm2 reports %d lines of thin pool %s", errdefs.ErrUnavailable, len(rows), p.path(p.location.Thin))
+	}
+	counted, err := strconv.ParseUint(rows[0]["transaction_id"], 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("%w: lvm2 reports transaction_id=%q of thin pool %s", errdefs.ErrUnavailable, rows[0]["transaction_id"], p.path(p.location.Thin))
+	}
+	return counted, nil
+}
+
+// noteCount notes whether lvm2, which has counted so many changes by a report, agrees with the thin pool. If they do not a second time, when no other lvm2 can be
+// at work any more, it tries to make them agree. A thin pool that is full keeps messages pending. The caller has the turn.
+func (p *pool) noteCount(run lvm2.Run, counted string) {
+	if p.lock == nil || p.mending {
+		return
+	}
+	use, there, err := p.thinNow()
+	switch {
+	case err != nil || !there || p.full(use) != "":
+	case counted == strconv.FormatUint(use.transaction, 10):
+		p.disagreeing = 0
+	default:
+		if p.disagreeing++; p.disagreeing > 1 && p.agree(run) == nil {
+			p.disagreeing = 0
+		}
+	}
+}
+
 // behind reports whether lvm2 has written down a change that the thin pool has not noted.
 func (p *pool) behind(rows []lvm2.Row, use thinUse) bool {
 	next := strconv.FormatUint(use.transaction+1, 10)

@@ -51,6 +51,9 @@ type pool struct {
 	probes          []string // volumes that flushPendingMessages made, and that may still be there
 	thinPoolDown    bool     // lvm2 may have left the thin pool down: see activateThinPool
 	mending         bool     // mend runs
+	counted         uint64   // the number of the thin pool's last change, on which lvm2 and the thin pool agreed; uncounted: they may not agree (agree)
+	takenBack       uint64   // what counted was before a command that failed: lvm2 may have taken back what the thin pool has made
+	disagreeing     int      // how many reports, one after the other, found that the two do not agree (noteCount)
 
 	reading chan struct{} // has one element while withMetadata has a snapshot of the thin pool's metadata
 
@@ -106,7 +109,7 @@ func (p *pool) device(volume string) string {
 // Open opens the pool in the volume group or thin pool, which an operator has made, and finishes or undoes what a crash left half-done in it.
 // errdefs.ErrUnavailable if it is not there.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name), reading: make(chan struct{}, 1)}
+	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name), reading: make(chan struct{}, 1), counted: uncounted, takenBack: uncounted}
 	p.messagesPending = p.location.Thin != ""
 	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
@@ -180,9 +183,12 @@ func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 	rows, err := run("fullreport",
 		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
 		"--configreport", "lv", "-o", "lv_name,lv_uuid,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
-		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "seg_start", p.location.Group)
+		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "lv_full_name,transaction_id", p.location.Group)
 	var group, volumes []lvm2.Row
 	for _, r := range rows {
+		if p.location.Thin != "" && r["lv_full_name"] == p.path(p.location.Thin) {
+			p.noteCount(run, r["transaction_id"])
+		}
 		if r["vg_uuid"] != "" {
 			group = append(group, r)
 		} else if r["lv_name"] != "" || r["pv_name"] != "" {
@@ -393,6 +399,7 @@ func (p *pool) update(rows []lvm2.Row) error {
 	for ref, o := range p.Objects {
 		o.missing = o.made && !seen[ref]
 	}
+	p.space.disagrees = p.disagreeing > 1 // the first time another lvm2 may have been at work
 	return p.space.read(rows, p.location.Thin)
 }
 
@@ -608,15 +615,15 @@ func (p *pool) complete(ctx context.Context) error {
 // drop removes a logical volume, if it is there; size is what that frees, in bytes. It waits a moment for a thin pool that still holds the volume.
 func (p *pool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		for try := 0; ; try++ {
-			err := p.flushPendingMessages(run)
-			if err == nil {
-				_, err = run("lvremove", "-f", p.path(volume))
-			}
+		for began := time.Now(); ; {
+			err := p.changeThin(run, func() error {
+				_, err := run("lvremove", "-f", p.path(volume))
+				return err
+			})
 			if err == nil {
 				p.countFreed(size)
 			}
-			if !errors.Is(err, lvm2.ErrHeld) || try == held.Tries {
+			if !errors.Is(err, lvm2.ErrHeld) || time.Since(began) > held.Tries*held.Pause {
 				return err
 			}
 			time.Sleep(held.Pause)

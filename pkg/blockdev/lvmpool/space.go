@@ -31,11 +31,12 @@ type lvmSpace struct {
 	foreign  int64 // sum of the sizes of others' volumes in the thin pool
 	at       time.Time
 
-	total    int64 // of the group, or of the thin pool
-	free     int64 // of the group, by the last report and our changes since
-	missing  int   // physical volumes
-	metaFree int64 // of the group's metadata areas
-	metaSize int64
+	total     int64 // of the group, or of the thin pool
+	free      int64 // of the group, by the last report and our changes since
+	missing   int   // physical volumes
+	disagrees bool  // lvm2 and the thin pool have counted different changes: lvm2.ErrDisagree
+	metaFree  int64 // of the group's metadata areas
+	metaSize  int64
 }
 
 // lvmFresh is how old a report may be that answers for space or health.
@@ -188,7 +189,7 @@ func (p *pool) account(use thinUse) blockdev.Capacity {
 		c.Used = int64(float64(s.total) * use.data / 100) // with others' thin volumes, as Promised has them
 		c.Total = int64(float64(s.total-reserve) * p.location.Overprovision)
 		c.Available = max(0, c.Total-c.Promised)
-		if p.full(use) != "" {
+		if p.full(use) != "" || s.disagrees {
 			c.Available = 0
 		}
 	} else {
@@ -235,8 +236,8 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 }
 
 // reserve takes size bytes as pending, before any logical volume has them. promise is called with Mu held, to promise them as well, which a cut does not.
-// lvm2 is asked anew before anything is refused. errdefs.ErrNoSpace if there are not as many; errdefs.ErrUnavailable if a physical volume is missing or
-// the thin pool has failed. The caller does not have the turn.
+// lvm2 is asked anew before anything is refused. errdefs.ErrNoSpace if there are not as many; errdefs.ErrUnavailable if a physical volume is missing,
+// or the thin pool has failed or disagrees with lvm2. The caller does not have the turn.
 func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 	for fresh := false; ; fresh = true {
 		var use thinUse
@@ -255,6 +256,9 @@ func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 			return nil
 		}
 		incomplete := p.space.complete(p.location.Group)
+		if incomplete == nil && p.space.disagrees {
+			incomplete = fmt.Errorf("%w, thin pool %s", lvm2.ErrDisagree, p.path(p.location.Thin))
+		}
 		p.Mu.Unlock()
 		if fresh {
 			if incomplete != nil {
@@ -309,7 +313,16 @@ func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 	if err != nil || !record.Thin {
 		return record.Size, err
 	}
-	kind, status, err := dm.Target(p.device(ref.String()))
+	used, err := mappedBy(p.device(ref.String()))
+	if err != nil {
+		return 0, fmt.Errorf("%w: measure %s of pool %s: %w; see what dmsetup status %s and the kernel's log (dmesg) say", errdefs.ErrUnavailable, ref, p.name, err, p.device(ref.String()))
+	}
+	return min(used, record.Size), nil
+}
+
+// mappedBy returns how many bytes of an active thin volume, by the name of its device, dm-thin has mapped.
+func mappedBy(device string) (int64, error) {
+	kind, status, err := dm.Target(device)
 	if err == nil && kind != "thin" {
 		err = fmt.Errorf("it is %q, no thin volume", kind)
 	}
@@ -317,8 +330,5 @@ func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 	if err == nil {
 		_, err = fmt.Sscan(status, &sectors)
 	}
-	if err != nil {
-		return 0, fmt.Errorf("%w: measure %s of pool %s: %w; see what dmsetup status %s and the kernel's log (dmesg) say", errdefs.ErrUnavailable, ref, p.name, err, p.device(ref.String()))
-	}
-	return min(sectors*512, record.Size), nil
+	return sectors * 512, err
 }
