@@ -14,8 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// ToVolume is an object as the domain sees it: as it is once the node has made it, and
-// as it will be before. The format is known to the node alone.
+// ToVolume returns the volume of an object: as it is (status), or before its node has made it, as it is to be (spec). Whether it is formatted only the
+// node knows.
 func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	out := volume.Volume{ID: VolumeID(v), Pool: v.Spec.Pool, Name: v.Spec.Name, Size: v.Spec.Size, Thin: v.Spec.Provisioning == string(blockdev.Thin), Source: SourceOf(v),
 		Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: EncryptionOf(v), Mutable: map[string]string{}, Node: v.Spec.NodeName,
@@ -37,12 +37,12 @@ func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	return out
 }
 
-// ToClaim is a claim as the domain sees it.
+// ToClaim returns a claim of an object as one of pkg/volume.
 func ToClaim(c *v1alpha1.Claim) volume.Claim {
 	return volume.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode, Generation: c.Generation}
 }
 
-// ClaimOn is the claim of a node, or, if that has none, that of another one.
+// ClaimOn returns the claim of a node on a volume; if that node has none, the claim of another one; the zero claim if nobody has one.
 func ClaimOn(v *v1alpha1.Volume, node string) volume.Claim {
 	c := v.ClaimOf(node)
 	if c == nil {
@@ -57,25 +57,25 @@ func ClaimOn(v *v1alpha1.Volume, node string) volume.Claim {
 	return ToClaim(c)
 }
 
-// EncryptionOf says how a volume is to be encrypted.
+// EncryptionOf returns how a volume is to be encrypted.
 func EncryptionOf(v *v1alpha1.Volume) volume.Encryption {
 	return volume.Encryption{Scheme: volume.Scheme(v.Spec.Encryption), Discards: v.Spec.EncryptionDiscard}
 }
 
-// HomeTimeoutOf says how long other nodes wait for the node of a volume.
+// HomeTimeoutOf returns how long the I/O of other nodes waits for the node of a volume.
 func HomeTimeoutOf(v *v1alpha1.Volume) time.Duration {
 	return time.Duration(v.Spec.HomeTimeout) * time.Second
 }
 
-// Keeps is how many bytes a pool keeps, or is to keep, of a volume.
+// Keeps returns how many bytes a volume has, or is to have, in its pool: its size, and the header of its encryption.
 func Keeps(v *v1alpha1.Volume) int64 { return v.Spec.Size + EncryptionOf(v).Scheme.Overhead() }
 
-// SnapshotKeeps is how many bytes a pool keeps of a snapshot.
+// SnapshotKeeps returns how many bytes a snapshot has in its pool: its size, and the header of its encryption.
 func SnapshotKeeps(s *v1alpha1.Snapshot) int64 {
 	return s.Status.Size + volume.Scheme(s.Spec.Encryption).Overhead()
 }
 
-// ToSnapshot is an object as the domain sees it.
+// ToSnapshot returns the snapshot of an object. If it belongs to a group, it has the name of the member (MemberName).
 func ToSnapshot(s *v1alpha1.Snapshot) volume.Snapshot {
 	out := volume.Snapshot{ID: SnapshotID(s), Name: s.Spec.Name, Source: SnapshotSource(s), Size: s.Status.Size,
 		Scheme: volume.Scheme(s.Spec.Encryption), Node: s.Spec.NodeName}
@@ -90,7 +90,7 @@ func ToSnapshot(s *v1alpha1.Snapshot) volume.Snapshot {
 
 var severities = map[string]blockdev.Severity{"Degraded": blockdev.Degraded, "Inaccessible": blockdev.Inaccessible, "DataLoss": blockdev.DataLoss}
 
-// ToProblems is the health of an object as the domain sees it.
+// ToProblems returns the health of an object as problems of pkg/blockdev.
 func ToProblems(health []v1alpha1.Problem) []blockdev.Problem {
 	var problems []blockdev.Problem
 	for _, p := range health {
@@ -99,12 +99,13 @@ func ToProblems(health []v1alpha1.Problem) []blockdev.Problem {
 	return problems
 }
 
-// mostProblems is how many problems an object can hold.
+// mostProblems is how many problems an object can hold (maxItems in its definition).
 const mostProblems = 16
 
-// FromProblems is health as an object has it: the worst first, and no more than it can hold. What was known before is as old as it was.
+// FromProblems returns problems as an object has them: the worst first, mostProblems at most. A problem whose reason is in before keeps the time from
+// there (since).
 func FromProblems(problems []blockdev.Problem, before []v1alpha1.Problem) []v1alpha1.Problem {
-	now := metav1.Now().Rfc3339Copy() // what an object holds
+	now := metav1.Now().Rfc3339Copy() // whole seconds, as objects have them
 	var health []v1alpha1.Problem
 	for _, p := range slices.SortedStableFunc(slices.Values(problems), func(a, b blockdev.Problem) int { return cmp.Compare(b.Severity, a.Severity) }) {
 		for word, severity := range severities {

@@ -16,16 +16,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// DefaultDriver is the name of the CSI driver unless somebody gave it another.
+// DefaultDriver is the name of the CSI driver unless it was started with another one.
 const DefaultDriver = v1alpha1.DefaultDriver
 
-// DriverOf is the driver that a pool belongs to.
+// DriverOf returns the name of the driver that a pool belongs to.
 func DriverOf(p *v1alpha1.Pool) string { return cmp.Or(p.Spec.Driver, DefaultDriver) }
 
-// driverPause is between two tries to find out whose the pools are.
+// driverPause is the time between two tries of WaitForOwner.
 const driverPause = time.Second
 
-// WaitForOwner is CheckOwner, but waits for an API server that answers. It returns nil when the context ends first.
+// WaitForOwner is CheckOwner, but repeats it until the API server answers. It returns nil when the context ends first.
 func WaitForOwner(ctx context.Context, c client.Reader, driver string) error {
 	for {
 		err := CheckOwner(ctx, c, driver)
@@ -41,8 +41,8 @@ func WaitForOwner(ctx context.Context, c client.Reader, driver string) error {
 	}
 }
 
-// CheckOwner is ErrPrecondition if the objects of the cluster are another driver's: they do not
-// say whose they are, so two drivers would work on the same ones. The first to have a pool has all.
+// CheckOwner returns ErrPrecondition if the pools of the cluster belong to a driver of another name: the one of the oldest pool. Volumes and snapshots do
+// not say whose they are, so two drivers would work on the same ones. If the pools cannot be listed, the error is that of the API server (kube.APIError).
 func CheckOwner(ctx context.Context, c client.Reader, driver string) error {
 	var pools v1alpha1.PoolList
 	if err := c.List(ctx, &pools); err != nil {

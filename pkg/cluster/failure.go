@@ -11,8 +11,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// reasons is the one table between errors and the words for them in objects. The first
-// row that an error matches counts, and the first with a word is its error.
+// reasons says which reason stands for which error in objects. An error has the reason of the first row that it matches; a reason stands for the error of
+// the first row that has it.
 var reasons = []struct {
 	err    error
 	reason string
@@ -35,7 +35,7 @@ var reasons = []struct {
 }
 
 const (
-	// internal is the reason for errors that have no word.
+	// internal is the reason for errors that match no row.
 	internal = "Internal"
 	// ReasonDataLoss is the reason for errdefs.ErrDataLoss.
 	ReasonDataLoss = v1alpha1.ReasonDataLoss
@@ -43,10 +43,10 @@ const (
 	ReasonExists = "Exists"
 )
 
-// mostMessage is how much of a message is written down, in bytes.
+// mostMessage is how many bytes of a message are written into an object.
 const mostMessage = 1024
 
-// Limited is a message as an object can hold it.
+// Limited returns a message as an object can hold it: valid UTF-8, cut after mostMessage bytes.
 func Limited(message string) string {
 	message = strings.ToValidUTF8(message, "?")
 	if len(message) > mostMessage {
@@ -55,11 +55,11 @@ func Limited(message string) string {
 	return message
 }
 
-// FailureOf writes a final error down.
+// FailureOf returns a final error as it is written into an object. The end of a time limit (context.DeadlineExceeded) counts as errdefs.ErrUnavailable.
 func FailureOf(err error) *v1alpha1.Failure {
 	f := &v1alpha1.Failure{Reason: internal, Message: Limited(err.Error())}
 	if errors.Is(err, context.DeadlineExceeded) {
-		err = errdefs.ErrUnavailable // the time that the node gives itself was over: it has stopped
+		err = errdefs.ErrUnavailable // the node's own time limit is over: it has stopped
 	}
 	for _, row := range reasons {
 		if errors.Is(err, row.err) {
@@ -70,7 +70,7 @@ func FailureOf(err error) *v1alpha1.Failure {
 	return f
 }
 
-// ErrorOf is the error that was written down.
+// ErrorOf returns the error that a node has written into an object: a *Refusal, which wraps the sentinel of its reason, if there is one.
 func ErrorOf(node string, f *v1alpha1.Failure) error {
 	for _, row := range reasons {
 		if row.reason == f.Reason {
@@ -80,8 +80,8 @@ func ErrorOf(node string, f *v1alpha1.Failure) error {
 	return &Refusal{nil, fmt.Sprintf("node %s: %s", node, f.Message)}
 }
 
-// Refusal is an error of a node: its text, which begins with that of the sentinel
-// somewhere, is as the node wrote it.
+// Refusal is an error that a node has written into an object. Its text is the node's, after the name of the node; the text of the sentinel is not put
+// before it, as the node's text has that already.
 type Refusal struct {
 	sentinel error
 	message  string

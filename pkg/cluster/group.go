@@ -9,10 +9,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// ByNode is the index of volumes, snapshots and pools by the nodes that have them.
+// ByNode is the index of volumes, snapshots and pools by the node that has them (spec.nodeName).
 const ByNode = "node"
 
-// ByMove is the index of volumes and snapshots by the nodes that they move to, or have left.
+// ByMove is the index of volumes and snapshots by the node that they move to, or have left (spec.move).
 const ByMove = "move"
 
 // ByGroup is the index of snapshots by the keys of their groups, which IndexGroup returns.
@@ -21,7 +21,7 @@ const ByGroup = "group"
 // BySource is the index of snapshots by the keys of their volumes.
 const BySource = "source"
 
-// ByFetched is the index of volumes that are being copied from another node, by the key of what they are copied from.
+// ByFetched is the index of volumes that are being copied from another node, by the key of their source.
 const ByFetched = "fetched"
 
 // IndexGroup is the client.IndexerFunc of ByGroup.
@@ -40,7 +40,7 @@ func Members(ctx context.Context, c client.Reader, key string) ([]v1alpha1.Snaps
 	return v1alpha1.OfGroup(list.Items), kube.APIError("list the members of a group", err)
 }
 
-// LiveMembers is Members by the API server's word.
+// LiveMembers is Members, but reads all snapshots from the API server.
 func LiveMembers(ctx context.Context, live client.Client, key string) ([]v1alpha1.Snapshot, error) {
 	var members []v1alpha1.Snapshot
 	err := kube.EachPage(ctx, live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {

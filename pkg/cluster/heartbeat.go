@@ -9,7 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// An agent shows that it lives as kubelets do: it renews a Lease. The times are the kubelets' too.
+// An agent shows that it is alive as kubelets do: it renews a Lease, with the times of the kubelets.
 const (
 	// Heartbeat is how often an agent renews its Lease.
 	Heartbeat = 10 * time.Second
@@ -17,12 +17,12 @@ const (
 	SilentAfter = v1alpha1.SilentAfter
 )
 
-// LeaseLabels tell the Leases of agents from those that sidecars elect their leaders by.
+// LeaseLabels returns the labels of the Leases of agents. Those by which sidecars elect their leaders do not have them.
 func LeaseLabels() map[string]string {
 	return map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}
 }
 
-// Lease is the Lease of a node's agent, which says nothing yet of a heartbeat.
+// Lease returns the Lease of a node's agent, without a heartbeat.
 func Lease(namespace, node string) *coordinationv1.Lease {
 	return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node." + node, Labels: LeaseLabels()}}
 }

@@ -24,8 +24,8 @@ import (
 // ErrDefinitions: the API server dropped a field that it does not know.
 var ErrDefinitions = fmt.Errorf("%w: the definitions of ashlar.dev in this cluster are older than this driver: apply those of its version (deploy/kubernetes/crds)", errdefs.ErrUnavailable)
 
-// Leaving returns ErrUnavailable for a volume or snapshot that has moved, and whose bytes its old node still has: deleted now, it would leave them there
-// without an object. The move is that of its object.
+// Leaving returns ErrUnavailable for a volume or snapshot that has moved, and whose bytes its old node still has: if it were deleted now, they would stay
+// there without an object. move is the spec.move of the object.
 func Leaving(kind string, id volume.ID, move *v1alpha1.Move) error {
 	if move == nil || !move.Left {
 		return nil
@@ -34,9 +34,9 @@ func Leaving(kind string, id volume.ID, move *v1alpha1.Move) error {
 		errdefs.ErrUnavailable, kind, id, move.Node)
 }
 
-// IntendDeletion writes down that the bytes of an object may go, that nobody has claimed it, and that it moves nowhere. With
-// unchanged it fails with a conflict if anybody changed the object since it was read; a conflict
-// also if another object has its name.
+// IntendDeletion allows the node of an object to delete its bytes (spec.delete), and takes claims and a move off the object. It fails with a conflict if
+// another object has its name by now, and with unchanged also if the object was changed since it was read. ErrDefinitions if the API server does not know
+// the field.
 func IntendDeletion[T Object](ctx context.Context, c client.Client, o T, unchanged bool) error {
 	id := map[string]any{"uid": o.GetUID()}
 	if unchanged {
@@ -84,14 +84,14 @@ func traced(parent string) any {
 	return parent
 }
 
-// ofAnother: a patch was for an object with another UID. To the API server that is an attempt to change the UID.
+// ofAnother reports whether a patch was refused because the object has another UID: to the API server that is an attempt to change the UID.
 func ofAnother(err error) bool {
 	var status apierrors.APIStatus
 	return apierrors.IsInvalid(err) && errors.As(err, &status) && status.Status().Details != nil &&
 		slices.ContainsFunc(status.Status().Details.Causes, func(c metav1.StatusCause) bool { return c.Field == "metadata.uid" })
 }
 
-// RemoveObject deletes the object of what is gone; with a conflict if somebody changed it since it was read.
+// RemoveObject deletes the object of a volume or snapshot whose bytes are gone. It fails with a conflict if the object was changed since it was read.
 func RemoveObject[T Object](ctx context.Context, c client.Client, o T) error {
 	if controllerutil.ContainsFinalizer(o, v1alpha1.Finalizer) {
 		if err := RemoveFinalizer(ctx, c, o); err != nil {
@@ -105,7 +105,7 @@ func RemoveObject[T Object](ctx context.Context, c client.Client, o T) error {
 	return client.IgnoreNotFound(c.Delete(ctx, o, client.Preconditions{UID: &uid, ResourceVersion: &version}))
 }
 
-// RemoveFinalizer takes the finalizer of older versions off an object that somebody deleted.
+// RemoveFinalizer takes the finalizer of older versions off an object. It fails with a conflict if the object was changed since it was read.
 func RemoveFinalizer(ctx context.Context, c client.Client, o client.Object) error {
 	before := o.DeepCopyObject().(client.Object)
 	controllerutil.RemoveFinalizer(o, v1alpha1.Finalizer)

@@ -17,23 +17,23 @@ import (
 // ReasonNotConfigured is the reason of the condition Healthy for a pool that the node was started without.
 const ReasonNotConfigured = "NotConfigured"
 
-// ReasonStrays is the reason of the condition Accounted for a pool with volumes or snapshots that no object is for.
+// ReasonStrays is the reason of the condition Accounted for a pool with volumes or snapshots that have no object.
 const ReasonStrays = "Strays"
 
-// ProvisionedPrefix is what the provisioner's names of volumes begin with; the rest is the UID of the claim.
+// ProvisionedPrefix begins the names that external-provisioner gives to volumes; the rest is the UID of the PersistentVolumeClaim.
 const ProvisionedPrefix = "pvc-"
 
-// VolumeID is the ID of the volume of an object.
+// VolumeID returns the ID of the volume of an object.
 func VolumeID(v *v1alpha1.Volume) volume.ID {
 	return volume.ID{Kind: blockdev.Volume, Pool: v.Named(), Key: v.Name}
 }
 
-// SnapshotID is the ID of the snapshot of an object.
+// SnapshotID returns the ID of the snapshot of an object.
 func SnapshotID(s *v1alpha1.Snapshot) volume.ID {
 	return volume.ID{Kind: blockdev.Snapshot, Pool: s.Spec.Pool, Key: s.Name}
 }
 
-// SourceOf is what a volume is a copy of; the zero ID for none.
+// SourceOf returns what a volume is a copy of; the zero ID if it is no copy.
 func SourceOf(v *v1alpha1.Volume) volume.ID {
 	if v.Spec.Source == nil {
 		return volume.ID{}
@@ -41,7 +41,7 @@ func SourceOf(v *v1alpha1.Volume) volume.ID {
 	return volume.ID{Kind: blockdev.Kind(v.Spec.Source.Kind), Pool: cmp.Or(v.Spec.Source.Pool, v.Named()), Key: v.Spec.Source.Key}
 }
 
-// FromSource is the inverse of SourceOf, for a volume whose ID names a pool.
+// FromSource is the inverse of SourceOf. pool is the one in the ID of the copy.
 func FromSource(source volume.ID, pool string) *v1alpha1.Source {
 	s := &v1alpha1.Source{Kind: string(source.Kind), Key: source.Key}
 	if source.Pool != pool {
@@ -50,7 +50,7 @@ func FromSource(source volume.ID, pool string) *v1alpha1.Source {
 	return s
 }
 
-// RequesterOf says for whom a volume was made.
+// RequesterOf returns for whom a volume was made.
 func RequesterOf(v *v1alpha1.Volume) volume.Requester {
 	who := volume.Requester{PersistentVolume: v.Spec.PersistentVolume}
 	if ref := v.Spec.ClaimRef; ref != nil {
@@ -59,20 +59,20 @@ func RequesterOf(v *v1alpha1.Volume) volume.Requester {
 	return who
 }
 
-// MemberName is what volume.Local calls the snapshot of a source that belongs to a group.
+// MemberName returns the name that volume.Local gives to the member of a group that is the snapshot of a source.
 func MemberName(group string, source volume.ID) string { return group + "\x00" + source.String() }
 
-// SnapshotSource is the volume that a snapshot is of.
+// SnapshotSource returns the ID of the volume that a snapshot is of.
 func SnapshotSource(s *v1alpha1.Snapshot) volume.ID {
 	return volume.ID{Kind: blockdev.Volume, Pool: s.SourceNamed(), Key: s.Spec.Source}
 }
 
-// SnapshotNamed is a Snapshot object that has no more than its name.
+// SnapshotNamed returns a Snapshot that has nothing but its name.
 func SnapshotNamed(key string) *v1alpha1.Snapshot {
 	return &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}}
 }
 
-// VolumeNamed is a Volume object that has no more than its name.
+// VolumeNamed returns a Volume that has nothing but its name.
 func VolumeNamed(key string) *v1alpha1.Volume {
 	return &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: key}}
 }
@@ -84,7 +84,8 @@ type Objects struct {
 	Pools     []v1alpha1.Pool
 }
 
-// Cached returns what a cache has: of the cluster, or for an agent of its node. They are the cache's own, so nobody may change them.
+// Cached returns what a cache has: the objects of the cluster, or in an agent those of its node. They are shared with the cache: the caller must not
+// change them.
 func Cached(ctx context.Context, c cache.Cache) (Objects, error) {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
@@ -97,7 +98,7 @@ func Cached(ctx context.Context, c cache.Cache) (Objects, error) {
 	return Objects{volumes.Items, snapshots.Items, pools.Items}, nil
 }
 
-// Object is a Volume or a Snapshot. pkg/api says what its methods are.
+// Object is a Volume or a Snapshot. pkg/api describes its methods.
 type Object interface {
 	client.Object
 	Common() *v1alpha1.ObjectStatus
@@ -111,7 +112,8 @@ type Object interface {
 	SetMoveStatus(*v1alpha1.MoveStatus)
 }
 
-// Annotate gives an annotation to an object, or takes it off if its value is empty. The annotations become the object's own: those that it shared with a copy stay as they are.
+// Annotate sets an annotation of an object, or removes it if the value is empty. It replaces the map of annotations, so a shallow copy of the object keeps
+// the old ones.
 func Annotate(o client.Object, key, value string) {
 	annotations := maps.Clone(o.GetAnnotations())
 	switch {

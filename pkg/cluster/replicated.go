@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// ByReplicaOf is the index of the legs of replicated volumes, by the names of these.
+// ByReplicaOf is the index of volumes that are legs, by the name of their ReplicatedVolume.
 const ByReplicaOf = "replicaOf"
 
 // Reasons of problems of replicated volumes.
@@ -26,7 +26,7 @@ const (
 	ReasonNoCurrentReplica  = v1alpha1.ReasonNoCurrentReplica
 )
 
-// IndexReplicaOf is the value of ByReplicaOf.
+// IndexReplicaOf returns the values of a volume in the index ByReplicaOf.
 func IndexReplicaOf(v *v1alpha1.Volume) []string {
 	if v.Spec.ReplicaOf == "" {
 		return nil
@@ -34,20 +34,20 @@ func IndexReplicaOf(v *v1alpha1.Volume) []string {
 	return []string{v.Spec.ReplicaOf}
 }
 
-// ReplicatedNamed is a ReplicatedVolume object that has no more than its name.
+// ReplicatedNamed returns a ReplicatedVolume that has nothing but its name.
 func ReplicatedNamed(key string) *v1alpha1.ReplicatedVolume {
 	return &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: key}}
 }
 
-// ReplicatedID is the ID of a volume with several legs.
+// ReplicatedID returns the ID of a volume with several legs.
 func ReplicatedID(r *v1alpha1.ReplicatedVolume) volume.ID {
 	return volume.ID{Kind: blockdev.Volume, Pool: r.Spec.Pool, Key: r.Name}
 }
 
-// legName is the CSI name of the n-th leg of a volume, from the second on. The first one has the name of the volume.
+// legName returns the CSI name of the n-th leg of a volume, from the second on. The first one has the name of the volume.
 func legName(key string, n int64) string { return fmt.Sprintf("leg-%d-of-%s", n, key) }
 
-// AddLeg names one more leg in an object, before it is made, and returns the name of its Volume.
+// AddLeg adds the name of one more leg to an object, before the leg is made, and returns the name: that of its Volume.
 func AddLeg(r *v1alpha1.ReplicatedVolume) (name string) {
 	r.Spec.Numbered++
 	name = volume.KeyOf(legName(r.Name, r.Spec.Numbered))
@@ -55,7 +55,8 @@ func AddLeg(r *v1alpha1.ReplicatedVolume) (name string) {
 	return name
 }
 
-// LegSpec is what a leg that an object names is to be: as another one is, and blank. ok is false for a name that no leg can have which is made beside others.
+// LegSpec returns the spec of a leg that is made beside others (AddLeg): blank, with the size of its volume, and else like another leg. ok is false if no
+// such leg has the name.
 func LegSpec(r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, ok bool) {
 	for n := r.Spec.Numbered; n > 1; n-- {
 		if csi := legName(r.Name, n); volume.KeyOf(csi) == name {
@@ -67,7 +68,7 @@ func LegSpec(r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (
 	return volume.Spec{}, false
 }
 
-// ToReplicated is a volume with several legs as the domain sees it. It is where one of its legs is, which may be nil: none is there.
+// ToReplicated returns the volume of a ReplicatedVolume. Its node, pool and filesystem are those of one of its legs; nil: no leg is there.
 func ToReplicated(r *v1alpha1.ReplicatedVolume, leg *v1alpha1.Volume) volume.Volume {
 	out := volume.Volume{Access: volume.AccessAny, Mutable: map[string]string{}}
 	if leg != nil {
@@ -87,7 +88,8 @@ func ToReplicated(r *v1alpha1.ReplicatedVolume, leg *v1alpha1.Volume) volume.Vol
 	return out
 }
 
-// NextReplicatedClaim is the generation of the next claim of a volume with several legs: larger than that of all claims before, of it and of its legs, so that each leg can have the same one.
+// NextReplicatedClaim returns the generation of the next claim of a volume with several legs. It is larger than those of all claims before, of the volume
+// and of its legs, so that each leg can have the same one.
 func NextReplicatedClaim(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) int64 {
 	next := max(r.Spec.Claims, r.Status.Opened) + 1
 	for _, v := range legs {
@@ -105,7 +107,7 @@ func SyncLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
 		v.Spec.Claim, changed = nil, true
 	}
 	if v.Spec.Claim == nil {
-		if next := NextClaim(v); next-1 > v.Spec.Claims { // so that its node sees that this is to end
+		if next := NextClaim(v); next-1 > v.Spec.Claims { // so that its node sees that its export has to end
 			v.Spec.Claims, changed = next-1, true
 		}
 		if want != nil && v.Status.Created != nil && !v.Spec.Abandoned && !v1alpha1.Going(v) && len(v.Given()) == 0 {
@@ -119,17 +121,18 @@ func SyncLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
 	return changed
 }
 
-// claimedAs reports whether the claim of a leg is by that of its volume.
+// claimedAs reports whether a leg has the claim of its volume: for the same node and use, with its generation or a later one.
 func claimedAs(have, want *v1alpha1.Claim) bool {
 	return want != nil && have.Node == want.Node && have.ReadOnly == want.ReadOnly && have.Mode == want.Mode && have.Generation >= want.Generation
 }
 
-// SummarizeLegs says for people how many legs of a volume are current.
+// SummarizeLegs sets status.summary, which kubectl shows: how many legs of a volume are current.
 func SummarizeLegs(r *v1alpha1.ReplicatedVolume) {
 	r.Status.Summary = fmt.Sprintf("%d of %d", len(r.Current()), r.Spec.Replicas)
 }
 
-// SetLegs writes down that the legs of a volume are there for the first time, and that nobody has used it. What was copied from elsewhere only the first one has.
+// SetLegs sets the status of a volume whose legs were just made, and which nobody has used: all are current. If the volume was copied from a source, only
+// the first leg is, as it alone has the copy.
 func SetLegs(r *v1alpha1.ReplicatedVolume, copied bool) {
 	now := time.Now()
 	r.Status.Made, r.Status.Legs = new(metav1.NewMicroTime(now)), nil
@@ -143,9 +146,10 @@ func SetLegs(r *v1alpha1.ReplicatedVolume, copied bool) {
 	SummarizeLegs(r)
 }
 
-// RemoveLeg writes down that a leg may be deleted, and that nobody has it; nil if it is not there. ErrUnavailable while its old node has its bytes (Leaving).
-// Its volume is to be deleted, or does not have it any more, by the API server's own word after the leg was read: else it may be a leg of another volume of
-// the name, which is made when this one is gone.
+// RemoveLeg allows the node of a leg to delete it, and takes its claim off (IntendDeletion). It returns the Volume of the leg. It does nothing, and
+// returns nil, if the leg is not there, or the volume still is to have it, or is another one of its name. It judges that by the API server, which it asks
+// for the volume after it has read the leg: a new volume of the same name may have a leg of the same name. ErrUnavailable while the leg's old node has its
+// bytes (Leaving).
 func RemoveLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
 	for {
 		v, err := removeLeg(ctx, c, r, name)
@@ -162,7 +166,7 @@ func removeLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVol
 		err = c.Live.Get(ctx, client.ObjectKey{Name: r.Name}, now)
 	}
 	if err == nil && (v.Spec.ReplicaOf != r.Name || now.UID != r.UID || !now.Deleting() && slices.Contains(now.Spec.Legs, name)) {
-		return nil, nil // or another one of its name
+		return nil, nil
 	}
 	if err == nil && !v.Deleting() {
 		if err := Leaving("volume", VolumeID(v), v.Spec.Move); err != nil {

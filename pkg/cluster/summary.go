@@ -8,11 +8,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// Bytes is a size in words: rounded to three digits, with a unit of 1024 (10Gi, 1.5Ti, 512).
+// Bytes returns a size for people: rounded to three digits, with a binary unit (10Gi, 1.5Ti, 512).
 func Bytes(n int64) string {
 	const units = "KMGTPE"
 	value, unit := float64(n), ""
-	for i := 0; value >= 1023.5 && i < len(units); i++ { // else it would be 1024 of the smaller unit
+	for i := 0; value >= 1023.5 && i < len(units); i++ { // 1023.5 would be rounded to 1024
 		value, unit = value/1024, units[i:i+1]+"i"
 	}
 	digits := 0
@@ -30,7 +30,8 @@ func Bytes(n int64) string {
 	return text + unit
 }
 
-// Summarize makes the summary of a volume or a snapshot of the rest of the object. Of a snapshot, the claim is left as it is.
+// Summarize sets status.summary of a volume or a snapshot from the rest of the object. The claim stays as it is if the object does not name one, as
+// snapshots do not.
 func Summarize(o Object) {
 	status := o.Common()
 	sum := v1alpha1.Summary{State: v1alpha1.StateOf(o), Health: worst(status.Health), Claim: status.Summary.Claim}
@@ -54,13 +55,13 @@ func Summarize(o Object) {
 	status.Summary = sum
 }
 
-// SummarizePool makes the summary of a pool of the rest of the object.
+// SummarizePool sets status.summary of a pool from the rest of the object.
 func SummarizePool(p *v1alpha1.Pool) {
 	s := &p.Status
 	s.Summary = v1alpha1.PoolSummary{Health: worst(s.Health), Total: Bytes(s.Total), Promised: Bytes(s.Promised), Available: Bytes(s.Available), Used: Bytes(s.Used), Largest: Bytes(s.MaxVolume)}
 }
 
-// worst is the severity of the first problem, which is the worst, or AllWell.
+// worst returns the severity of the first problem, which is the worst one; AllWell if there is none.
 func worst(health []v1alpha1.Problem) string {
 	if len(health) == 0 {
 		return v1alpha1.AllWell

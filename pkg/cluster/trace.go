@@ -7,7 +7,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// Trace writes into an object by which call its spec is changed, if that is traced. What an earlier call wrote does not stay.
+// Trace sets the annotation of an object that names the trace of the call which changes its spec. If the call is not traced, it removes the annotation.
 func Trace(ctx context.Context, o Object) {
 	Annotate(o, v1alpha1.TraceAnnotation, trace.Parent(ctx))
 }
