@@ -17,21 +17,21 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
-// saying is one thing that is to be said on one thing.
+// saying is the content of one event.
 type saying struct {
-	on      string        // the kind of what it is on
-	of      client.Object // what it is about: a Volume, a Snapshot (or its volume, by on), a Pool or a Node; nobody changes it
+	on      string        // the kind of the object that the event is on: that of of, or one that belongs to it (find)
+	of      client.Object // what it is about: a Volume, ReplicatedVolume, Snapshot, Pool or Node; not to be changed
 	reason  string
-	cause   string // the reason that the runbook is for, if it is another one
-	level   string
+	cause   string    // the reason whose runbook helps, if it is not reason
+	level   string    // warning or normal
 	note    string    // without the address of the runbook
-	state   string    // tells this state of the object from others of the same reason
+	state   string    // distinguishes states of the object that have the same reason
 	since   time.Time // when the state began; zero: not known
-	lasting bool      // the state goes on until the object says otherwise
-	waits   bool      // for the node of the volume
+	lasting bool      // the state lasts until update is called without it
+	waits   bool      // something waits for the node of the object
 }
 
-// key is the same for the same saying of the same state.
+// key identifies an event: it is the same for the same state of the same object.
 func (s *saying) key() string {
 	return strings.Join([]string{s.on, fmt.Sprintf("%T", s.of), s.of.GetName(), s.reason, s.state}, "\x00")
 }
@@ -39,7 +39,7 @@ func (s *saying) key() string {
 // mostNote is how long the note of an event may be, in bytes (Kubernetes' limit).
 const mostNote = 1024
 
-// text is the note of an event: what is wrong and what to do, and where more is said of that.
+// text returns the note of an event, mostNote bytes at most; that of a warning ends with the address of the runbook.
 func (s *saying) text() string {
 	note := strings.TrimRight(strings.ToValidUTF8(s.note, "?"), ". \n")
 	end := func(note string) string { return note + "." }
@@ -52,7 +52,7 @@ func (s *saying) text() string {
 	return end(note)
 }
 
-// each returns a saying on each of some kinds of things.
+// each returns the saying for each of some kinds of objects that it is on.
 func (s saying) each(kinds []string) []saying {
 	var all []saying
 	for _, kind := range kinds {
@@ -63,7 +63,7 @@ func (s saying) each(kinds []string) []saying {
 	return all
 }
 
-// ofProblems says what is wrong with an object, or that nothing is any more. subject begins the note.
+// ofProblems returns the events of an object's health: one for each problem, or that there is none any more. subject begins their notes.
 func ofProblems(o client.Object, on []string, subject string, health []v1alpha1.Problem, conditions []metav1.Condition) []saying {
 	var all []saying
 	for _, p := range health {
@@ -76,7 +76,7 @@ func ofProblems(o client.Object, on []string, subject string, health []v1alpha1.
 	return append(all, ofRecovery(o, on, subject, conditions, v1alpha1.Healthy)...)
 }
 
-// ofRecovery says that a condition is well again.
+// ofRecovery returns the events that tell that a condition (kind) is well again; none if it is not.
 func ofRecovery(o client.Object, on []string, subject string, conditions []metav1.Condition, kind string) []saying {
 	c := meta.FindStatusCondition(conditions, kind)
 	if c == nil || c.Status != metav1.ConditionTrue || c.Reason != v1alpha1.Recovered {
@@ -86,7 +86,8 @@ func ofRecovery(o client.Object, on []string, subject string, conditions []metav
 		state: kind + c.LastTransitionTime.UTC().Format(time.RFC3339)}.each(on)
 }
 
-// ofVolume is all that there is to say of a volume whose node is in some state, and whose move, if it is to move, began at a generation, and is to another node, or from there, in some state.
+// ofVolume returns all events of a volume. node is the state of its node, and other that of the node that it moves to, or has left. began is the
+// generation at which its move began (Announcer.began).
 func ofVolume(v *v1alpha1.Volume, node, other nodeState, began int64) []saying {
 	subject := fmt.Sprintf("volume %s on node %s: ", cluster.VolumeID(v), v.Spec.NodeName)
 	all := ofProblems(v, volumes, subject, v.Status.Health, v.Status.Conditions)
@@ -115,7 +116,8 @@ func ofVolume(v *v1alpha1.Volume, node, other nodeState, began int64) []saying {
 	return append(all, ofWaiting(v, node)...)
 }
 
-// ofCopy is what there is to say of a copy of what is on another node: that it is begun, why it does not go on, that it is whole.
+// ofCopy returns the events of a volume that is a copy of a volume or snapshot on another node: that the copy has begun, why it does not go on, that it is
+// complete.
 func ofCopy(v *v1alpha1.Volume, subject string) []saying {
 	c := meta.FindStatusCondition(v.Status.Conditions, v1alpha1.Copied)
 	if c == nil || v.Spec.Source == nil || v1alpha1.Going(v) {
@@ -131,14 +133,14 @@ func ofCopy(v *v1alpha1.Volume, subject string) []saying {
 	case Copied:
 		one.note = fmt.Sprintf("%sthe bytes of %s were copied", subject, from)
 	default:
-		return nil // of another version
+		return nil // a reason of another version of the driver
 	}
 	return one.each(waiting)
 }
 
-// ofMove is what there is to say of the move of a volume or a snapshot to another node: that it is begun, why it does not go on, that it is there.
-// It may move to the same node again soon, and each move is told: by the generation at which it began, and once it has moved by
-// that at which all was copied, which does not change any more.
+// ofMove returns the events of the move of a volume or a snapshot to another node: that it has begun, why it does not go on, that it is done. As the
+// object may move to the same node again soon, the state of an event has the generation at which the move began, and when it has changed its node, the one
+// at which all was copied, which does not change any more.
 func ofMove(o cluster.Object, on []string, subject string, began int64, other nodeState) []saying {
 	m, s := o.Moves()
 	if m == nil || v1alpha1.Going(o) {
@@ -165,14 +167,15 @@ func ofMove(o cluster.Object, on []string, subject string, began int64, other no
 		one.reason, one.note = Moving, fmt.Sprintf("%sit is being moved to node %s", subject, where)
 		all = one.each(on)
 	}
-	if s.Waits && len(waits) == 0 { // else what it waited for is old news
+	if s.Waits && len(waits) == 0 { // if that node is away, its message is an old one
 		one.reason, one.level, one.lasting, one.note = MoveWaits, warning, true, subject+"its move waits: "+s.Message
 		all = append(all, one.each(on)...)
 	}
 	return append(all, waits...)
 }
 
-// ofMoveAway says that a move waits for the node that it is to, or that something has left, as that is away: it cannot say so itself.
+// ofMoveAway returns the events that tell that a move waits for the other node (to which something moves, or which it has left), as that node is not well.
+// The node itself cannot report that.
 func ofMoveAway(o cluster.Object, on []string, subject string, m *v1alpha1.Move, s *v1alpha1.MoveStatus, other nodeState) []saying {
 	arrived := s != nil && s.Arrived
 	if other.reason == "" || m.Left && (!arrived || s.Cleared) {
@@ -186,7 +189,7 @@ func ofMoveAway(o cluster.Object, on []string, subject string, m *v1alpha1.Move,
 		note: fmt.Sprintf("%sits move waits for node %s%s: %s", subject, m.Node, what, other.why)}.each(on)
 }
 
-// ofAway says that who uses a volume on another node, or reads it beside others, waits for the volume's own, as the agent there has found.
+// ofAway returns the events of a volume whose home does not answer a node that uses or reads it, as the agent of that node reports (Export.Away).
 func ofAway(v *v1alpha1.Volume) (all []saying) {
 	home := v.Spec.NodeName
 	for _, e := range v.Given() {
@@ -201,11 +204,11 @@ func ofAway(v *v1alpha1.Volume) (all []saying) {
 	return all
 }
 
-// awayOn is in the state of HomeAway, before the node on which the volume is used.
+// awayOn stands before the name of the using node in the state of a HomeAway event (over).
 const awayOn = " on "
 
-// waitsForHome reports whether something is to be done to a volume that its node does: it is to be made, grown, deleted, taken over where it has moved to, given to another node that has a
-// claim, or not given to one any more that has none.
+// waitsForHome reports whether the node of a volume has something to do: to make, grow or delete it, to take it over after a move, to export it for a
+// claim of another node, or to end an export that has no claim any more.
 func waitsForHome(v *v1alpha1.Volume) bool {
 	m, s := v.Spec.Move, v.Status.Move
 	given := v.Given()
@@ -216,7 +219,8 @@ func waitsForHome(v *v1alpha1.Volume) bool {
 		slices.ContainsFunc(given, func(e v1alpha1.Export) bool { return v.ClaimOf(e.Node) == nil && e.Generation <= v.Spec.Claims })
 }
 
-// ofWaiting says that a volume waits for its node: it is in use, or something is to be done to it.
+// ofWaiting returns the events of a volume whose node is not well: that the node is gone for good, or that the volume waits for it, as it is in use or its
+// node has something to do (waitsForHome).
 func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
 	wanted := waitsForHome(v)
 	one := saying{of: v, reason: node.reason, level: warning, since: node.since, state: node.id(), lasting: true, waits: true}
@@ -231,7 +235,7 @@ func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
 	return nil
 }
 
-// ofSnapshot is all that there is to say of a snapshot, and of its volume because of it; other and began are as in ofVolume.
+// ofSnapshot returns all events of a snapshot, on it or on its volume. other and began are as in ofVolume.
 func ofSnapshot(s *v1alpha1.Snapshot, other nodeState, began int64) []saying {
 	subject := fmt.Sprintf("snapshot %s on node %s: ", cluster.SnapshotID(s), s.Spec.NodeName)
 	all := ofProblems(s, []string{onSnapshot}, subject, s.Status.Health, s.Status.Conditions)
@@ -249,11 +253,11 @@ func ofSnapshot(s *v1alpha1.Snapshot, other nodeState, began int64) []saying {
 	return all
 }
 
-// ofPool is all that there is to say of a pool.
+// ofPool returns all events of a pool.
 func ofPool(p *v1alpha1.Pool) []saying {
 	subject := fmt.Sprintf("pool %s of node %s: ", p.Spec.Pool, p.Spec.NodeName)
 	health := slices.Clone(p.Status.Health)
-	for i := range health { // pools mostly name themselves
+	for i := range health { // subject names the pool already
 		health[i].Message = strings.TrimPrefix(health[i].Message, "pool "+p.Spec.Pool+": ")
 	}
 	all := ofProblems(p, pools, subject, health, p.Status.Conditions)
@@ -266,7 +270,7 @@ func ofPool(p *v1alpha1.Pool) []saying {
 	return append(all, ofRecovery(p, pools, subject, p.Status.Conditions, v1alpha1.Accounted)...)
 }
 
-// nodeState is how a node is that has pools; the zero value is one that is there and heard.
+// nodeState is the state of a node; the zero value is that of one that is ready and whose agent is heard.
 type nodeState struct {
 	reason string // AgentSilent, NodeNotReady or NodeGone
 	why    string
@@ -280,7 +284,7 @@ func (n nodeState) id() string {
 	return n.since.UTC().Format(time.RFC3339Nano)
 }
 
-// ofNode is all that there is to say of a node that has pools. That it is not ready Kubernetes says itself.
+// ofNode returns all events of a node. That it is not ready, Kubernetes tells itself.
 func ofNode(n *corev1.Node, state nodeState) []saying {
 	if state.reason != AgentSilent {
 		return nil
@@ -289,7 +293,7 @@ func ofNode(n *corev1.Node, state nodeState) []saying {
 		note: state.why + ": volumes that are in use go on, and nothing is made, grown or deleted there; look at the driver's pod on the node"}}
 }
 
-// over is what is said when a node is well again for which something waited.
+// over returns the event that tells that the node of a saying is well again.
 func (s saying) over() saying {
 	s.lasting, s.level, s.since = false, normal, time.Now()
 	node := s.of.GetName()

@@ -15,7 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// TestRefusalsLeadToTheirCause: what was refused for lack of room leads to the page about room, and not to that about refusals.
+// TestRefusalsLeadToTheirCause: the event of a refused growth leads to the runbook of the reason why it was refused, as for lack of room.
 func TestRefusalsLeadToTheirCause(t *testing.T) {
 	for reason, page := range map[string]string{"NoSpace": "pool-full.md", "Precondition": "refused.md", "DataLoss": "data-loss.md"} {
 		v := &v1alpha1.Volume{}
@@ -34,7 +34,7 @@ func TestRefusalsLeadToTheirCause(t *testing.T) {
 	}
 }
 
-// TestLongNames: the name of an event is one that Kubernetes takes, however long that of its object is.
+// TestLongNames: the name of an event is valid in Kubernetes, however long the name of its object is.
 func TestLongNames(t *testing.T) {
 	a := New(kube.Connection{}, nil, Options{Driver: v1alpha1.DefaultDriver})
 	for at := 1; at < mostName; at++ {
@@ -48,14 +48,14 @@ func TestLongNames(t *testing.T) {
 	}
 }
 
-// TestEachMoveIsTold: a volume that moves to a node, back, and to that node again tells of each move, once, whatever else changes meanwhile;
-// and two controllers say the same.
+// TestEachMoveIsTold: for a volume that moves to a node, back, and to that node again, there are events of each move, once, whatever else changes
+// meanwhile; and two controllers write the same ones.
 func TestEachMoveIsTold(t *testing.T) {
 	controllers := []*Announcer{New(kube.Connection{}, nil, Options{}), New(kube.Connection{}, nil, Options{})}
 	generation := int64(0)
 	told := func(says string, home string, m *v1alpha1.Move, s *v1alpha1.MoveStatus) {
 		t.Helper()
-		generation++ // by this, or by a claim
+		generation++ // as if the spec had changed each time
 		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: "k", Generation: generation}, Spec: v1alpha1.VolumeSpec{NodeName: home, Pool: "p", Move: m}, Status: v1alpha1.VolumeStatus{Move: s}}
 		for _, a := range controllers {
 			before := maps.Clone(a.entries)
@@ -90,9 +90,9 @@ func TestEachMoveIsTold(t *testing.T) {
 	}
 	told("", "b", &v1alpha1.Move{Node: "a"}, nil)
 	told(Moving, "b", &v1alpha1.Move{Node: "a"}, &v1alpha1.MoveStatus{Node: "a"})
-	told("", "b", &v1alpha1.Move{Node: "c"}, &v1alpha1.MoveStatus{Node: "a"}) // it is to go elsewhere
+	told("", "b", &v1alpha1.Move{Node: "c"}, &v1alpha1.MoveStatus{Node: "a"}) // another node is asked for
 	told(Moving, "b", &v1alpha1.Move{Node: "c"}, &v1alpha1.MoveStatus{Node: "c"})
-	told("", "b", nil, nil) // and then nowhere
+	told("", "b", nil, nil) // the move is taken back
 	told(Moving, "b", &v1alpha1.Move{Node: "c"}, &v1alpha1.MoveStatus{Node: "c"})
 	if one, other := controllers[0], controllers[1]; !maps.EqualFunc(one.entries, other.entries, func(a, b *entry) bool { return a.reason == b.reason }) {
 		t.Errorf("one controller says %q, and another one %q", slices.Collect(maps.Keys(one.entries)), slices.Collect(maps.Keys(other.entries)))
@@ -103,7 +103,7 @@ func TestEachMoveIsTold(t *testing.T) {
 	}
 }
 
-// TestReadersOfAHomeAway: of each reader that its home does not answer it is said, and that it answers again.
+// TestReadersOfAHomeAway: for each reader that the home of a volume does not answer, there is an event, and another one when the home answers again.
 func TestReadersOfAHomeAway(t *testing.T) {
 	away := new(metav1.NewTime(time.Unix(1, 0)))
 	v := &v1alpha1.Volume{Spec: v1alpha1.VolumeSpec{NodeName: "home", Pool: "p"}, Status: v1alpha1.VolumeStatus{
@@ -126,7 +126,8 @@ func TestReadersOfAHomeAway(t *testing.T) {
 	}
 }
 
-// TestRemovedLegs: that a volume does without a leg follows from the object alone, also when nobody was there to see the leg go; and is not said again when that is long ago.
+// TestRemovedLegs: the event of a removed leg follows from the object alone, even if no controller saw the leg go. It is not written for a leg that was
+// removed long ago.
 func TestRemovedLegs(t *testing.T) {
 	now := metav1.Now()
 	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: "k"}, Status: v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro())},

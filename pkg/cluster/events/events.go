@@ -1,11 +1,10 @@
-// Package events tells people, on what they describe, what is wrong and when it is well again: as Kubernetes' Events on
-// PersistentVolumeClaims, PersistentVolumes, Nodes, Volumes, ReplicatedVolumes, Snapshots and Pools. Table has all of them.
+// Package events writes Kubernetes' Events, which tell people what is wrong and when it is well again: on PersistentVolumeClaims, PersistentVolumes,
+// Nodes, Volumes, ReplicatedVolumes, Snapshots and Pools. Table has all of them.
 //
-// All that it says follows from the objects of pkg/api and from the heartbeats, so it runs in the controller, and agents need
-// no right for it. Nobody remembers what was said: the name of an event is made of what it is on, the reason, and when
-// the state began, so the second who says it finds that it was said, be it another controller or the same one after a
-// restart. That is why client-go's recorders are not used: their events have random names, and only the process knows
-// what it has said. A state that lasts is said again, as a series of the one event, before Kubernetes forgets it.
+// All events follow from the objects of pkg/api and from the heartbeats, so they are written by the controller, and agents need no right for that. No
+// memory of them is kept: the name of an event is made from the object that it is on, the reason, and the state that it tells of. So whoever writes it a
+// second time, another controller or the same one after a restart, finds that it exists. That is why client-go's recorders are not used: their events have
+// random names, and only the process knows what it has written. The event of a state that lasts is renewed, as a series, before Kubernetes deletes it.
 package events
 
 import (
@@ -26,72 +25,73 @@ import (
 )
 
 const (
-	// again is when a state that lasts is said again. API servers forget an event after an hour, unless told otherwise.
+	// again is how often the event of a state that lasts is renewed. API servers delete an event after an hour by default (kube-apiserver --event-ttl).
 	again = 30 * time.Minute
-	// fresh is how old what does not last may be when it is said: of older states the event was there, and is forgotten. For as
-	// long it is not said again.
+	// fresh is how old something that does not last may be when its event is written: the event of anything older existed, and was deleted. As long an event
+	// is remembered, and not written again.
 	fresh = time.Hour
-	// pace is the time between two events, so that what happens to many volumes at once is no load for the API server.
+	// pace is the time between two events, so that many events at once are no load for the API server.
 	pace = 20 * time.Millisecond
-	// most is how much is kept in mind. What comes beyond that is not said.
+	// most is how many events are remembered. What comes beyond that is left out.
 	most = 20000
-	// mostOfNode is how much is taken up within an hour (fresh) of what one node says. The rest is not said, so that a node which says
-	// ever new things, by a fault or because somebody took it over, fills neither what is kept here nor the API server.
+	// mostOfNode is how many events of the objects of one node are taken within an hour (fresh). The rest is left out, so that a node which causes ever new
+	// events, by a fault or because it was taken over, fills neither this memory nor the API server. All ReplicatedVolumes together count as one node.
 	mostOfNode = most / 4
-	// firstRetry and lastRetry are between tries while the API server does not answer.
+	// firstRetry and lastRetry are the first and the longest pause between tries while the API server does not answer.
 	firstRetry = time.Second
 	lastRetry  = 5 * time.Minute
-	// timeout of a request.
+	// timeout is the time limit for writing one event.
 	timeout = 10 * time.Second
 )
 
 // Options of an Announcer.
 type Options struct {
-	// Driver is the name of the CSI driver, which the events are from.
+	// Driver is the name of the CSI driver: the reportingController of the events.
 	Driver string
 	// Namespace has the Leases of the agents.
 	Namespace string
-	// Again is when a state that lasts is said again; 0 is the usual time.
+	// Again is how often the event of a state that lasts is renewed; 0 is the usual time.
 	Again time.Duration
 }
 
-// Agents tells of the agents of nodes.
+// Agents knows which agents are heard.
 type Agents interface {
-	// Patience is how much longer a node's agent may be silent; false for one that never was heard.
+	// Patience returns how much longer the agent of a node may be silent; 0 if it has been silent for too long. beats is false if it was never heard.
 	Patience(node string) (left time.Duration, beats bool)
 }
 
-// Announcer says what there is to say. It learns of it from the events of a cache (VolumeChanged, ReplicatedChanged, SnapshotChanged, PoolChanged,
-// NodeChanged, LeaseChanged), which never wait for it, and says it while it runs. An API server that refuses events, or is away, holds up
-// nothing else.
+// Announcer writes the events of all objects. A cache hands it each change (VolumeChanged, ReplicatedChanged, SnapshotChanged, PoolChanged, NodeChanged,
+// LeaseChanged); these calls do not wait for the API server. Run writes the events. If the API server refuses events, or does not answer, nothing else is
+// held up.
 type Announcer struct {
 	kube     kube.Connection
 	agents   Agents
 	options  Options
 	instance string
 	queue    workqueue.TypedRateLimitingInterface[string]
-	look     chan struct{}                                // there may be news of nodes
-	wholes   workqueue.TypedRateLimitingInterface[string] // replicated volumes of which there may be news
-	handles  handles                                      // used by the one who says
-	refusal  sync.Once                                    // that events are refused is logged once
+	look     chan struct{}                                // of one element; has it while a look at the nodes is due
+	wholes   workqueue.TypedRateLimitingInterface[string] // names of the ReplicatedVolumes to look at
+	handles  handles                                      // used by the goroutine of queue alone
+	refusal  sync.Once                                    // logs once that events are refused
 
 	mu      sync.Mutex
-	entries map[string]*entry          // by key: what is to be said, and what was
-	lasting map[string]map[string]bool // keys of what lasts, by the object that it is about
-	nodes   map[string]nodeState       // those that are not well
-	taken   map[string]int             // how much was taken up of each node
-	since   time.Time                  // since when that was counted
-	moves   map[types.UID]begun        // of volumes and snapshots that are to move
+	entries map[string]*entry          // by saying.key: what is to be written, and what was
+	lasting map[string]map[string]bool // keys of the entries that last, by objectKey
+	nodes   map[string]nodeState       // of nodes that are not well, by name
+	taken   map[string]int             // how many events were taken since the time in since, by node (mostOfNode)
+	since   time.Time
+	moves   map[types.UID]begun // of volumes and snapshots that are to move
 }
 
-// entry is a saying of this process.
+// entry is an event that this process is to write, or has written.
 type entry struct {
 	saying
 	noted time.Time // when it was found
-	said  time.Time // zero: not yet
+	said  time.Time // when it was last written; zero: not yet
 }
 
-// New returns an announcer. Its connection's cache has volumes, with the indexes cluster.ByNode, cluster.ByMove and cluster.ByReplicaOf, replicated volumes, pools, with cluster.ByNode, nodes and Leases.
+// New returns an Announcer. The cache of its connection has to have Volumes, with the indexes cluster.ByNode, cluster.ByMove and cluster.ByReplicaOf,
+// ReplicatedVolumes, Pools, with cluster.ByNode, Nodes and Leases.
 func New(c kube.Connection, agents Agents, o Options) *Announcer {
 	if o.Again == 0 {
 		o.Again = again
@@ -107,7 +107,7 @@ func New(c kube.Connection, agents Agents, o Options) *Announcer {
 		entries: map[string]*entry{}, lasting: map[string]map[string]bool{}, nodes: map[string]nodeState{}, moves: map[types.UID]begun{}}
 }
 
-// VolumeChanged says what there is to say of a volume.
+// VolumeChanged has the events of a volume written.
 func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
 	if v, ok := o.(*v1alpha1.Volume); ok {
 		a.mu.Lock()
@@ -116,7 +116,7 @@ func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
 	}
 }
 
-// updateVolume is update of a volume.
+// updateVolume is update for a volume. The caller holds the lock.
 func (a *Announcer) updateVolume(v *v1alpha1.Volume, gone bool) {
 	if v.Spec.ReplicaOf != "" {
 		a.wholes.Add(v.Spec.ReplicaOf)
@@ -124,7 +124,7 @@ func (a *Announcer) updateVolume(v *v1alpha1.Volume, gone bool) {
 	a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName], a.other(v.Spec.Move), a.began(v, v.Spec.Move, gone)))
 }
 
-// other is how the node is that something moves to, or has left.
+// other returns the state of the node that a move is to, or that was left. The caller holds the lock.
 func (a *Announcer) other(m *v1alpha1.Move) nodeState {
 	if m == nil {
 		return nodeState{}
@@ -132,15 +132,15 @@ func (a *Announcer) other(m *v1alpha1.Move) nodeState {
 	return a.nodes[m.Node]
 }
 
-// begun is a move of a volume or a snapshot that has not moved yet.
+// begun is a move of a volume or a snapshot that has not changed its node yet.
 type begun struct {
-	node string // the new one
-	at   int64  // the generation of the object
+	node string // the new node
+	at   int64  // the generation of the object when the move was first seen
 }
 
-// began is the generation of an object at which its move began: that in which the move was seen first, as nothing of the object says so, and
-// others change it while the volume moves; 0 if it is not to move. All who watch see that generation; who begins to watch later may tell of
-// the move once more. The caller has the lock.
+// began returns the generation of an object at which its move began; 0 if it is not to move. The object does not say that, and changes during the move. So
+// it is the generation in which the move was first seen here: the same one in all controllers that watch then. A controller that starts later may write
+// the event of the move once more. The caller holds the lock.
 func (a *Announcer) began(o client.Object, m *v1alpha1.Move, gone bool) int64 {
 	if gone || m == nil || m.Left {
 		delete(a.moves, o.GetUID())
@@ -152,7 +152,7 @@ func (a *Announcer) began(o client.Object, m *v1alpha1.Move, gone bool) int64 {
 	return a.moves[o.GetUID()].at
 }
 
-// SnapshotChanged says what there is to say of a snapshot.
+// SnapshotChanged has the events of a snapshot written.
 func (a *Announcer) SnapshotChanged(o client.Object, gone bool) {
 	if s, ok := o.(*v1alpha1.Snapshot); ok {
 		a.mu.Lock()
@@ -161,7 +161,7 @@ func (a *Announcer) SnapshotChanged(o client.Object, gone bool) {
 	}
 }
 
-// PoolChanged says what there is to say of a pool.
+// PoolChanged has the events of a pool written.
 func (a *Announcer) PoolChanged(o client.Object, gone bool) {
 	if p, ok := o.(*v1alpha1.Pool); ok {
 		a.mu.Lock()
@@ -171,7 +171,7 @@ func (a *Announcer) PoolChanged(o client.Object, gone bool) {
 	a.NodeChanged(o, gone) // it may be the first pool of its node
 }
 
-// LeaseChanged has it looked whether an agent is heard again.
+// LeaseChanged has the nodes looked at if the node of a Lease is not well: its agent may be heard again.
 func (a *Announcer) LeaseChanged(o client.Object, gone bool) {
 	if lease, ok := o.(*coordinationv1.Lease); ok && lease.Spec.HolderIdentity != nil && a.unwell(*lease.Spec.HolderIdentity) {
 		a.NodeChanged(o, gone)
@@ -184,15 +184,16 @@ func (a *Announcer) unwell(node string) bool {
 	return a.nodes[node].reason != ""
 }
 
-// NodeChanged has it looked which nodes are there.
+// NodeChanged has the nodes looked at.
 func (a *Announcer) NodeChanged(client.Object, bool) {
 	select {
 	case a.look <- struct{}{}:
-	default: // it will be
+	default: // a look is due already
 	}
 }
 
-// update takes in all that there is to say of an object. The caller has the lock.
+// update has the events of an object written: now is all that there is to tell of it. States that lasted and are not among them are over, and forgotten;
+// the event that says so is written if theirs was. The caller holds the lock.
 func (a *Announcer) update(o client.Object, gone bool, now []saying) {
 	if gone {
 		now = nil
@@ -227,7 +228,8 @@ func (a *Announcer) update(o client.Object, gone bool, now []saying) {
 	}
 }
 
-// say has something said, unless it was or will be. The caller has the lock.
+// say has an event written, unless it was written or is to be. It leaves it out, and logs that, if there are too many (most, mostOfNode). The caller holds
+// the lock.
 func (a *Announcer) say(one saying) {
 	key := one.key()
 	if e := a.entries[key]; e != nil {
@@ -241,7 +243,7 @@ func (a *Announcer) say(one saying) {
 	case a.taken[node] > mostOfNode:
 		return
 	case a.taken[node] == mostOfNode:
-		a.taken[node]++ // that is said once
+		a.taken[node]++ // so that it is logged once
 		klog.Background().Info("There is too much to say of a node; its events are left out for up to an hour", "node", node, "reason", one.reason, "about", one.of.GetName())
 		return
 	case len(a.entries) >= most:
@@ -253,7 +255,7 @@ func (a *Announcer) say(one saying) {
 	a.queue.Add(key)
 }
 
-// Run says what there is to say until the context ends. The cache has been filled.
+// Run writes events until the context ends. The cache has to be filled before.
 func (a *Announcer) Run(ctx context.Context) {
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -288,7 +290,7 @@ func (a *Announcer) Run(ctx context.Context) {
 	}
 }
 
-// next says one thing, if it is still so.
+// next writes one event, if it is still to be written.
 func (a *Announcer) next(ctx context.Context, key string) {
 	one, there := a.take(key)
 	if !there || ctx.Err() != nil {
@@ -311,7 +313,7 @@ func (a *Announcer) next(ctx context.Context, key string) {
 	}
 }
 
-// take returns what is to be said now. What does not last is forgotten when it is not fresh any more.
+// take returns the entry of a key, and whether its event is to be written now. It forgets one that does not last after an hour (fresh).
 func (a *Announcer) take(key string) (entry, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -326,7 +328,7 @@ func (a *Announcer) take(key string) (entry, bool) {
 	return *e, e.lasting || e.said.IsZero()
 }
 
-// done notes that something was said. It returns when to look at it again.
+// done notes that the event of a key was written. It returns after how long to look at it again.
 func (a *Announcer) done(key string) time.Duration {
 	a.mu.Lock()
 	defer a.mu.Unlock()

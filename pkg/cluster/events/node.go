@@ -16,13 +16,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// Nodes are looked at when one changed, with a pause between two looks, and when an agent may have become silent.
+// lookPause is the least time between two looks at the nodes, lookAgain the longest.
 const (
 	lookPause = time.Second
 	lookAgain = time.Minute
 )
 
-// lookAtNodes finds out how the nodes are that have pools or volumes, or that volumes move to or have left, and says what is new. It returns when to look again.
+// lookAtNodes finds out the states of all nodes that have pools or volumes, or that volumes move to or have left, and has the events of changes written.
+// It returns after how long to look again: when an agent may count as silent, lookAgain at most.
 func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
 	next, err := a.lookAtEach(ctx)
 	if err == nil {
@@ -35,7 +36,7 @@ func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
 }
 
 func (a *Announcer) lookAtEach(ctx context.Context) (next time.Duration, _ error) {
-	a.mu.Lock() // so that what is in the cache now is not older than what was told of before
+	a.mu.Lock() // before the cache is read, so that a later update never has older objects
 	defer a.mu.Unlock()
 	has, err := kube.Values(ctx, a.kube.Cache, kube.Index{Of: &v1alpha1.Pool{}, Field: cluster.ByNode}, kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByNode},
 		kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByMove})
@@ -76,7 +77,7 @@ func (a *Announcer) volumesOf(ctx context.Context, node string) (its []*v1alpha1
 	return its, nil
 }
 
-// setNode says what there is to say of a node, and of volumes that it has, or that move to it or have left it. The caller has the lock.
+// setNode sets the state of a node, and has the events of it and of some volumes (volumesOf) written. The caller holds the lock.
 func (a *Announcer) setNode(node *corev1.Node, gone bool, state nodeState, its []*v1alpha1.Volume) {
 	if a.nodes[node.Name] = state; state.reason == "" {
 		delete(a.nodes, node.Name)
@@ -87,13 +88,14 @@ func (a *Announcer) setNode(node *corev1.Node, gone bool, state nodeState, its [
 	}
 }
 
-// stateOf is how a node is by the cache, and how much longer its agent may be silent; 0 if that does not matter.
+// stateOf returns a node, its state by the cache, and how much longer its agent may be silent; 0 if the agent does not matter for the state. The caller
+// holds the lock.
 func (a *Announcer) stateOf(ctx context.Context, name string) (*corev1.Node, nodeState, time.Duration) {
 	node := kube.Node(name)
 	if err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); apierrors.IsNotFound(err) {
 		return kube.Node(name), nodeState{reason: NodeGone, why: "it has no Node object"}, 0
 	} else if err != nil {
-		return node, a.nodes[name], 0 // it is as it was
+		return node, a.nodes[name], 0 // unchanged
 	}
 	for _, taint := range node.Spec.Taints {
 		if taint.Key == v1alpha1.GoneTaint {
@@ -123,7 +125,7 @@ func (a *Announcer) stateOf(ctx context.Context, name string) (*corev1.Node, nod
 	return node, state, 0
 }
 
-// notReady is the state of a node that is not ready; the zero value for one that is.
+// notReady returns the state of a node by its condition Ready; the zero value if it is ready.
 func notReady(node *corev1.Node) nodeState {
 	for _, c := range node.Status.Conditions {
 		switch {
@@ -138,7 +140,7 @@ func notReady(node *corev1.Node) nodeState {
 	return nodeState{NodeNotReady, "it has not said that it is ready", node.CreationTimestamp.Time}
 }
 
-// nodeOf is the node that an object is of.
+// nodeOf returns the name of the node that an object belongs to; empty for a ReplicatedVolume.
 func nodeOf(o client.Object) string {
 	switch o := o.(type) {
 	case *v1alpha1.Volume:

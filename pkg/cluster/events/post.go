@@ -20,14 +20,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Limits of Kubernetes, in bytes.
+// Kubernetes' limits for the reportingInstance and the name of an event, in bytes.
 const (
 	mostInstance = 128
 	mostName     = 253
 )
 
-// post writes the event of a saying, if what it is on is there. One that was said and lasts goes on as a series. What the API server
-// refuses for good is not an error: it is logged.
+// post writes an event, if the object that it is on exists. If it was written before, it is renewed as a series, or written anew if it is gone. That the
+// API server refuses it for good is logged, and is no error.
 func (a *Announcer) post(ctx context.Context, e entry) error {
 	on, err := a.find(ctx, e.saying)
 	if err != nil || on == nil {
@@ -46,26 +46,26 @@ func (a *Announcer) post(ctx context.Context, e entry) error {
 	return nil
 }
 
-// goOn notes in the event of a state that it lasts: the API server keeps the event for longer, and `kubectl describe` shows when it was last so.
+// goOn renews the event of a state that lasts, as a series: the API server keeps it for longer, and `kubectl describe` shows when the state was last seen.
 func (a *Announcer) goOn(ctx context.Context, e entry, event *eventsv1.Event) error {
 	now := event.DeepCopy()
 	since := e.since
 	if since.IsZero() {
 		since = e.noted
 	}
-	// By the time, and not by counting, so that two controllers say the same.
+	// The count follows from the time, so that two controllers write the same one.
 	now.Series = &eventsv1.EventSeries{Count: int32(2 + min(time.Since(since)/a.options.Again, 1<<20)), LastObservedTime: metav1.NowMicro()}
 	return a.kube.Live.Patch(ctx, now, client.MergeFrom(event))
 }
 
-// tolerate returns an error that may pass. What is refused for good is left: the work does not depend on it.
+// tolerate returns an error if another try may succeed. It logs one that is final, and returns nil.
 func (a *Announcer) tolerate(ctx context.Context, err error) error {
 	switch {
 	case apierrors.IsForbidden(err):
 		a.refusal.Do(func() {
 			klog.FromContext(ctx).Error(err, "The API server refuses events; nothing else depends on them")
 		})
-	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err), apierrors.IsNotFound(err): // as in a namespace that is gone
+	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err), apierrors.IsNotFound(err): // the last one: the namespace is gone
 		klog.FromContext(ctx).Error(err, "The API server does not take an event")
 	default:
 		return err
@@ -73,11 +73,11 @@ func (a *Announcer) tolerate(ctx context.Context, err error) error {
 	return nil
 }
 
-// event is the event of a saying on an object. Its name is that of this state of the object: it is not there twice.
+// event returns the Event of an entry on an object. Its name is made from the UID of the object and the key of the entry, so it exists once.
 func (a *Announcer) event(e entry, on corev1.ObjectReference) *eventsv1.Event {
 	namespace := on.Namespace
 	if namespace == "" {
-		namespace = metav1.NamespaceDefault // where those of objects without a namespace are
+		namespace = metav1.NamespaceDefault // Kubernetes' convention for objects without a namespace
 	}
 	hash := sha256.Sum256([]byte(strings.Join([]string{string(on.UID), e.key()}, "\x00")))
 	suffix := ".ashlar-" + hex.EncodeToString(hash[:8])
@@ -95,7 +95,7 @@ func reference(o client.Object, version, kind string) corev1.ObjectReference {
 	return corev1.ObjectReference{APIVersion: version, Kind: kind, Namespace: o.GetNamespace(), Name: o.GetName(), UID: o.GetUID()}
 }
 
-// find returns what a saying is on; nil if that is not there.
+// find returns the object that an event is on; nil if it does not exist.
 func (a *Announcer) find(ctx context.Context, s saying) (*corev1.ObjectReference, error) {
 	switch s.on {
 	case onVolume, onPV, onClaim:
@@ -127,7 +127,7 @@ func (a *Announcer) find(ctx context.Context, s saying) (*corev1.ObjectReference
 	return &on, nil
 }
 
-// volumeOf returns a volume, or that of a snapshot; nil if it is not there.
+// volumeOf returns a volume itself, or the volume of a snapshot; nil if it does not exist.
 func (a *Announcer) volumeOf(ctx context.Context, o client.Object) (*v1alpha1.Volume, error) {
 	switch o := o.(type) {
 	case *v1alpha1.Volume:
@@ -142,7 +142,7 @@ func (a *Announcer) volumeOf(ctx context.Context, o client.Object) (*v1alpha1.Vo
 	return nil, nil
 }
 
-// asVolume is a volume with several legs as its PersistentVolume has it.
+// asVolume returns a Volume with what handles.find needs to find the PersistentVolume of a volume with several legs.
 func asVolume(r *v1alpha1.ReplicatedVolume) *v1alpha1.Volume {
 	v := cluster.VolumeNamed(r.Name)
 	v.Spec = v1alpha1.VolumeSpec{Name: r.Spec.Name, Pool: r.Spec.Pool, PersistentVolume: r.Spec.Name}
@@ -150,19 +150,19 @@ func asVolume(r *v1alpha1.ReplicatedVolume) *v1alpha1.Volume {
 	return v
 }
 
-// handles finds the PersistentVolumes and claims of volumes.
+// handles finds the PersistentVolumes and claims of volumes. It is not safe for concurrent use.
 type handles struct {
 	live   client.Client
 	driver string
 
-	read  time.Time         // when all were
-	names map[string]string // of those of the driver, by handle
+	read  time.Time         // when all PersistentVolumes were last read
+	names map[string]string // names of the driver's PersistentVolumes, by volume handle
 }
 
-// readEvery is how often all PersistentVolumes are read at most, to find those that were written by hand.
+// readEvery is the least time between two reads of all PersistentVolumes, which find those that were written by hand.
 const readEvery = time.Minute
 
-// find returns the PersistentVolume of a volume, or the claim that is bound to that or waits for it; nil if there is none.
+// find returns, by kind, the PersistentVolume of a volume, or the PersistentVolumeClaim that is bound to it or waits for it; nil if there is none.
 func (h *handles) find(ctx context.Context, v *v1alpha1.Volume, kind string) (*corev1.ObjectReference, error) {
 	pv, err := h.persistentVolume(ctx, v)
 	if err != nil {
@@ -179,13 +179,14 @@ func (h *handles) find(ctx context.Context, v *v1alpha1.Volume, kind string) (*c
 		if ref := pv.Spec.ClaimRef; ref != nil && bound(pv) {
 			return &corev1.ObjectReference{APIVersion: "v1", Kind: onClaim, Namespace: ref.Namespace, Name: ref.Name, UID: ref.UID}, nil
 		}
-		return nil, nil // nobody's, or of a claim that is gone
+		return nil, nil // no claim has it, or the claim is gone
 	}
 	return h.waiting(ctx, v)
 }
 
-// waiting returns the claim that a volume is made for, which is not bound yet. Another one of its name is not meant. The volume is the
-// one that was provisioned for it, whose name, and so its key, is there once: an agent may write objects that name any claim.
+// waiting returns the claim that a volume is made for, if it is not bound yet; nil if there is none, or it is another one of that name. As an agent may
+// write objects that name any claim, the volume has to have the name that external-provisioner gives to the volume of this claim, and the key of that
+// name.
 func (h *handles) waiting(ctx context.Context, v *v1alpha1.Volume) (*corev1.ObjectReference, error) {
 	ref := v.Spec.ClaimRef
 	if ref == nil {
@@ -204,12 +205,12 @@ func (h *handles) waiting(ctx context.Context, v *v1alpha1.Volume) (*corev1.Obje
 
 func bound(pv *corev1.PersistentVolume) bool { return pv.Status.Phase == corev1.VolumeBound }
 
-// persistentVolume returns that of a volume: the one that it was made for, or one that somebody wrote by hand; of several one that is bound,
-// as the other may have been kept when its claim was deleted; nil for none.
+// persistentVolume returns the PersistentVolume of a volume: the one that it was made for, or one that was written by hand; nil if there is none. If there
+// are both, it prefers the one that is bound: the other may have been kept (reclaim policy Retain) when its claim was deleted.
 func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*corev1.PersistentVolume, error) {
 	handle := cluster.VolumeID(v).String()
 	own, err := h.named(ctx, v.Spec.PersistentVolume, handle)
-	if err != nil || own != nil && bound(own) || v.Status.Created == nil { // nobody can have written one for what was not made
+	if err != nil || own != nil && bound(own) || v.Status.Created == nil { // nobody writes one by hand for a volume that was not made yet
 		return own, err
 	}
 	if err := h.readAll(ctx); err != nil {
@@ -229,7 +230,7 @@ func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*co
 	return own, nil
 }
 
-// named returns the PersistentVolume of a name, if it has a handle; nil if there is none.
+// named returns the PersistentVolume of a name; nil if there is none, or it has another volume handle.
 func (h *handles) named(ctx context.Context, name, handle string) (*corev1.PersistentVolume, error) {
 	if name == "" {
 		return nil, nil
@@ -242,7 +243,7 @@ func (h *handles) named(ctx context.Context, name, handle string) (*corev1.Persi
 	return pv, nil
 }
 
-// readAll reads which PersistentVolumes there are, unless that is known. No more than their names is kept: there may be very many.
+// readAll reads all PersistentVolumes, if it has not done so within readEvery. Only names are kept, as there may be very many.
 func (h *handles) readAll(ctx context.Context) error {
 	if time.Since(h.read) < readEvery {
 		return nil
@@ -264,7 +265,7 @@ func (h *handles) readAll(ctx context.Context) error {
 	return nil
 }
 
-// handle is that of a PersistentVolume of the driver; empty for others.
+// handle returns the volume handle of a PersistentVolume; empty if it is another driver's.
 func (h *handles) handle(pv *corev1.PersistentVolume) string {
 	if source := pv.Spec.CSI; source != nil && source.Driver == h.driver {
 		return source.VolumeHandle

@@ -19,7 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
-// manyVolumes is an API server with so many PersistentVolumes.
+// manyVolumes is a client of an API server that has n PersistentVolumes.
 type manyVolumes struct {
 	client.Client
 	n int
@@ -50,7 +50,7 @@ func (m manyVolumes) Get(_ context.Context, key client.ObjectKey, o client.Objec
 	return apierrors.NewNotFound(schema.GroupResource{Resource: "persistentvolumes"}, key.Name)
 }
 
-// TestHandlesInLittle: who looked for the PersistentVolume of one volume, which somebody wrote by hand, does not have all of them in memory from then on.
+// TestHandlesInLittle: after a search for a PersistentVolume that was written by hand, which reads all of them, only little of each stays in memory.
 func TestHandlesInLittle(t *testing.T) {
 	const n = 2000
 	h := &handles{live: manyVolumes{n: n}, driver: cluster.DefaultDriver}

@@ -16,10 +16,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
-// ReplicatedChanged says what there is to say of a volume with several legs.
+// ReplicatedChanged has the events of a volume with several legs written.
 func (a *Announcer) ReplicatedChanged(o client.Object, _ bool) { a.wholes.Add(o.GetName()) }
 
-// lookAtWholes says what there is to say of the volumes with several legs of which something changed, until the queue is shut down.
+// lookAtWholes looks at each volume with several legs that has changed (updateReplicated), until the queue is shut down.
 func (a *Announcer) lookAtWholes(ctx context.Context) {
 	for {
 		key, shutdown := a.wholes.Get()
@@ -36,9 +36,9 @@ func (a *Announcer) lookAtWholes(ctx context.Context) {
 	}
 }
 
-// updateReplicated is update of a volume with several legs.
+// updateReplicated is update for a volume with several legs. It takes the lock.
 func (a *Announcer) updateReplicated(ctx context.Context, key string) error {
-	a.mu.Lock() // so that what is in the cache now is not older than what was told of before
+	a.mu.Lock() // before the cache is read, so that a later update never has older objects
 	defer a.mu.Unlock()
 	r := cluster.ReplicatedNamed(key)
 	err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: key}, r)
@@ -61,13 +61,15 @@ func (a *Announcer) updateReplicated(ctx context.Context, key string) error {
 	return nil
 }
 
-// ofLeg are those of the sayings of a volume that is a leg which are of it alone: what is wrong with it is wrong with no volume of a claim, and that volume says what it comes to. What its first leg is copied from is its own source.
+// ofLeg keeps those events of a leg that are on its Volume: on PersistentVolume and claim are those of the ReplicatedVolume. Only the events of a copy
+// from another node stay there too, as the ReplicatedVolume has none.
 func ofLeg(all []saying) []saying {
 	copies := []string{Copying, Copied, CopyWaits, CopyRefused}
 	return slices.DeleteFunc(all, func(s saying) bool { return s.on != onVolume && !slices.Contains(copies, s.reason) })
 }
 
-// ofReplicated is all that there is to say of a volume with several legs, of which some are there, on nodes that are in some state: which legs are lost, away, joining, new, or given up, and whether the volume can be used.
+// ofReplicated returns all events of a volume with several legs: which legs are lost, not current, joining, new or removed, and that none can be used.
+// legs has those whose Volumes exist, by name; nodes has the states of nodes that are not well.
 func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, nodes map[string]nodeState) (all []saying) {
 	if r.Status.Made == nil || r.Going() {
 		return nil
@@ -88,7 +90,7 @@ func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	return append(all, ofNoCurrent(r, legs, nodes, subject)...)
 }
 
-// lacking says why a volume is to get another leg. One that has as many current ones as it is to have gets it in the place of another.
+// lacking returns why a volume is to get another leg: it has too few current ones, or one of them is to be replaced.
 func lacking(r *v1alpha1.ReplicatedVolume) string {
 	if len(r.Current()) >= r.Spec.Replicas {
 		return "another replica is to take the place of one that moves, or is lost"
@@ -103,7 +105,7 @@ func onNodeNamed(node string) string {
 	return " on node " + node
 }
 
-// ofCompare says that the legs were found to differ, or to be equal after that.
+// ofCompare returns the events of a scrub: that the legs differ, or that they are equal again after that.
 func ofCompare(r *v1alpha1.ReplicatedVolume, subject string) []saying {
 	scrub := r.Status.Scrub
 	if scrub == nil {
@@ -121,7 +123,7 @@ func ofCompare(r *v1alpha1.ReplicatedVolume, subject string) []saying {
 	return one.each(replicated)
 }
 
-// ofLegOf is what there is to say of a leg.
+// ofLegOf returns the events of a volume that are about one of its legs; v is nil if that does not exist.
 func ofLegOf(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, name, subject string) (all []saying) {
 	l := r.Leg(name)
 	if v == nil {
@@ -164,7 +166,8 @@ func ofLegOf(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, name, subject str
 	return all
 }
 
-// ofNoCurrent says that no leg that has all that was written can be used: each is lost, or its node is not there, or who is to use the volume says so.
+// ofNoCurrent returns the events that tell that no current leg can be used: the node that has the claim says so (status.waits), or each is lost, or its
+// node is not ready or gone.
 func ofNoCurrent(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, nodes map[string]nodeState, subject string) []saying {
 	if waits := r.Waiting(); waits != "" {
 		one := saying{of: r, reason: cluster.ReasonNoCurrentReplica, level: warning, lasting: true, state: fmt.Sprint("claim ", r.Spec.Claim.Generation), note: subject + waits}
@@ -189,7 +192,8 @@ func ofNoCurrent(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume,
 	return one.each(replicated)
 }
 
-// currentAgain is what is said when a leg that was not current is, or nothing: it may be a leg no more.
+// currentAgain returns the event that tells that a leg is current again; false if the saying is not about a leg that was not current, or the leg is not
+// current now, or is gone.
 func (s saying) currentAgain(r *v1alpha1.ReplicatedVolume) (saying, bool) {
 	name, _, _ := strings.Cut(s.state, " ")
 	if l := r.Leg(name); s.reason != cluster.ReasonReplicaNotCurrent || l == nil || !l.Current {

@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
-// TestWhyNoneIsUsed: why who has the claim does not use a leg that answers is told, as long as somebody has it.
+// TestWhyNoneIsUsed: if the node that has the claim cannot use any leg, an event tells why it waits, as long as there is a claim.
 func TestWhyNoneIsUsed(t *testing.T) {
 	r := cluster.ReplicatedNamed("v")
 	r.Spec.Legs, r.Spec.Claim = []string{"a"}, &v1alpha1.Claim{Node: "node", Generation: 3}
@@ -31,7 +31,7 @@ func TestWhyNoneIsUsed(t *testing.T) {
 	}
 }
 
-// TestLacksAReplica: a volume that has as many replicas as it is to have is not said to have fewer, while another one finds no place.
+// TestLacksAReplica: an event tells that no node can have another replica of a volume. It says that the volume has too few only if that is so.
 func TestLacksAReplica(t *testing.T) {
 	r := cluster.ReplicatedNamed("v")
 	r.Spec.Legs, r.Spec.Replicas = []string{"a", "b"}, 2

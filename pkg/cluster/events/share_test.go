@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// TestShare: a node that says ever new things keeps no other one from being heard, and what it says has an end.
+// TestShare: the events of a node that causes ever new ones are limited, and do not keep those of other nodes from being written.
 func TestShare(t *testing.T) {
 	a := New(kube.Connection{}, nil, Options{})
 	told := func(node string, since time.Time, reasons int) {

@@ -10,11 +10,11 @@ import (
 type Entry struct {
 	Reason string
 	Type   string   // Warning or Normal
-	On     []string // the kinds of objects that it is on
+	On     []string // the kinds of objects that it can be on
 	Means  string   // one sentence
 }
 
-// The reasons of the events that are of no problem in an object's health.
+// The reasons of events that do not come from the health of an object.
 const (
 	Strays          = "Strays"
 	AgentSilent     = "AgentSilent"
@@ -42,7 +42,7 @@ const (
 	Recovered       = "Recovered"
 )
 
-// What an event can be on.
+// The kinds of objects that events are on.
 const (
 	onVolume     = "Volume"
 	onReplicated = "ReplicatedVolume"
@@ -53,10 +53,10 @@ const (
 	onClaim      = "PersistentVolumeClaim"
 )
 
-// What events of volumes, snapshots, pools and what is in them are on.
+// The kinds of objects that a group of events is on.
 var (
 	volumes = []string{onVolume, onPV, onClaim}
-	// What those of volumes with several legs are on; what is wrong with a leg is on its Volume alone.
+	// For volumes with several legs. An event of one leg is on its Volume alone.
 	replicated = []string{onReplicated, onPV, onClaim}
 	objects    = []string{onVolume, onSnapshot, onPV, onClaim}
 	pools      = []string{onPool, onNode}
@@ -64,7 +64,7 @@ var (
 	waiting    = []string{onVolume, onClaim}
 )
 
-// Table has all events that there are, by what they are about.
+// Table has all events that there are. docs/reference has them too, made from it.
 var Table = []Entry{
 	{"DataLoss", warning, objects, "The object may not be made anew, and what it is of is missing, damaged or another one's."},
 	{"VolumeMissing", warning, volumes, "The pool does not have the volume any more."},

@@ -13,16 +13,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
 )
 
-// words are what the code has of reasons: those of the fields of a problem, and what goes into them.
+// words matches the places in the code where the reason of a problem is written.
 var words = regexp.MustCompile(`(?:[Rr]eason:? ?[:!=]?=? |(?:say|report)\((?:blockdev\.\w+, )?|poolUnavailable = |ReasonNotConfigured = )"([A-Z]\w+)"`)
 
-// TestTable: the table has each reason that there is for a problem of a volume, a snapshot or a pool, and each once.
+// TestTable: the table has each reason that the code has for a problem of a volume, a snapshot or a pool, and has each once.
 func TestTable(t *testing.T) {
 	found := map[string]string{}
 	for _, directory := range []string{"blockdev", "filesystem", "device", "volume", "mount", "cluster"} {
 		check.OK(t, filepath.WalkDir("../../"+directory, func(path string, e fs.DirEntry, err error) error {
 			if e != nil && e.Name() == "remotepool" {
-				return fs.SkipDir // what a node finds of others' volumes is in the health that it answers, and in no object
+				return fs.SkipDir // what a node finds of other nodes' volumes is in the answers to health calls, and in no object
 			}
 			if err != nil || e.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
 				return err

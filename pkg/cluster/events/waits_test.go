@@ -11,8 +11,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// TestWhatWaitsSaysWhy: whatever waits for a node that is away says so, with the reason and the node: a move for either of its nodes, who attaches over the network and what is released
-// for the home.
+// TestWhatWaitsSaysWhy: for whatever waits for a node whose agent is silent, an event tells the reason and the node: a move may wait for either of its
+// nodes, a claim or a release of another node for the home.
 func TestWhatWaitsSaysWhy(t *testing.T) {
 	made := &metav1.MicroTime{Time: time.Now()}
 	claim := &v1alpha1.Claim{Node: "user", Generation: 3}
@@ -45,7 +45,7 @@ func TestWhatWaitsSaysWhy(t *testing.T) {
 			v.Spec.NodeName, v.Spec.Pool, v.Status.Created = "home", "p", made
 			a := New(kube.Connection{}, nil, Options{})
 			a.setNode(kube.Node(c.down), false, nodeState{reason: AgentSilent, why: "silence"}, nil)
-			for key, e := range a.entries { // what is said of the node
+			for key, e := range a.entries { // the events of the node itself
 				if e.on == onNode {
 					delete(a.entries, key)
 				}
