@@ -34,7 +34,7 @@ func isNotToFollow(v *v1alpha1.Volume) bool {
 // follow reports whether a volume that is to follow can move now: it was used on that node for long enough, and nothing keeps it from moving. If not, again
 // is when to look again, as no event of the object will tell.
 func (m *Mover) follow(ctx context.Context, v *v1alpha1.Volume) (follow bool, again time.Duration, err error) {
-	if since := v.Spec.Claim.Since; since != nil { // one of an older controller is as old as that
+	if since := v.Spec.Claim.Since; since != nil { // claims of older controllers have no time: they are old enough
 		if left := m.after - time.Since(since.Time); left > 0 {
 			return false, left, nil
 		}
@@ -53,7 +53,7 @@ func (m *Mover) follow(ctx context.Context, v *v1alpha1.Volume) (follow bool, ag
 // whyNotFollow returns why a volume cannot move to the node that uses it; empty if it can.
 func (m *Mover) whyNotFollow(ctx context.Context, v *v1alpha1.Volume) (why string, err error) {
 	to := v.Spec.Claim.Node
-	var pools [2]v1alpha1.Pool // of its home, and there
+	var pools [2]v1alpha1.Pool // of its home, and of the node that uses it
 	for i, node := range []string{v.Spec.NodeName, to} {
 		name := overview.PoolName(node, v.Spec.Pool)
 		if err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &pools[i]); err != nil {

@@ -1,6 +1,6 @@
-// Package mover carries out the controller's part in the moves of volumes and snapshots: it asks for those of volumes that follow their pods; when the new node has all bytes
-// of what nobody writes to, it writes that node into the object, by compare-and-swap; and when the old one has given its bytes back, the move ends. All else
-// is for the agents of the two (docs/decisions/moving.md).
+// Package mover does the controller's part in the moves of volumes and snapshots. It requests the moves of volumes that follow their pods. When the new
+// node has a full copy, it writes that node into the object, by compare-and-swap. When the old node has given its bytes back, it ends the move. Everything
+// else is done by the agents of the two nodes (docs/decisions/moving.md).
 package mover
 
 import (
@@ -21,19 +21,20 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// How soon what failed is tried again, and how often it is looked whether the node that a volume has left is gone.
+// firstRetry and lastRetry are the first and the longest pause between tries of a step that failed. lastRetry is also the pause between two looks whether
+// a node of a move is gone.
 const (
 	firstRetry = 100 * time.Millisecond
 	lastRetry  = time.Minute
 )
 
-// Mover ends and begins what a volume's node is. Every replica of the controller has one: each of its writes is refused if the object was changed. It learns of moves
-// from the events of a cache (VolumeChanged, SnapshotChanged), and works while it runs.
+// Mover changes the nodes of volumes and snapshots that move. Every replica of the controller has one: each of its writes is refused if the object was
+// changed meanwhile. The events of a cache tell it of moves (VolumeChanged, SnapshotChanged); Run does the work.
 type Mover struct {
 	kube      kube.Connection
-	after     time.Duration // that a volume is used elsewhere before its bytes follow
-	pending   queue         // volumes
-	snapshots queue
+	after     time.Duration // for how long a volume is used on another node before it follows
+	pending   queue         // names of Volumes
+	snapshots queue         // names of Snapshots
 }
 
 type queue = workqueue.TypedRateLimitingInterface[string]
@@ -42,23 +43,24 @@ func newQueue() queue {
 	return workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))
 }
 
-// FollowAfter is how long a volume is used on another node, as a rule, before its bytes follow: longer than a pod that was moved by mistake, or that a node's
-// restart has moved, takes to come back.
+// FollowAfter is the usual time for which a volume is used on another node before it follows. A pod that was moved by mistake, or because its node
+// restarts, is back before that.
 const FollowAfter = 10 * time.Minute
 
-// New returns a mover. Its connection's cache has volumes, with the index cluster.ByFetched, snapshots, with cluster.ByGroup and cluster.BySource, and pools.
+// New returns a Mover. The cache of its connection has to have Volumes, with the indexes cluster.ByFetched and cluster.ByReplicaOf, Snapshots, with
+// cluster.ByGroup and cluster.BySource, and Pools.
 func New(c kube.Connection, followAfter time.Duration) *Mover {
 	return &Mover{c, followAfter, newQueue(), newQueue()}
 }
 
-// VolumeChanged looks at a volume that moves.
+// VolumeChanged has a volume looked at, if it moves or is to follow its pod.
 func (m *Mover) VolumeChanged(o client.Object, gone bool) {
 	if v, is := o.(*v1alpha1.Volume); is && !gone && (v.Spec.Move != nil || isToFollow(v)) {
 		m.pending.Add(v.Name)
 	}
 }
 
-// Run moves until the context ends. The cache has been filled.
+// Run does the mover's work until the context ends. The cache has to be filled before.
 func (m *Mover) Run(ctx context.Context) {
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -69,7 +71,7 @@ func (m *Mover) Run(ctx context.Context) {
 	<-ctx.Done()
 }
 
-// work takes the steps of what is in a queue until that is shut down.
+// work calls step for each key of a queue, until that is shut down. It calls step again after again, or, if it failed, after a pause.
 func work(ctx context.Context, pending queue, kind string, step func(ctx context.Context, key string) (again time.Duration, err error)) {
 	for {
 		key, shutdown := pending.Get()
@@ -91,7 +93,8 @@ func work(ctx context.Context, pending queue, kind string, step func(ctx context
 	}
 }
 
-// move takes the step that is the controller's, if it is its turn. again is when it may be, though nothing of the object changes; 0: not before that.
+// move takes the next step of a volume's move, if that is for the controller. again is after how long to look again even if the object does not change; 0:
+// not before it changes.
 func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err error) {
 	v := &v1alpha1.Volume{}
 	if err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
@@ -136,7 +139,7 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 	return 0, kube.APIError("move volume "+key, client.IgnoreNotFound(err))
 }
 
-// sharesNode reports whether a leg would come to where another one of its volume is. Both of two that move there at once find the other.
+// sharesNode reports whether a leg moves to a node where another leg of its volume is, or moves to. Of two that move to one node, each finds the other.
 func (m *Mover) sharesNode(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
 	if v.Spec.ReplicaOf == "" {
 		return false, nil
@@ -152,7 +155,8 @@ func (m *Mover) sharesNode(ctx context.Context, v *v1alpha1.Volume) (bool, error
 	return other != nil, nil
 }
 
-// hasEnded reports whether the new node of what has moved has taken it over, and the old one has given its bytes back, or will never come back.
+// hasEnded reports whether a move is over: the new node has taken the volume or snapshot over, and the old node has given its bytes back, or is gone for
+// good.
 func (m *Mover) hasEnded(ctx context.Context, id volume.ID, old string, s *v1alpha1.MoveStatus) (bool, error) {
 	if s == nil || !s.Arrived {
 		return false, nil
@@ -163,7 +167,7 @@ func (m *Mover) hasEnded(ctx context.Context, id volume.ID, old string, s *v1alp
 	return m.gone(ctx, id, old)
 }
 
-// gone reports whether a node that something moves to, or has left, is gone for good.
+// gone reports whether a node of a move is gone for good (gc.IsGone), by the API server.
 func (m *Mover) gone(ctx context.Context, id volume.ID, name string) (bool, error) {
 	node := &corev1.Node{}
 	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: name}, node)

@@ -15,17 +15,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// readRetry is how often it is looked whether a snapshot is still being copied to other nodes, from the one that it is to leave.
+// readRetry is the pause between two looks whether a snapshot is still being copied to volumes on other nodes, before it leaves its node.
 const readRetry = 5 * time.Second
 
-// SnapshotChanged looks at a snapshot that moves, or that says it is of a group, and is not known by its label.
+// SnapshotChanged has a snapshot looked at, if it moves, or names a group whose label it does not have.
 func (m *Mover) SnapshotChanged(o client.Object, gone bool) {
 	if s, is := o.(*v1alpha1.Snapshot); is && !gone && (s.Spec.Move != nil || s.Spec.Group != nil && !s.InGroup()) {
 		m.snapshots.Add(s.Name)
 	}
 }
 
-// moveSnapshot is move of a snapshot. Copies of it on other nodes that were begun have its old node in their objects, so it stays there until they are made.
+// moveSnapshot is move for a snapshot. Volumes on other nodes that are being copied from it name its node in their objects, so it stays until these copies
+// are complete.
 func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Duration, err error) {
 	s := &v1alpha1.Snapshot{}
 	if err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: key}, s); err != nil {
@@ -64,7 +65,8 @@ func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Durati
 	return 0, kube.APIError("move snapshot "+key, client.IgnoreNotFound(err))
 }
 
-// labelSource has a snapshot that is about to leave the node of its volume known as that one's by its label (v1alpha1.Snapshot.Of), if it was adopted.
+// labelSource gives a snapshot that is about to leave the node of its volume the label that names the volume, if they belong together
+// (v1alpha1.Snapshot.Of). Adopted snapshots do not have it. It changes s only; the caller writes that.
 func (m *Mover) labelSource(ctx context.Context, s *v1alpha1.Snapshot) error {
 	v := &v1alpha1.Volume{}
 	err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: s.Spec.Source}, v)
@@ -74,7 +76,8 @@ func (m *Mover) labelSource(ctx context.Context, s *v1alpha1.Snapshot) error {
 	return client.IgnoreNotFound(err)
 }
 
-// labelSnapshots has the snapshots of a volume that is about to leave them known as its own by their label (v1alpha1.Snapshot.Of): those that were adopted.
+// labelSnapshots gives the snapshots of a volume that is about to leave their node the label that names the volume (v1alpha1.Snapshot.Of), if they do not
+// have it, as they were adopted.
 func (m *Mover) labelSnapshots(ctx context.Context, v *v1alpha1.Volume) error {
 	var list v1alpha1.SnapshotList
 	if err := m.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.BySource: v.Name}); err != nil {
@@ -90,15 +93,16 @@ func (m *Mover) labelSnapshots(ctx context.Context, v *v1alpha1.Volume) error {
 	return nil
 }
 
-// label gives a snapshot a label. That it is gone is success.
+// label writes a label of a snapshot. It succeeds if the snapshot is gone, and fails with a conflict if it was changed.
 func (m *Mover) label(ctx context.Context, s *v1alpha1.Snapshot, label, value string) error {
 	before := s.DeepCopy()
 	metav1.SetMetaDataLabel(&s.ObjectMeta, label, value)
 	return kube.APIError("label snapshot "+s.Name, client.IgnoreNotFound(m.kube.Client.Patch(ctx, s, kube.LockingPatch(before))))
 }
 
-// labelGroup reports whether all members of a snapshot's group are known by their label (v1alpha1.OfGroup), and has those known that were adopted: once one of them has
-// moved, nothing else says that the others belong to it. Where more say so than there are, nothing tells which are the members.
+// labelGroup gives the members of a snapshot's group the label of the group, if they do not have it, as they were adopted: once one of them has moved,
+// nothing else says that they belong together (v1alpha1.OfGroup). If more snapshots name the group than it has members, it labels none, as nothing tells
+// which are the members. labelled is false if s itself got its label now.
 func (m *Mover) labelGroup(ctx context.Context, s *v1alpha1.Snapshot) (all bool, err error) {
 	group := s.Spec.Group
 	if group == nil {
@@ -108,11 +112,11 @@ func (m *Mover) labelGroup(ctx context.Context, s *v1alpha1.Snapshot) (all bool,
 	if err != nil || len(members) > group.Size {
 		return err == nil, err
 	}
-	all = !slices.ContainsFunc(members, func(one v1alpha1.Snapshot) bool { return one.Name == s.Name && !one.InGroup() }) // which is another object from then on, and comes again
+	all = !slices.ContainsFunc(members, func(one v1alpha1.Snapshot) bool { return one.Name == s.Name && !one.InGroup() }) // the label changes s, whose event comes
 	return all, m.labelMembers(ctx, members)
 }
 
-// labelMembers gives members of a group its label.
+// labelMembers gives the members of a group its label, if they do not have it.
 func (m *Mover) labelMembers(ctx context.Context, members []v1alpha1.Snapshot) error {
 	for i := range members {
 		one := &members[i]
@@ -126,8 +130,9 @@ func (m *Mover) labelMembers(ctx context.Context, members []v1alpha1.Snapshot) e
 	return nil
 }
 
-// labelAdopted has the members of a group that were adopted, all or some, known by their label, once all are there, on whatever nodes. That is believed if as many say that they belong to it as
-// there are, all were cut, and have the names that its members have: what else another node says to be of it does not come to it so, nor anything while the controller has it cut.
+// labelAdopted gives the members of a group of which some were adopted the label of the group, once all of them are there, on whatever nodes. It does so
+// only if the number of snapshots that name the group is its size, all have been taken, and each has the name of a member. So nothing else that a node
+// claims to be of the group gets into it, and nothing gets into one that the controller is taking.
 func (m *Mover) labelAdopted(ctx context.Context, s *v1alpha1.Snapshot) error {
 	group := s.Spec.Group
 	if group == nil || s.InGroup() {
