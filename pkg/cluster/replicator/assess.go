@@ -36,7 +36,7 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead}
 		switch {
 		case v == nil && l == nil:
-			one.state = missing // it was never used
+			one.state = missing // it was named, and never in use
 		case v == nil || v1alpha1.Going(v) || v1alpha1.IsLost(v):
 			one.state = bad
 		default:
@@ -110,12 +110,12 @@ func untilNextLook(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volum
 	return in
 }
 
-// lacksLegs reports whether a volume has fewer good legs than it is to have, all of which are there.
+// lacksLegs reports whether a volume is to get another leg: it has fewer good ones than it is to have, and none that is still to be made.
 func lacksLegs(r *v1alpha1.ReplicatedVolume, all []assessment) bool {
 	n := 0
 	for _, l := range all {
 		if l.state == missing {
-			return false // one after the other
+			return false // one leg is made after the other
 		}
 		if l.state == good {
 			n++
@@ -145,7 +145,7 @@ func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ 
 			victim = l
 		}
 	}
-	others := 0 // that are current, and stay so
+	others := 0 // current and good ones beside the victim
 	for i := range all {
 		if l := &all[i]; l != victim && l.current && l.state == good {
 			others++

@@ -9,7 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// TestExcess: which leg a volume does without: never one that is needed, never the last current one.
+// TestExcess: which leg is taken out of a volume with more legs than it is to have: never one that is needed, and never the last current one.
 func TestExcess(t *testing.T) {
 	var (
 		current = assessment{current: true}
@@ -17,7 +17,7 @@ func TestExcess(t *testing.T) {
 		joining = assessment{}
 		lost    = assessment{state: bad}
 		ahead   = assessment{ahead: true}
-		listed  = assessment{state: bad, current: true} // lost, and the object does not know that yet
+		listed  = assessment{state: bad, current: true} // lost, and still current by the object
 	)
 	const used, unused = true, false
 	for what, c := range map[string]struct {
@@ -62,7 +62,8 @@ func TestExcess(t *testing.T) {
 	}
 }
 
-// TestReplaced: a leg that was not current for too long is replaced only while somebody has the mirror, by which another one could become current. Who uses a volume as he did before it had replicas has none yet, perhaps until it is staged again.
+// TestReplaced: a leg that was not current for too long is replaced only while the volume has a mirror, by which another leg can become current. A volume
+// that was in use when it got replicas may have no mirror until it is staged again.
 func TestReplaced(t *testing.T) {
 	before := metav1.NewTime(time.Now().Add(-time.Hour))
 	for what, c := range map[string]struct {

@@ -15,16 +15,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// convert makes a volume on one node that is asked to have replicas (spec.replicas) the first leg of one, which has its name and ID. Each step is a write that is refused if the object was changed, and finds what an
-// earlier try has done:
+// convert makes a volume on one node that is asked to have replicas (spec.replicas) the first leg of a ReplicatedVolume, which has its name and ID. Each
+// step is a write that is refused if the object was changed meanwhile, and a repetition goes on where an earlier try has stopped:
 //
-//  1. The volume says that it is a leg. From then on nobody can claim it by itself, and the claim that it has stays until there is an object that has it too.
-//  2. A ReplicatedVolume has this one leg, says how many there are to be, and has the claim.
-//  3. When the volume's node has written into its record that it is a leg, so that it is not used there by itself any more, the status says that the leg is current, as it is the only one there ever was. From then on it can be claimed, and the node that
-//     uses it lays it over a mirror (package agent).
-//  4. The request goes. Now it is a volume that has fewer legs than it is to have.
+//  1. The Volume says that it is a leg (spec.replicaOf). From then on it cannot be claimed by itself; a claim that it has stays until the ReplicatedVolume has
+//     it too.
+//  2. The ReplicatedVolume is created. It has this one leg, the number of legs that it is to have, and the claim.
+//  3. When the volume's node has written into the volume's record that it is a leg, it is not used there by itself any more. Then the status of the
+//     ReplicatedVolume says that the leg is current, as there was no other. From then on the ReplicatedVolume can be claimed, and the node that uses it puts a
+//     mirror over the leg (package agent).
+//  4. The request (spec.replicas) is taken off. Now it is a volume that has fewer legs than it is to have.
 //
-// None but a volume that was made so has an object that has ever had one leg.
+// A ReplicatedVolume that has had only one leg so far (spec.numbered is 1) was always made this way.
 func (p *Replicator) convert(ctx context.Context, key string) error {
 	v := &v1alpha1.Volume{}
 	err := p.kube.Live.Get(ctx, client.ObjectKey{Name: key}, v)
@@ -38,17 +40,17 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 	}
 	whole := there == nil
 	switch {
-	case whole && r.Status.Made == nil && (err != nil || v1alpha1.Going(v)): // it was deleted meanwhile
+	case whole && r.Status.Made == nil && (err != nil || v1alpha1.Going(v)): // the Volume was deleted meanwhile
 		err := p.kube.Client.Delete(ctx, r, client.Preconditions{UID: &r.UID, ResourceVersion: &r.ResourceVersion})
 		return kube.APIError("take back replicated volume "+key, client.IgnoreNotFound(kube.IgnoreConflict(err)))
-	case err != nil || v.Spec.Replicas == 0 && (!whole || r.Status.Made != nil || r.Spec.Numbered != 1 || v.Spec.ReplicaOf != key): // a wish that was taken back between 2 and 3 comes true: it is a leg
+	case err != nil || v.Spec.Replicas == 0 && (!whole || r.Status.Made != nil || r.Spec.Numbered != 1 || v.Spec.ReplicaOf != key): // if the request was taken back between 2 and 3, it is carried out all the same: it is a leg
 		return nil
 	case v.Spec.ReplicaOf == "":
 		if whole {
 			return nil
 		}
 		if why, _ := v.WhyNotReplicated(p.maker.Mirrors(ctx)); why != "" {
-			return nil // its event comes when that is over
+			return nil // there is an event when the reason ends, or convertAsked looks again
 		}
 		before := v.DeepCopy()
 		v.Spec.ReplicaOf = v.Name
@@ -61,13 +63,13 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 		r = converted(v)
 		if err := p.kube.Client.Create(ctx, r, client.FieldValidation(metav1.FieldValidationStrict)); err != nil {
 			if apierrors.IsAlreadyExists(err) {
-				return nil // it is seen again
+				return nil // the event of that object comes
 			}
 			return kube.APIError("create replicated volume "+key, err)
 		}
 	}
 	if r.Status.Made == nil && v.Status.ReplicaOf != v.Name {
-		return nil // its event comes
+		return nil // there is an event when its node has written it
 	}
 	if r.Status.Made == nil {
 		before := r.DeepCopy()
@@ -81,7 +83,8 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 	return kube.APIError("change leg "+key, client.IgnoreNotFound(kube.IgnoreConflict(p.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))))
 }
 
-// converted is the object of a volume whose first leg a volume has become. Its further legs are in pools of the name that it is in, and are replaced as those of a class that does not say when.
+// converted returns the ReplicatedVolume whose first leg a volume has become. Its further legs are in pools of the same name as the volume's; legs that
+// are not current are replaced after the usual time.
 func converted(v *v1alpha1.Volume) *v1alpha1.ReplicatedVolume {
 	r := cluster.ReplicatedNamed(v.Name)
 	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: v.Spec.Name, Pool: v.Named(), Pools: v.Spec.Pool, Replicas: v.Spec.Replicas, ReplaceAfter: int64(volume.UsualReplaceAfter / time.Second),

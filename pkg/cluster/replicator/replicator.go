@@ -1,5 +1,6 @@
-// Package replicator carries on what the controller does of volumes with several legs (docs/replication.md) when nobody asks: legs are claimed as their volume is, as soon as they can be; a deletion that was cut short goes on; a leg that
-// was away grows; and one that cannot be used any more, or is to be elsewhere, is replaced.
+// Package replicator does what the controller has to do for volumes with several legs (docs/replication.md) apart from CSI calls: it claims legs as their
+// volume is claimed, goes on with deletions that were cut short, has legs grow that were away, replaces legs that cannot be used any more or are to be on
+// another node, and makes a volume on one node the first leg of a volume with several.
 package replicator
 
 import (
@@ -27,59 +28,61 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// How soon what failed is tried again, and how often a volume is looked at of which nothing is told: a node may be gone, or a leg away for too long.
+// firstRetry and lastRetry are the first and the longest pause between tries of a step that failed. lookAgain is the pause between two looks at a volume
+// without an event: a node may be gone, or a leg away for too long.
 const (
 	firstRetry = 100 * time.Millisecond
 	lastRetry  = time.Minute
 	lookAgain  = time.Minute
 )
 
-// workers is how many volumes are looked at at once: some wait for the API server.
+// workers is how many volumes are worked on at once.
 const workers = 4
 
 // Maker makes legs.
 type Maker interface {
-	// Mirrors says of nodes whether they can use volumes with replicas.
+	// Mirrors returns a function that reports whether a node can use volumes with replicas.
 	Mirrors(ctx context.Context) func(node string) bool
-	// HasRoom is ErrNoSpace if no node has room for a leg that BeginLeg would make.
+	// HasRoom returns ErrNoSpace if no node has room for a leg that BeginLeg would make.
 	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
-	// BeginLeg sees to it that the Volume of a leg that the object names is there, for its node to make it; one that its node cannot make is taken back, to be made elsewhere the next time. It is as another leg, and blank. With
-	// instead it is where that leg is to move to. ErrNoSpace if no node has room.
+	// BeginLeg creates the Volume of a leg that the object names, unless it exists. It does not wait until the node has made the leg. If that node is down or
+	// refuses, the Volume is withdrawn, and the next call chooses another node. The leg is blank, and else like the leg like. With instead it is on the node
+	// that the leg instead is to move to. ErrNoSpace if no node has room.
 	BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
 }
 
-// Replicator looks after the legs of volumes. Every replica of the controller has one: each of its writes is refused if the object was changed. It learns of them from the events of a cache (Changed, VolumeChanged), and works
-// while it runs.
+// Replicator looks after the legs of volumes. Every replica of the controller has one: each of its writes is refused if the object was changed meanwhile.
+// The events of a cache tell it of changes (Changed, VolumeChanged); Run does the work.
 type Replicator struct {
 	kube    kube.Connection
 	maker   Maker
 	pending workqueue.TypedRateLimitingInterface[string]
 }
 
-// New returns a replicator. Its connection's cache has replicated volumes, volumes, with the index cluster.ByReplicaOf, and nodes.
+// New returns a Replicator. The cache of its connection has to have ReplicatedVolumes, Volumes, with the index cluster.ByReplicaOf, and Nodes.
 func New(c kube.Connection, maker Maker) *Replicator {
 	return &Replicator{c, maker, workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
 }
 
-// Changed looks at a volume.
+// Changed has a ReplicatedVolume looked at.
 func (p *Replicator) Changed(o client.Object, gone bool) {
 	if !gone {
 		p.pending.Add(o.GetName())
 	}
 }
 
-// VolumeChanged looks at the volume of a leg, or at one that is to become one.
+// VolumeChanged has the volume of a leg looked at, or a volume that is to become a leg.
 func (p *Replicator) VolumeChanged(o client.Object, _ bool) {
 	v, is := o.(*v1alpha1.Volume)
 	switch {
 	case is && v.Spec.ReplicaOf != "":
-		p.pending.Add(strings.Clone(v.Spec.ReplicaOf)) // without a copy, all of the leg would stay
+		p.pending.Add(strings.Clone(v.Spec.ReplicaOf)) // the text may be a part of a longer one, which would stay in memory
 	case is && v.Spec.Replicas > 0:
 		p.pending.Add(v.Name)
 	}
 }
 
-// Run works until the context ends. The cache has been filled.
+// Run does the replicator's work until the context ends. The cache has to be filled before.
 func (p *Replicator) Run(ctx context.Context) {
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -111,7 +114,7 @@ func (p *Replicator) work(ctx context.Context) {
 	}
 }
 
-// step does what is to be done of a volume now. again is when it is to be looked at though nothing is told of it; 0: not before that.
+// step takes the next step of a volume. again is after how long to look at it again without an event; 0: not before there is one.
 func (p *Replicator) step(ctx context.Context, key string) (again time.Duration, err error) {
 	r := &v1alpha1.ReplicatedVolume{}
 	if err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r); apierrors.IsNotFound(err) {
@@ -130,14 +133,14 @@ func (p *Replicator) step(ctx context.Context, key string) (again time.Duration,
 	switch {
 	case r.Deleting():
 		return lookAgain, p.remove(ctx, r, legs)
-	case r.Spec.Delete != "": // of an object that this one is a copy of
+	case r.Spec.Delete != "": // the UID of another object: this one was restored from a copy of that
 		before := r.DeepCopy()
 		r.Spec.Delete = ""
 		return lookAgain, p.patch(ctx, r, before)
 	case r.Status.Made == nil && !r.Going() && r.Spec.Numbered == 1:
 		return 0, p.convert(ctx, key)
 	case r.Status.Made == nil || r.Going():
-		return 0, nil // whoever asked for it asks again
+		return 0, nil // the CSI call is repeated
 	}
 	if first := legs[r.Name]; first != nil && first.Spec.Replicas > 0 {
 		return 0, p.convert(ctx, key)
@@ -148,17 +151,17 @@ func (p *Replicator) step(ctx context.Context, key string) (again time.Duration,
 	return untilNextLook(r, legs), p.adjustLegs(ctx, r, legs)
 }
 
-// convertAsked is convert of what may be a volume that is asked to have replicas.
+// convertAsked is convert for a volume on one node, if that is asked to have replicas (spec.replicas).
 func (p *Replicator) convertAsked(ctx context.Context, key string) (again time.Duration, err error) {
 	v := &v1alpha1.Volume{}
 	err = p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v)
 	if err != nil || v.Spec.Replicas == 0 {
 		return 0, kube.APIError("read volume "+key, client.IgnoreNotFound(err))
 	}
-	return lookAgain, p.convert(ctx, key) // what the node that uses it can do, its own events do not tell
+	return lookAgain, p.convert(ctx, key) // whether the node that uses it has mirrors may change without an event of the volume
 }
 
-// remove takes the next step of a deletion.
+// remove takes the next step of a deletion: it has all legs deleted, and when they are gone, deletes the object.
 func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	left := 0
 	var failures []error
@@ -169,13 +172,13 @@ func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		}
 	}
 	if err := errors.Join(failures...); err != nil || left > 0 {
-		return err // of one that goes an event comes
+		return err // there is an event when a leg is gone
 	}
 	err := p.kube.Client.Delete(ctx, r, client.Preconditions{UID: &r.UID})
 	return kube.APIError("delete replicated volume "+r.Name, kube.IgnoreConflict(err))
 }
 
-// union returns names, and those of the other legs that are there.
+// union returns names, and after them the names of the other legs.
 func union(names []string, legs map[string]*v1alpha1.Volume) []string {
 	all := slices.Clone(names)
 	for name := range legs {
@@ -186,7 +189,7 @@ func union(names []string, legs map[string]*v1alpha1.Volume) []string {
 	return all
 }
 
-// syncLegs gives each leg the claim and the size that its volume asks for.
+// syncLegs gives each leg the claim and the size of its volume, and mutable parameters to those that are not current (syncLeg).
 func (p *Replicator) syncLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	sure, like := false, template(r, legs)
 	for _, name := range r.Spec.Legs {
@@ -194,10 +197,10 @@ func (p *Replicator) syncLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		if v == nil || !syncLeg(r, v.DeepCopy(), like) {
 			continue
 		}
-		if !sure { // nobody gets a leg by a claim that has gone
+		if !sure { // by the API server, as the claim in the cache may have been released
 			now := &v1alpha1.ReplicatedVolume{}
 			if err := p.kube.Live.Get(ctx, client.ObjectKeyFromObject(r), now); err != nil || now.UID != r.UID || now.Going() {
-				return kube.APIError("read replicated volume "+r.Name, client.IgnoreNotFound(err)) // it is seen again
+				return kube.APIError("read replicated volume "+r.Name, client.IgnoreNotFound(err)) // there is an event
 			}
 			r, sure = now, true
 		}
@@ -210,7 +213,7 @@ func (p *Replicator) syncLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 	return nil
 }
 
-// syncLeg is cluster.SyncLeg; it also gives a leg that is not current the mutable parameters of like, a current one.
+// syncLeg is cluster.SyncLeg; it also gives a leg that is not current the mutable parameters of like, if that is not nil.
 func syncLeg(r *v1alpha1.ReplicatedVolume, v, like *v1alpha1.Volume) (changed bool) {
 	changed = cluster.SyncLeg(r, v)
 	if l := r.Leg(v.Name); (l == nil || !l.Current) && like != nil && v.Status.Created != nil && !v1alpha1.Going(v) && !maps.Equal(v.Spec.Mutable, like.Spec.Mutable) {
@@ -219,7 +222,8 @@ func syncLeg(r *v1alpha1.ReplicatedVolume, v, like *v1alpha1.Volume) (changed bo
 	return changed
 }
 
-// adjustLegs takes the next step to as many legs as a volume is to have, and no others.
+// adjustLegs takes the next step towards the number of legs that a volume is to have: it deletes those that were taken out, has missing ones made, takes
+// out what is too much, or adds one.
 func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	if dropped, err := p.dropLeft(ctx, r, legs); dropped || err != nil {
 		return err
@@ -234,7 +238,7 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 			continue
 		}
 		if like == nil {
-			return nil // nobody knows what it is to be
+			return nil // there is no leg to make it like
 		}
 		why, err := p.reportNoRoom(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like, legToReplace(r, legs)))
 		if err != nil {
@@ -254,7 +258,7 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	return p.add(ctx, r, like, legToReplace(r, legs))
 }
 
-// template returns a current leg, which a new one is made like.
+// template returns the leg that new ones are made like: a current one, or else one that was made; nil if there is none.
 func template(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (like *v1alpha1.Volume) {
 	for _, name := range r.Spec.Legs {
 		v := legs[name]
@@ -269,7 +273,8 @@ func template(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (l
 	return like
 }
 
-// reportNoRoom takes the error by which a leg could not be made: if no node has room, it returns that as text, and the volume is tried again after a time.
+// reportNoRoom turns the error of making a leg into a text (status.lacks), if it is that no node has room, and logs it if it is new. It returns any other
+// error.
 func (p *Replicator) reportNoRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, err error) (without string, _ error) {
 	if !errors.Is(err, errdefs.ErrNoSpace) {
 		return "", err
@@ -281,7 +286,8 @@ func (p *Replicator) reportNoRoom(ctx context.Context, r *v1alpha1.ReplicatedVol
 	return r.Status.Lacks, nil
 }
 
-// reportWithout writes why a volume has fewer legs than it is to have; empty if it has enough, or they are being made. Nobody else writes that field.
+// reportWithout writes why a volume lacks a leg (status.lacks); empty if it has enough, or they are being made. The replicator alone writes that field, so
+// no compare-and-swap is needed.
 func (p *Replicator) reportWithout(ctx context.Context, r *v1alpha1.ReplicatedVolume, without string) error {
 	if r.Status.Lacks == without {
 		return nil
@@ -291,7 +297,8 @@ func (p *Replicator) reportWithout(ctx context.Context, r *v1alpha1.ReplicatedVo
 	return kube.APIError("change the status of replicated volume "+r.Name, client.IgnoreNotFound(p.kube.Client.Status().Patch(ctx, r, client.MergeFrom(before))))
 }
 
-// add adds the name of one more leg to the object; the leg is made when that is seen again. If no node has room it is tried again after a time.
+// add adds the name of one more leg to the object, if a node has room for it; the next step makes the leg. If no node has room, it reports that, and is
+// tried again later.
 func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume) error {
 	if len(r.Spec.Legs) >= mostLegs {
 		return nil
@@ -309,7 +316,8 @@ func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like
 	return p.patch(ctx, r, before)
 }
 
-// takeOut takes a leg out of spec.legs: one that is not current, or of a volume in use, whose consumer then goes on without it. v is its Volume, or nil.
+// takeOut takes a leg out of spec.legs: one that is not current, or one of a volume in use, whose consumer then goes on without it. v is its Volume; nil
+// if that does not exist.
 func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, v *v1alpha1.Volume) error {
 	before := r.DeepCopy()
 	r.Spec.Legs = slices.DeleteFunc(slices.Clone(r.Spec.Legs), func(one string) bool { return one == name })
@@ -327,7 +335,7 @@ func (p *Replicator) patch(ctx context.Context, r, before *v1alpha1.ReplicatedVo
 	return kube.APIError("change replicated volume "+r.Name, kube.IgnoreConflict(p.kube.Client.Patch(ctx, r, kube.LockingPatch(before))))
 }
 
-// unlist takes a leg off the list of current legs, of a volume that nobody uses, as it is to go.
+// unlist makes a leg that is to go not current, for a volume that nobody uses.
 func (p *Replicator) unlist(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) error {
 	before := r.DeepCopy()
 	l := r.Leg(name)
@@ -358,10 +366,10 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 	if before := now.DeepCopy(); now.Spec.Claim == nil && staleStatus(now) {
 		now.Status.Legs = listedLegs(now)
 		cluster.SummarizeLegs(now)
-		return true, p.patchStatus(ctx, now, before) // it is seen again
+		return true, p.patchStatus(ctx, now, before) // the write causes an event
 	}
 	if !slices.ContainsFunc(listedLegs(now), func(l v1alpha1.Leg) bool { return l.Current && legs[l.Name] != nil && !v1alpha1.IsLost(legs[l.Name]) }) {
-		return false, nil // the object may be one of before, and these what has come in the place of those that it names
+		return false, nil // the object may be an old one that was restored, and these legs the ones that replaced those it names
 	}
 	for _, name := range extra {
 		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current {
@@ -399,7 +407,7 @@ func listedLegs(r *v1alpha1.ReplicatedVolume) (left []v1alpha1.Leg) {
 	return left
 }
 
-// isGone reports whether a node is gone for good, also by the API server's own word.
+// isGone reports whether a node is gone for good (gc.IsGone), both by the cache and by the API server.
 func (p *Replicator) isGone(ctx context.Context, name string) (bool, error) {
 	node := &corev1.Node{}
 	if err := p.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); !gc.IsGone(node, err) {

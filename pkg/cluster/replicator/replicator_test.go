@@ -9,7 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// TestQueuesNoLeg: a volume that is looked at again and again keeps no state of its legs in memory, of whose text its name is a part.
+// TestQueuesNoLeg: the queue keeps a copy of a volume's name. The name may be a part of the text of a leg's object, which would stay in memory with it.
 func TestQueuesNoLeg(t *testing.T) {
 	p := New(kube.Connection{}, nil)
 	defer p.pending.ShutDown()
