@@ -1,5 +1,5 @@
-// Package startup takes the startup taint off nodes whose driver is ready, in the controller: pods are kept from such a
-// node until then, by who made the node with the taint. docs/install.md says how.
+// Package startup takes the startup taint (v1alpha1.StartupTaint) off nodes whose driver is ready, in the controller. Nodes may be created with that
+// taint, so that no pods are scheduled there before: docs/install.md says how.
 package startup
 
 import (
@@ -17,32 +17,32 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// again is how soon a node is looked at again whose driver is not ready.
+// again is the pause between two looks while a node has the taint.
 const again = 2 * time.Second
 
-// Agents tells of the agents of nodes.
+// Agents knows which agents are heard.
 type Agents interface {
-	// Patience is how much longer a node's agent may be silent; false for one that never was heard.
+	// Patience returns how much longer the agent of a node may be silent; 0 or less if it has been silent for too long. beats is false if it was never heard.
 	Patience(node string) (left time.Duration, beats bool)
 }
 
-// Taints takes the taint off. It learns of nodes from the events of a cache (NodeChanged), and works while it runs. Every
-// replica of the controller has one: who comes second finds that it is done.
+// Taints takes the taint off nodes. The events of a cache tell it of nodes (NodeChanged); Run does the work. Every replica of the controller has one: a
+// second write of the same change fails with a conflict, and does no harm.
 type Taints struct {
 	kube   kube.Connection
 	agents Agents
 	driver string
-	news   chan struct{} // a node has the taint
+	news   chan struct{} // of one element; has it while a look at the nodes is due
 }
 
-// New returns what takes the taint off nodes that have a CSI driver of this name. Its connection's cache has nodes and pools.
+// New returns a Taints for the CSI driver of a name. The cache of its connection has to have Nodes and Pools.
 func New(c kube.Connection, agents Agents, driver string) *Taints {
 	return &Taints{kube: c, agents: agents, driver: driver, news: make(chan struct{}, 1)}
 }
 
 func isStartup(t corev1.Taint) bool { return t.Key == v1alpha1.StartupTaint }
 
-// NodeChanged looks whether a node has the taint.
+// NodeChanged has the nodes looked at if a node has the taint.
 func (t *Taints) NodeChanged(o client.Object, gone bool) {
 	node, ok := o.(*corev1.Node)
 	if !ok || gone || !slices.ContainsFunc(node.Spec.Taints, isStartup) {
@@ -50,11 +50,11 @@ func (t *Taints) NodeChanged(o client.Object, gone bool) {
 	}
 	select {
 	case t.news <- struct{}{}:
-	default: // it was told
+	default: // a look is due already
 	}
 }
 
-// Run works until the context ends. The cache has been filled. While no node has the taint it asks the API server nothing.
+// Run does the work until the context ends. The cache has to be filled before. While no node has the taint it asks the API server nothing.
 func (t *Taints) Run(ctx context.Context) {
 	for {
 		select {
@@ -72,7 +72,8 @@ func (t *Taints) Run(ctx context.Context) {
 	}
 }
 
-// releaseAll takes the taint off the nodes that are ready, and returns how many still have it.
+// releaseAll takes the taint off the nodes whose driver is ready. It returns how many nodes had the taint, so that the caller looks again if there were
+// any.
 func (t *Taints) releaseAll(ctx context.Context) (left int) {
 	var nodes corev1.NodeList
 	if err := t.kube.Cache.List(ctx, &nodes); err != nil {
@@ -106,7 +107,7 @@ func (t *Taints) release(ctx context.Context, node *corev1.Node) error {
 	return nil
 }
 
-// ready: the agent of a node is heard and has measured a pool, and the kubelet knows the driver.
+// ready reports whether the driver of a node is ready: its agent is heard and has measured a pool, and the kubelet has registered the driver (CSINode).
 func (t *Taints) ready(ctx context.Context, node string) (bool, error) {
 	if left, beats := t.agents.Patience(node); !beats || left <= 0 {
 		return false, nil
