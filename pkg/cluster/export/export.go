@@ -1,5 +1,5 @@
-// Package export is what the node that has a volume (its home) and the node that uses it say to each other, over the agents' port. It knows nothing of
-// who may ask.
+// Package export is the protocol, over the agents' port, between the node that has a volume (its home) and the node that uses it. It does not check who
+// may ask.
 package export
 
 import (
@@ -25,28 +25,34 @@ import (
 // Service is the name of the service, as a full method begins with it: /ashlar.v1.Export/Open.
 const Service = "ashlar.v1.Export"
 
-// Home is the node that has volumes, as those see it that use them. Each call may be made again. errdefs.ErrBusy: something else is being done
-// to the volume, which does not take long. errdefs.ErrPrecondition: the volume is not claimed for the caller, or not by this generation.
+// Home is a node that has volumes, for the nodes that use them. The caller's claim has a generation. Each call may be repeated. Errors of all calls:
+//
+//   - errdefs.ErrBusy: something else is being done to the volume, for a short time;
+//   - errdefs.ErrPrecondition: the volume is not claimed for the caller, or by another generation. HomeAt returns errdefs.ErrInUse for it, which has the same
+//     gRPC code;
+//   - errdefs.ErrUnavailable: the home cannot find that out now.
 type Home interface {
-	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first; what is for this one stays as it is (Opened.Otherwise).
+	// Open exports a volume to the caller. It ends an export for another claim first; one for this claim stays as it is (Opened.Otherwise).
 	Open(ctx context.Context, id volume.ID, generation int64) (Opened, error)
-	// Record is that of a volume which is exported to the caller, or claimed for it.
+	// Record returns the record of a volume that is exported to the caller, or claimed for it.
 	Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error)
-	// SetLabels changes labels of such a record, all or none: from what is in before to what is in after, where what is in neither stays, and
-	// what is only in before is taken away. Only those of volume.UserLabels can be changed. errdefs.ErrBusy if they are others than before.
+	// SetLabels changes labels of such a record, all or none: those in before to what is in after. Labels that are in neither stay, those only in before are
+	// removed. Only volume.UserLabels can be changed. errdefs.ErrBusy if the labels are not as in before. It returns the new record.
 	SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (blockdev.Record, error)
-	// Marks is what was written to a leg that is exported to the caller, since an era: see volume.Local.Marks.
+	// Marks returns what was written to a leg that is exported to the caller since an era: see volume.Local.Marks. errdefs.ErrUnsupported if the home is of a
+	// version without marks.
 	Marks(ctx context.Context, id volume.ID, generation int64, since uint32) ([]blockdev.Extent, error)
-	// BeginEra begins an era of the marks of such a leg: see volume.Local.BeginEra. errdefs.ErrUnsupported, here and from Marks: the home keeps none, or is of a version that knows of none.
+	// BeginEra begins an era of the marks of such a leg: see volume.Local.BeginEra. errdefs.ErrUnsupported if the home keeps no marks of it, or is of a
+	// version without marks.
 	BeginEra(ctx context.Context, id volume.ID, generation int64) (number uint32, err error)
-	// Close ends what was exported for a generation.
+	// Close ends the export for a generation.
 	Close(ctx context.Context, id volume.ID, generation int64) error
 }
 
-// User is a node that uses volumes of others, as their homes see it. errdefs.ErrBusy: something else is being done to the volume there;
-// errdefs.ErrPrecondition: the caller does not have the volume, or the node uses it by another claim.
+// User is a node that uses volumes of other nodes, for their homes. errdefs.ErrBusy: something else is being done to the volume there.
+// errdefs.ErrPrecondition (errdefs.ErrInUse from UserAt): the node uses no such volume of the caller by a claim of that generation.
 type User interface {
-	// Modified has all mutable parameters of a volume in force; with an error, nothing has changed.
+	// Modified puts all mutable parameters of a volume into force. With an error, nothing has changed.
 	Modified(ctx context.Context, id volume.ID, generation int64, mutable map[string]string) error
 	// Hold holds back the writes to a volume until release is called: see volume.Holder.
 	Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error)
@@ -55,15 +61,15 @@ type User interface {
 // Opened is what a node needs to connect to a volume.
 type Opened struct {
 	Address   netip.AddrPort // of the home's NVMe/TCP target
-	NQN, Host string         // of the subsystem, and of who may connect to it
-	Secret    secret.Text    // of DH-HMAC-CHAP; empty: none is asked for
-	PSK       secret.Text    // of TLS; empty: all goes in plain text
+	NQN, Host string         // the NQN of the subsystem, and that of the host which may connect
+	Secret    secret.Text    // for DH-HMAC-CHAP; empty: none is needed
+	PSK       secret.Text    // for TLS; empty: the connection is in plain text
 	UUID      string         // of the namespace, with dashes
 	Size      int64          // of the device, in bytes
-	// Otherwise is for what is exported since before its home was to do so with TLS, or without. It stays so until Close: who is connected goes on, and nobody else connects.
+	// Otherwise: the export is with TLS and the home is to export without it by now, or the other way round. It stays so until Close: a connection goes on,
+	// and no new one is made.
 	Otherwise bool
-	// Record of the volume.
-	Record blockdev.Record
+	Record    blockdev.Record
 }
 
 const (
@@ -77,7 +83,7 @@ const (
 	methodHold      = "Hold"
 )
 
-// request is that of each of the calls.
+// request is the request of all calls.
 type request struct {
 	Volume     string            `json:"volume"`
 	Generation int64             `json:"generation"`
@@ -90,17 +96,17 @@ type request struct {
 // Of: see call.Request.
 func (r request) Of() string { return r.Volume }
 
-// answer is that to each of the calls. Close and Modified have an empty one.
+// answer is the answer to all calls; that to Close and Modified is empty.
 type answer struct {
 	Record *record `json:"record,omitempty"`
 	Opened *Wire   `json:"opened,omitempty"`
-	Held   bool    `json:"held,omitempty"` // of Hold: until the caller has no more to say
-	// Written are ranges of Marks, each from a byte on and with a length; Era is of BeginEra, and 0 where no marks are kept.
+	Held   bool    `json:"held,omitempty"` // of Hold: writes are held back until the caller closes its side of the stream
+	// Written is of Marks: ranges, each with its offset and its length. Era is of BeginEra; 0 if no marks are kept.
 	Written [][2]int64 `json:"written,omitempty"`
 	Era     uint32     `json:"era,omitempty"`
 }
 
-// Wire is an Opened as it is sent, but for the record.
+// Wire is an Opened as it is sent, without the record.
 type Wire struct {
 	Address netip.AddrPort `json:"address"`
 	NQN     string         `json:"nqn"`
@@ -113,12 +119,12 @@ type Wire struct {
 	Otherwise bool `json:"otherwise,omitempty"`
 }
 
-// WireOf is what is sent of what was opened.
+// WireOf returns an Opened as it is sent.
 func WireOf(o Opened) *Wire {
 	return &Wire{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size, o.Otherwise}
 }
 
-// Of is what was opened of a volume, as another node says it; ErrUnavailable if it says nothing of that.
+// Of returns the Opened of a volume that another node has sent, without the record; ErrUnavailable if it is incomplete.
 func (w *Wire) Of(id volume.ID) (Opened, error) {
 	if w == nil || w.NQN == "" || w.Host == "" || w.Size <= 0 || !w.Address.IsValid() {
 		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
@@ -126,7 +132,7 @@ func (w *Wire) Of(id volume.ID) (Opened, error) {
 	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: secret.Of(w.Secret), PSK: secret.Of(w.PSK), UUID: w.UUID, Size: w.Size, Otherwise: w.Otherwise}, nil
 }
 
-// record is a blockdev.Record that is ready.
+// record is a blockdev.Record as it is sent; the volume is always ready.
 type record struct {
 	Name    string            `json:"name"`
 	Size    int64             `json:"size"`
@@ -159,7 +165,7 @@ func (r *record) of(id volume.ID) (blockdev.Record, error) {
 	return out, nil
 }
 
-// Register has a gRPC server answer for a node, as the home of its volumes and as the user of others.
+// Register makes a gRPC server answer for a node, as the home of its volumes and as a user of others.
 func Register(r grpc.ServiceRegistrar, home Home, user User) {
 	methods := map[string]func(ctx context.Context, id volume.ID, r request) (answer, error){
 		methodOpen: func(ctx context.Context, id volume.ID, r request) (answer, error) {
@@ -183,7 +189,7 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 		},
 		methodBeginEra: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			era, err := home.BeginEra(ctx, id, r.Generation)
-			if errors.Is(err, errdefs.ErrUnsupported) { // several sentinels share its code
+			if errors.Is(err, errdefs.ErrUnsupported) { // an answer, as an error would arrive as another one with the same gRPC code
 				return answer{}, nil
 			}
 			return answer{Era: era}, err
@@ -200,7 +206,7 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 	r.RegisterService(description, nil)
 }
 
-// hold holds back writes as long as the caller has the stream open.
+// hold holds back writes until the caller closes its side of the stream, or is gone.
 func hold(stream grpc.ServerStream, user User) error {
 	message := &wrapperspb.BytesValue{}
 	if err := stream.RecvMsg(message); err != nil {
@@ -226,13 +232,13 @@ func hold(stream grpc.ServerStream, user User) error {
 			err = nil
 		}
 	}
-	return errors.Join(err, release()) // also if the caller is gone
+	return errors.Join(err, release())
 }
 
-// HomeAt is the home that answers at a connection.
+// HomeAt returns the Home at the other end of a connection.
 func HomeAt(agent grpc.ClientConnInterface) Home { return client{agent} }
 
-// UserAt is the user that answers at a connection.
+// UserAt returns the User at the other end of a connection.
 func UserAt(agent grpc.ClientConnInterface) User { return client{agent} }
 
 type client struct{ agent grpc.ClientConnInterface }
@@ -297,7 +303,7 @@ func (c client) BeginEra(ctx context.Context, id volume.ID, generation int64) (n
 	return out.Era, unknown(err)
 }
 
-// unknown is the error of a call that older homes do not know.
+// unknown returns ErrUnsupported if the other side does not know a call, as it is of an older version; any other error as it is.
 func unknown(err error) error {
 	if errors.Is(err, errdefs.ErrUnknownCall) {
 		return errdefs.Recast(errdefs.ErrUnsupported, err, "the other node is of a version before marks")
@@ -334,7 +340,7 @@ func (c client) Hold(ctx context.Context, id volume.ID, generation int64) (relea
 		return nil, err
 	}
 	first := &wrapperspb.BytesValue{}
-	if err := stream.SendMsg(wrapperspb.Bytes(text)); err != nil && !errors.Is(err, io.EOF) { // why it ended, the next one says
+	if err := stream.SendMsg(wrapperspb.Bytes(text)); err != nil && !errors.Is(err, io.EOF) { // after io.EOF, RecvMsg returns why the stream has ended
 		return nil, err
 	}
 	if err := stream.RecvMsg(first); err != nil {

@@ -17,7 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// api is what both sides ask of the API server.
+// api asks the API server what both sides of a call need to know.
 type api struct {
 	authentication authenticationclient.AuthenticationV1Interface
 	core           coreclient.CoreV1Interface
@@ -25,7 +25,7 @@ type api struct {
 
 func connect(config *rest.Config) (*api, error) {
 	config = rest.CopyConfig(config)
-	config.QPS = -1 // with the five a second that are usual, who makes up tokens keeps out all others
+	config.QPS = -1 // with client-go's usual limit of five a second, a caller with invented tokens would keep out all others
 	authentication, err := authenticationclient.NewForConfig(config)
 	if err != nil {
 		return nil, err
@@ -34,7 +34,7 @@ func connect(config *rest.Config) (*api, error) {
 	return &api{authentication, core}, err
 }
 
-// review asks whose a token is.
+// review asks whose token one is.
 func (a *api) review(ctx context.Context, spec authenticationv1.TokenReviewSpec) (authenticationv1.TokenReviewStatus, error) {
 	review, err := a.authentication.TokenReviews().Create(ctx, &authenticationv1.TokenReview{Spec: spec}, metav1.CreateOptions{})
 	if err != nil {
@@ -43,7 +43,7 @@ func (a *api) review(ctx context.Context, spec authenticationv1.TokenReviewSpec)
 	return review.Status, nil
 }
 
-// self is the service account of this process, and its pod, as the API server knows them by the token that it is asked with.
+// self is the service account and the pod of this process, as the API server knows them by the token of the request.
 type self struct {
 	namespace, account string
 	pod                *authenticationv1.BoundObjectReference
@@ -65,7 +65,7 @@ func (a *api) self(ctx context.Context) (self, error) {
 	return self{parts[2], parts[3], pod}, nil
 }
 
-// plausible: a token says of itself that it is for an audience (RFC 7519, aud). Whether that is true, the API server knows.
+// plausible returns an error unless a token says that it is for an audience (RFC 7519, aud). It does not check the signature: the API server does.
 func plausible(token, audience string) error {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {

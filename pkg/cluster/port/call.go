@@ -17,34 +17,34 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
 )
 
-// tokenTime is for how long a token is asked for; the API server gives none for less.
+// tokenTime is the life of the tokens that are requested: the shortest that the API server accepts (TokenRequest).
 const tokenTime = 10 * time.Minute
 
-// Callers calls the agents of other nodes: it has a connection to each, and tokens for them. The zero value is not ready: use NewCallers.
+// Callers has connections to the agents of other nodes, and tokens for them. The zero value is not ready: use NewCallers.
 type Callers struct {
 	api *api
 
 	mu     sync.Mutex
-	self   *self            // nil: not known yet
+	self   *self            // nil: not asked yet
 	agents map[string]agent // by node
 }
 
-// agent is what is known of the agent of a node.
+// agent is the connection to the agent of a node.
 type agent struct {
 	at         v1alpha1.AgentEndpoint
 	connection *grpc.ClientConn
 	token      *token
 }
 
-// NewCallers returns who calls by the account that a configuration is of. It asks the API server nothing yet.
+// NewCallers returns a Callers that calls with the service account of a configuration. It asks the API server nothing yet.
 func NewCallers(config *rest.Config) (*Callers, error) {
 	api, err := connect(config)
 	return &Callers{api: api, agents: map[string]agent{}}, err
 }
 
-// Agent returns a connection to the agent of a node. It connects with the first call, and stays for those that come later; with
-// another endpoint, as of an agent that was started again, it is a new one, and calls over the old one fail. Errors of calls are
-// those of pkg/errdefs: see rpc.Dial.
+// Agent returns a connection to the agent of a node. It connects with its first call, and is returned again for the same endpoint. For another endpoint,
+// as of an agent that was restarted, there is a new connection, and calls over the old one fail. ErrUnavailable if the address is none that can be called.
+// Errors of calls are those of pkg/errdefs: see rpc.Dial.
 func (c *Callers) Agent(node string, at v1alpha1.AgentEndpoint) (grpc.ClientConnInterface, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -59,7 +59,7 @@ func (c *Callers) Agent(node string, at v1alpha1.AgentEndpoint) (grpc.ClientConn
 		have.token = &token{audience: Audience(node), ask: c.newToken}
 	}
 	if there {
-		_ = have.connection.Close() // nobody is there any more
+		_ = have.connection.Close() // the agent is not at the old endpoint any more
 	}
 	var err error
 	have.at = at
@@ -71,10 +71,10 @@ func (c *Callers) Agent(node string, at v1alpha1.AgentEndpoint) (grpc.ClientConn
 	return have.connection, nil
 }
 
-// Close ends all connections, and the calls over them.
+// Close ends all connections, and the calls over them. It does nothing if c is nil.
 func (c *Callers) Close() error {
 	if c == nil {
-		return nil // there are none
+		return nil
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -86,7 +86,7 @@ func (c *Callers) Close() error {
 	return errors.Join(failures...)
 }
 
-// newToken asks for a token of this pod for an audience, and returns it with its life.
+// newToken requests a token of this pod for an audience, and returns it with its life.
 func (c *Callers) newToken(ctx context.Context, audience string) (string, time.Duration, error) {
 	me, err := c.whoami(ctx)
 	if err != nil {
@@ -99,7 +99,7 @@ func (c *Callers) newToken(ctx context.Context, audience string) (string, time.D
 		return "", 0, err
 	}
 	if given := made.Spec.ExpirationSeconds; given != nil {
-		seconds = *given // the API server may give it for less
+		seconds = *given // the API server may choose another life
 	}
 	return made.Status.Token, time.Duration(seconds) * time.Second, nil
 }
@@ -120,25 +120,25 @@ func (c *Callers) whoami(ctx context.Context) (self, error) {
 	return me, err
 }
 
-// token is one for an agent, which is renewed before it ends: by this machine's clock, from when it was given, so that clocks
-// which differ do no harm.
+// token is a token for an agent. It is renewed before its life ends, counted by this machine's clock from when it was requested: the clock of the API
+// server does not matter.
 type token struct {
 	audience string
 	ask      func(ctx context.Context, audience string) (string, time.Duration, error)
 
 	mu    sync.Mutex
 	text  string
-	until time.Time // it is used
-	asked time.Time
+	until time.Time // when it is renewed
+	asked time.Time // when it was requested
 }
 
-// renewPause is between two tokens that the agent did not know: it is told so to all of its calls at once.
+// renewPause is the least time between two tokens that the agent refused: it refuses all calls with a token at once, and one new token is enough for them.
 const renewPause = time.Second
 
-// askTime is how long the API server is waited for.
+// askTime is how long an answer of the API server is waited for.
 const askTime = 10 * time.Second
 
-// get returns the token, or with renew another one than that which was there. ErrUnavailable if there is none.
+// get returns the token, or with renew a new one, unless that was requested within the last renewPause. ErrUnavailable if the API server gives none.
 func (t *token) get(ctx context.Context, renew bool) (string, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -1,8 +1,8 @@
-// Package port is the one port that agents have, for other parts of the driver to call them on: gRPC over TLS 1.3.
+// Package port is the one port of an agent, on which other parts of the driver call it: gRPC over TLS 1.3.
 //
-// Each side knows the other one without a certificate authority. An agent makes its key when it starts, keeps it in memory, and
-// writes the fingerprint of it into the status of its pools, which nobody else may write (guard.yaml): callers take no other key. A
-// caller has a token of its service account that is for this one agent, and the agent asks the API server whose it is.
+// Both sides identify each other without a certificate authority. An agent makes its key when it starts, keeps it in memory, and writes its fingerprint
+// into the status of its pools, which nobody else may write (guard.yaml): callers accept no other key. A caller sends a token of its service account that
+// is only for this agent, and the agent asks the API server whose token it is.
 //
 // docs/decisions/agents-port.md says why.
 package port
@@ -24,13 +24,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Listener is an agent's port, which has the agent's key.
+// Listener is the port of an agent, with the agent's key.
 type Listener struct {
 	net.Listener
 	certificate tls.Certificate
 }
 
-// Listen opens a port, as IP:PORT: an address that others can reach, as it is told to them. ErrInvalid if it is none.
+// Listen opens a port, and makes its key. address is IP:PORT, at which other nodes reach it, as it is told to them. ErrInvalid if it is no such address
+// (CheckAddress).
 func Listen(address string) (*Listener, error) {
 	if err := CheckAddress(address); err != nil {
 		return nil, err
@@ -46,7 +47,7 @@ func Listen(address string) (*Listener, error) {
 	return &Listener{listener, certificate}, nil
 }
 
-// CheckAddress is ErrInvalid for what is no IP:PORT that others could reach.
+// CheckAddress returns ErrInvalid unless address is IP:PORT, with the IP address of one machine.
 func CheckAddress(address string) error {
 	host, _, err := net.SplitHostPort(address)
 	if ip := net.ParseIP(host); err == nil && (ip == nil || ip.IsUnspecified()) {
@@ -58,7 +59,7 @@ func CheckAddress(address string) error {
 	return nil
 }
 
-// Endpoint is what callers have to know of the port; nil if there is none.
+// Endpoint returns what callers have to know of the port; nil if l is nil.
 func (l *Listener) Endpoint() *v1alpha1.AgentEndpoint {
 	if l == nil {
 		return nil
@@ -66,14 +67,14 @@ func (l *Listener) Endpoint() *v1alpha1.AgentEndpoint {
 	return &v1alpha1.AgentEndpoint{Address: l.Addr().String(), Fingerprint: fingerprint(l.certificate.Leaf)}
 }
 
-// Close closes the port, also if nobody serves it; there may be none.
+// Close closes the port, whether it is served or not. It does nothing if l is nil.
 func (l *Listener) Close() {
 	if l != nil {
-		_ = l.Listener.Close() // it may be closed
+		_ = l.Listener.Close() // it may be closed already
 	}
 }
 
-// newCertificate makes a key, and a certificate that says nothing but it: nobody looks at its names and dates.
+// newCertificate makes a key, and a certificate for it. Callers look at the key alone, not at names and dates.
 func newCertificate() (tls.Certificate, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -88,17 +89,17 @@ func newCertificate() (tls.Certificate, error) {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key, Leaf: leaf}, err
 }
 
-// fingerprint is the SHA-256 of a certificate's key (its SubjectPublicKeyInfo, as RFC 7469 has it), in hex.
+// fingerprint returns the SHA-256 of a certificate's key (its SubjectPublicKeyInfo, as in RFC 7469), in hex.
 func fingerprint(c *x509.Certificate) string {
 	sum := sha256.Sum256(c.RawSubjectPublicKeyInfo)
 	return hex.EncodeToString(sum[:])
 }
 
-// only is the TLS configuration of a caller that takes one key.
+// only returns the TLS configuration of a caller that accepts one key, given by its fingerprint.
 func only(want string) *tls.Config {
 	return &tls.Config{
 		MinVersion:         tls.VersionTLS13,
-		InsecureSkipVerify: true, // by names and authorities: the key is all that counts, and it is looked at next
+		InsecureSkipVerify: true, // no check of names and authorities: VerifyConnection checks the key
 		VerifyConnection: func(state tls.ConnectionState) error {
 			if have := fingerprint(state.PeerCertificates[0]); have != want {
 				return fmt.Errorf("who answers has the key %s, and the agent %s", have, want)

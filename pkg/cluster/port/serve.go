@@ -20,40 +20,40 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
 )
 
-// Audience of the tokens with which the agent of a node is called. With one of them, that agent can call no other one.
+// Audience returns the audience of the tokens with which the agent of a node is called. With such a token, that agent cannot call another one.
 func Audience(node string) string { return audiences + node }
 
-// nodeOfToken is what the API server says of a token of a pod (ServiceAccountTokenPodNodeInfo, Kubernetes 1.29).
+// nodeOfToken is the key under which a TokenReview has the node of the token's pod (ServiceAccountTokenPodNodeInfo, since Kubernetes 1.29).
 const nodeOfToken = "authentication.kubernetes.io/node-name"
 
-// audiences begin so; guard.yaml knows it too.
+// audiences begins all audiences; guard.yaml has it too.
 const audiences = "ashlar.dev/agent/"
 
-// callers are the service accounts, of the driver's namespace, that may make calls of a service.
+// callers has the service accounts, in the driver's namespace, that may call a service.
 var callers = map[string][]string{
 	"/csi.v1.SnapshotMetadata/":  {"ashlar-controller"},
-	"/" + transfer.Service + "/": {"ashlar-node"}, // who may have which bytes, the objects say (agent.OpenCopy)
-	"/" + export.Service + "/":   {"ashlar-node"}, // and who may use which volume (agent.Exports)
-	"/" + move.Service + "/":     {"ashlar-node"}, // and which moves meanwhile (agent.Moving)
+	"/" + transfer.Service + "/": {"ashlar-node"}, // agent.OpenCopy checks who may read which bytes
+	"/" + export.Service + "/":   {"ashlar-node"}, // agent.Exports checks who may use which volume
+	"/" + move.Service + "/":     {"ashlar-node"}, // agent.Moving checks which volume moves for whom
 }
 
 type callerNode struct{}
 
-// CallerNode is the node of the pod that makes a call, as the API server knows it by its token; empty if that is of no pod.
+// CallerNode returns the node of the pod that makes a call, as the API server knows it by the call's token; empty if it knows none.
 func CallerNode(ctx context.Context) string {
 	node, _ := ctx.Value(callerNode{}).(string)
 	return node
 }
 
-// Server says what the port of an agent is.
+// Server serves the port of an agent.
 type Server struct {
 	Node      string
 	Namespace string // of the driver
-	// Config connects to the API server, which is asked whose a token is.
+	// Config connects to the API server, which knows whose token one is.
 	Config *rest.Config
 }
 
-// Serve serves calls until ctx ends, and closes the listener: see rpc.Serve.
+// Serve serves calls until ctx ends, and closes the listener: see rpc.Serve. It sets services.Remote.
 func (s Server) Serve(ctx context.Context, listener *Listener, services rpc.Services) error {
 	api, err := connect(s.Config)
 	if err != nil {
@@ -65,30 +65,29 @@ func (s Server) Serve(ctx context.Context, listener *Listener, services rpc.Serv
 }
 
 const (
-	// knownFor is how long a token is known after the API server has said whose it is: a token that is taken back
-	// (its pod is gone) is good for as long.
+	// knownFor is how long the API server's answer about a token is remembered: a token that becomes invalid (its pod is gone) is accepted for as long.
 	knownFor = 30 * time.Second
-	// mostKnown is how many tokens are known at once.
+	// mostKnown is how many tokens are remembered at once.
 	mostKnown = 256
-	// reviewTime is how long the API server is waited for, and reviewsAtOnce is how many questions wait.
+	// reviewTime is how long a call waits for the answer about its token; reviewsAtOnce is how many questions to the API server there are at once.
 	reviewTime    = askTime
 	reviewsAtOnce = 4
-	// mostToken is the length of the longest token that is looked at, in bytes.
+	// mostToken is the length of the longest token that is accepted, in bytes.
 	mostToken = 8 << 10
 )
 
-// door lets those in who may call.
+// door decides who may call.
 type door struct {
 	api       *api
 	namespace string
 	audience  string
-	asking    chan struct{} // has room for who asks the API server
+	asking    chan struct{} // a semaphore: it has an element for each question to the API server
 
 	mu    sync.Mutex
 	known map[[sha256.Size]byte]known // by the hash of the token
 }
 
-// caller is whom the API server knows a token as.
+// caller is the user of a token, and the node of its pod.
 type caller struct{ user, node string }
 
 type known struct {
@@ -111,7 +110,7 @@ func (d *door) allow(ctx context.Context, token, method string) (context.Context
 	return nil, fmt.Errorf("%w: %s may not call %s", errdefs.ErrPrecondition, who.user, method)
 }
 
-// caller is who has a token.
+// caller returns whose token one is. ErrUnavailable if that cannot be found out now; any other error if the token is not valid for this agent.
 func (d *door) caller(ctx context.Context, token string) (caller, error) {
 	if len(token) > mostToken {
 		return caller{}, fmt.Errorf("a token of %d bytes", len(token))
@@ -120,7 +119,7 @@ func (d *door) caller(ctx context.Context, token string) (caller, error) {
 	if who := d.remembered(sum); who.user != "" {
 		return who, nil
 	}
-	// Before anybody else is asked: it is what a token says of itself.
+	// This needs no question to the API server.
 	if err := plausible(token, d.audience); err != nil {
 		return caller{}, err
 	}
@@ -157,7 +156,7 @@ func (d *door) remember(sum [sha256.Size]byte, who caller) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if len(d.known) >= mostKnown || d.known == nil {
-		d.known = map[[sha256.Size]byte]known{} // they are asked for again
+		d.known = map[[sha256.Size]byte]known{} // the API server is asked again
 	}
 	d.known[sum] = known{who, time.Now().Add(knownFor)}
 }
