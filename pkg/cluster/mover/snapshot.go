@@ -102,7 +102,7 @@ func (m *Mover) label(ctx context.Context, s *v1alpha1.Snapshot, label, value st
 
 // labelGroup gives the members of a snapshot's group the label of the group, if they do not have it, as they were adopted: once one of them has moved,
 // nothing else says that they belong together (v1alpha1.OfGroup). If more snapshots name the group than it has members, it labels none, as nothing tells
-// which are the members. labelled is false if s itself got its label now.
+// which are the members. all is false if s itself got its label now.
 func (m *Mover) labelGroup(ctx context.Context, s *v1alpha1.Snapshot) (all bool, err error) {
 	group := s.Spec.Group
 	if group == nil {

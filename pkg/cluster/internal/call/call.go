@@ -1,4 +1,5 @@
-// Package call is how an agent asks another one over its port, one request and one answer at a time: both are JSON, as gRPC has bytes. It knows nothing of what is asked.
+// Package call has what the services of agents share: calls with one request and one answer about a volume, both JSON, which gRPC sends as bytes. It does
+// not know what is asked.
 package call
 
 import (
@@ -14,13 +15,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Request is what is asked of a volume.
+// Request is a request about a volume.
 type Request interface {
-	// Of is the ID of the volume, as the request says it.
+	// Of returns the ID of the volume, as the request has it.
 	Of() string
 }
 
-// Parse reads a request, and the ID of the volume that it is of: ErrInvalid for what is none of the service, ErrNotFound for what is no volume.
+// Parse reads a request, and the ID of its volume. ErrInvalid if it is no request for the service, or has no ID; ErrNotFound if the ID is not that of a
+// volume.
 func Parse[Q Request](service string, message *wrapperspb.BytesValue) (r Q, id volume.ID, err error) {
 	if err := json.Unmarshal(message.GetValue(), &r); err != nil {
 		return r, id, fmt.Errorf("%w: this is no request for %s: %w", errdefs.ErrInvalid, service, err)
@@ -32,7 +34,7 @@ func Parse[Q Request](service string, message *wrapperspb.BytesValue) (r Q, id v
 	return r, id, err
 }
 
-// Methods are the calls of a service, by their names, as gRPC has them.
+// Methods returns the calls of a service for gRPC. answers has the function that answers each call, by its name.
 func Methods[Q Request, A any](service string, answers map[string]func(context.Context, volume.ID, Q) (A, error)) (methods []grpc.MethodDesc) {
 	for name, answer := range answers {
 		methods = append(methods, grpc.MethodDesc{MethodName: name, Handler: handler(service, name, answer)})
@@ -65,7 +67,7 @@ func handler[Q Request, A any](service, name string, answer func(context.Context
 	}
 }
 
-// Ask makes a call, and reads the answer. Errors are those of who answers; ErrUnavailable if what comes is no answer.
+// Ask makes a call, and reads the answer into into. Errors are those of the other side (rpc.Dial); ErrUnavailable if the answer cannot be read.
 func Ask(ctx context.Context, agent grpc.ClientConnInterface, service, name string, r Request, into any) error {
 	text, err := json.Marshal(r)
 	if err != nil {

@@ -9,17 +9,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// answering fails with ErrUnavailable where "not found" says nothing of an object: the API server has no such kind of objects, as the
-// definitions are not there, or what answered is a proxy before it. client-go would say the same of both as of an object that is gone, and
-// that is how a volume is taken for deleted, and a node for gone for good.
+// answering is a transport that fails with ErrUnavailable if the answer "404 not found" does not tell that an object is gone: the API server does not know
+// the kind of objects, as its definition is missing, or the answer comes from a proxy before the API server. To client-go these look as if the object were
+// gone, and so a volume would be taken for deleted, and a node for gone for good.
 type answering struct{ http.RoundTripper }
 
-// mostSaid is how much of such an answer is told, in bytes.
+// mostSaid is how many bytes of such an answer are put into the error.
 const mostSaid = 256
 
 func (a answering) RoundTrip(q *http.Request) (*http.Response, error) {
 	answer, err := a.RoundTripper.RoundTrip(q)
-	// Of objects the API server answers with one of its own: a Status, in JSON or protobuf.
+	// For an object that is gone the API server answers with a Status, in JSON or protobuf.
 	if err != nil || answer.StatusCode != http.StatusNotFound || strings.HasPrefix(answer.Header.Get("Content-Type"), "application/") {
 		return answer, err
 	}

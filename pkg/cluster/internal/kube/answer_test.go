@@ -14,7 +14,7 @@ type answers func(*http.Request) (*http.Response, error)
 
 func (a answers) RoundTrip(q *http.Request) (*http.Response, error) { return a(q) }
 
-// TestAnswering: that an object is not there only the API server says, in words of its own.
+// TestAnswering: an answer "not found" counts only if it has the content type of the API server's own answers. Any other one is ErrUnavailable.
 func TestAnswering(t *testing.T) {
 	for kind, says := range map[string]bool{"application/json": true, "application/vnd.kubernetes.protobuf": true, "text/plain; charset=utf-8": false, "text/html": false, "": false} {
 		for _, code := range []int{http.StatusOK, http.StatusNotFound} {

@@ -23,11 +23,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// Connection is what a part of the driver has of the API server.
+// Connection is a connection to the API server.
 type Connection struct {
-	// Cache has the objects that are watched, as the watches last told. It has to be started.
+	// Cache has the objects that are watched. It may be behind the API server. It has to be started.
 	Cache cache.Cache
-	// Client reads from the cache, after that has seen all that this client wrote.
+	// Client reads from the cache, but waits first until that has seen all that this client wrote (fresh).
 	Client client.Client
 	// Live reads from the API server itself.
 	Live client.Client
@@ -35,8 +35,8 @@ type Connection struct {
 
 var setLogger = sync.OnceFunc(func() { log.SetLogger(klog.Background()) })
 
-// Connect prepares a connection. It asks the API server nothing: that may be down. Of the kinds in only no more than the
-// objects selected there are watched.
+// Connect prepares a connection. It asks the API server nothing, which may be down. For the kinds in only, the cache has just the objects that are
+// selected there.
 func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connection, error) {
 	setLogger()
 	scheme := runtime.NewScheme()
@@ -54,7 +54,7 @@ func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connec
 	mapper.Add(storagev1.SchemeGroupVersion.WithKind("VolumeAttachment"), meta.RESTScopeRoot)
 	mapper.Add(storagev1.SchemeGroupVersion.WithKind("CSINode"), meta.RESTScopeRoot)
 	config = rest.CopyConfig(config)
-	config.QPS = -1 // the API server shares itself out (priority and fairness)
+	config.QPS = -1 // no limit here: the API server has its own (priority and fairness)
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return relisting{answering{next}} })
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -86,18 +86,18 @@ func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connec
 	return c, nil
 }
 
-// less takes off an object what no part of the driver reads. Who changes one that it has from the cache writes no more than the difference.
+// less removes from an object, before it is cached, what no part of the driver reads. That is safe for writes, as they are patches of what was changed.
 func less(v any) (any, error) {
-	if o, ok := v.(metav1.Object); ok { // else cache.DeletedFinalStateUnknown, or packed already
+	if o, ok := v.(metav1.Object); ok { // otherwise it is cache.DeletedFinalStateUnknown, or packed already
 		o.SetManagedFields(nil)
 	}
-	if node, ok := v.(*corev1.Node); ok { // which may have fifty images, and more
+	if node, ok := v.(*corev1.Node); ok { // its status may list fifty images, or more
 		node.Annotations, node.Status = nil, corev1.NodeStatus{Conditions: node.Status.Conditions}
 	}
 	return v, nil
 }
 
-// Node is a Node object that has no more than its name.
+// Node returns a Node that has nothing but its name.
 func Node(name string) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
 }

@@ -1,4 +1,3 @@
-// Package kube is what the parts of a cluster need of Kubernetes, whatever their objects mean: a connection whose reads
-// have seen its own writes, watches of single objects, lists in pages, patches that fail with a conflict, and errors of
-// the API server as those of pkg/errdefs.
+// Package kube connects to Kubernetes, and knows nothing of volumes: a connection whose reads see its own writes, watches of single objects, lists in
+// pages, patches that fail with a conflict, and errors of the API server as errors of pkg/errdefs.
 package kube

@@ -9,7 +9,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// Each calls visit with each object of a kind that a cache has, one after the other, as they were at one moment: a list has all of them in memory, unpacked. Nobody may change them.
+// Each calls visit with each object of a kind that a cache has, as they were at one moment. Unlike a list, it has only one of them unpacked in memory at a
+// time. visit must not change them.
 func Each[T client.Object](ctx context.Context, c cache.Cache, of T, visit func(T)) error {
 	informer, err := c.GetInformer(ctx, of)
 	if err != nil {
@@ -33,7 +34,7 @@ func Each[T client.Object](ctx context.Context, c cache.Cache, of T, visit func(
 	return nil
 }
 
-// CaughtUp waits until the cache has what the client wrote of a kind before, as its lists do.
+// CaughtUp waits until the cache has all objects of a kind that the client wrote before, as a list of the client does. ErrUnavailable if ctx ends first.
 func (c Connection) CaughtUp(ctx context.Context, of client.Object) error {
 	f, ok := c.Client.(*fresh)
 	if !ok {

@@ -9,8 +9,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// APIError gives an error of the API server its sentinel. Whatever does not say for sure
-// that nothing happened is ErrUnavailable: the work may be going on.
+// APIError wraps an error of the API server in a sentinel: ErrNotFound, ErrInvalid, or else ErrUnavailable, as the request may have been carried out.
+// doing says what was asked. nil stays nil.
 func APIError(doing string, err error) error {
 	sentinel := errdefs.ErrUnavailable
 	switch {
@@ -24,13 +24,13 @@ func APIError(doing string, err error) error {
 	return fmt.Errorf("%w: %s: %w", sentinel, doing, err)
 }
 
-// LockingPatch is a patch that fails with a conflict if anybody else changed the object.
+// LockingPatch returns a patch that fails with a conflict if the object was changed since before was read (optimistic lock).
 func LockingPatch(before client.Object) client.Patch {
 	return client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
 }
 
-// IgnoreConflict returns nil for a conflict and for an object that is gone: whoever changed or deleted it caused an
-// event, and it is looked at again.
+// IgnoreConflict returns nil for a conflict and for an object that is gone. It is for callers that watch the object: the change or deletion causes an
+// event.
 func IgnoreConflict(err error) error {
 	if apierrors.IsConflict(err) {
 		return nil

@@ -22,14 +22,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// fresh is a client that reads from the cache, once that has all that the client wrote before.
-// That is seen from the state of the cache, and not from events, as controller-runtime's
-// own does (EnableReadYourWritesConsistency): what was written and is gone before a broken watch
-// is whole again makes no event, and whoever waits for one waits for ever.
+// fresh is a client whose reads of the cache wait until that has all that the client wrote before; ErrUnavailable if ctx ends first. It looks at the state
+// of the cache for that, not at events, as controller-runtime does (EnableReadYourWritesConsistency): an object that was written, and is gone before a
+// broken watch is restored, causes no event, and a wait for one would never end.
 //
-// It is for objects without a namespace, and for the methods that it has; other writes are not
-// waited for. Nor are those of objects that the cache does not have: how far its watch is with these
-// the API server says once a minute.
+// It is for objects without a namespace. Only writes by the methods here are waited for, and only those of objects that the cache has: for others the
+// version of the cache's watch advances once a minute only.
 type fresh struct {
 	client.Client
 	cache cache.Cache
@@ -40,26 +38,26 @@ type fresh struct {
 	kinds map[schema.GroupVersionKind]*written
 }
 
-// written is what was written of the objects of a kind, and may not be in the cache yet.
+// written has the writes of objects of a kind that may not be in the cache yet.
 type written struct {
 	store toolscache.Store
 
 	mu     sync.Mutex
-	writes map[*write]bool // that the cache was not seen to have
-	latest uint64          // version that the cache was seen to have
+	writes map[*write]bool // that the cache may not have yet
+	latest uint64          // the resourceVersion of the cache when it was last looked at
 }
 
-// write is one of them. The fields below done are set when that is closed: when the API server
-// has answered.
+// write is one write of an object. done is closed when the API server has answered; the fields below it are valid from then on.
 type write struct {
 	name string
 	done chan struct{}
 
-	version uint64    // that the cache must have; 0 if nothing was written
-	gone    types.UID // that the cache must not have any more
+	version uint64    // the resourceVersion that the cache has to reach; 0 if nothing was written
+	gone    types.UID // of the deleted object, which the cache must not have any more; empty if it was no deletion
 }
 
-// How often it is checked whether the cache has caught up, and the API server asked whether it ever will.
+// firstLook and lastLook are the first and the longest pause between two looks at the cache. askEvery is the pause between two questions to the API server
+// whether the cache can catch up at all (undone).
 const (
 	firstLook = time.Millisecond
 	lastLook  = 50 * time.Millisecond
@@ -85,21 +83,21 @@ func (f *fresh) kind(ctx context.Context, gvk schema.GroupVersionKind) (*written
 	return have, nil
 }
 
-// has reports whether the cache has a write that is done.
+// has reports whether the cache has a write; the write has to be done.
 func (k *written) has(w *write) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.hasLocked(w)
 }
 
-// hasLocked is has. The caller has the lock.
+// hasLocked is has. The caller holds the lock.
 func (k *written) hasLocked(w *write) bool {
 	version, err := strconv.ParseUint(k.store.LastStoreSyncResourceVersion(), 10, 64)
-	if err != nil { // it was not filled yet
+	if err != nil { // the cache is not filled yet
 		return false
 	}
 	if version < k.latest {
-		k.forget() // etcd was restored: what was written since never comes
+		k.forget() // etcd was restored from a backup: later writes are lost
 	}
 	k.latest = version
 	if !k.writes[w] {
@@ -119,7 +117,7 @@ func (k *written) hasLocked(w *write) bool {
 	return ok && (o.GetUID() != w.gone || o.GetDeletionTimestamp() != nil)
 }
 
-// forget forgets the writes that are done. The caller has the lock.
+// forget removes the writes that are done. The caller holds the lock.
 func (k *written) forget() {
 	for w := range k.writes {
 		select {
@@ -130,14 +128,14 @@ func (k *written) forget() {
 	}
 }
 
-// forgetAll forgets the writes that are done.
+// forgetAll removes the writes that are done.
 func (k *written) forgetAll() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.forget()
 }
 
-// begin notes down a write of an object that begins now, and forgets those that the cache has.
+// begin adds a write of an object that begins now, and removes those that the cache has.
 func (k *written) begin(name string) *write {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -155,7 +153,7 @@ func (k *written) begin(name string) *write {
 	return w
 }
 
-// of returns the writes of an object, or with no name of all.
+// of returns the writes of an object, or with an empty name all writes.
 func (k *written) of(name string) []*write {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -168,8 +166,7 @@ func (k *written) of(name string) []*write {
 	return found
 }
 
-// caughtUp waits until the cache has all that was written of an object, or with no name of all
-// of a kind, before it was called.
+// caughtUp waits until the cache has all writes of an object, or with an empty name of all objects of a kind, that had begun before it was called.
 func (f *fresh) caughtUp(ctx context.Context, gvk schema.GroupVersionKind, name string) error {
 	k, err := f.kind(ctx, gvk)
 	if err != nil {
@@ -207,14 +204,14 @@ func (f *fresh) waitFor(ctx context.Context, gvk schema.GroupVersionKind, k *wri
 	return nil
 }
 
-// undone asks the API server whether a write that is done never comes, as etcd was restored: it has not come as
-// far, or has what was deleted. The cache need not have seen it go back: others may have written since, and some
-// restore etcd with a later version.
+// undone asks the API server whether a write that is done is lost, because etcd was restored from a backup: the API server is at an earlier version, or
+// still has the object that was deleted. hasLocked alone does not notice each restore: there may have been later writes since, and etcd may be restored
+// with a later version.
 func (f *fresh) undone(ctx context.Context, gvk schema.GroupVersionKind, w *write) bool {
 	var list metav1.PartialObjectMetadataList
 	list.SetGroupVersionKind(gvk.GroupVersion().WithKind(gvk.Kind + "List"))
 	if err := f.live.List(ctx, &list, client.MatchingFields{"metadata.name": w.name}); err != nil {
-		return false // it is asked again
+		return false // unknown; it is asked again
 	}
 	version, err := strconv.ParseUint(list.ResourceVersion, 10, 64)
 	return err == nil && version < w.version || slices.ContainsFunc(list.Items, func(o metav1.PartialObjectMetadata) bool {
@@ -222,7 +219,7 @@ func (f *fresh) undone(ctx context.Context, gvk schema.GroupVersionKind, w *writ
 	})
 }
 
-// Get reads an object from the cache.
+// Get reads an object from the cache, when that has all writes of it.
 func (f *fresh) Get(ctx context.Context, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
 	gvk, err := f.GroupVersionKindFor(o)
 	if err == nil {
@@ -234,7 +231,7 @@ func (f *fresh) Get(ctx context.Context, key client.ObjectKey, o client.Object, 
 	return f.Client.Get(ctx, key, o, options...)
 }
 
-// List reads objects from the cache.
+// List reads objects from the cache, when that has all writes of their kind.
 func (f *fresh) List(ctx context.Context, list client.ObjectList, options ...client.ListOption) error {
 	gvk, err := f.GroupVersionKindFor(list)
 	if err == nil {
@@ -247,7 +244,7 @@ func (f *fresh) List(ctx context.Context, list client.ObjectList, options ...cli
 	return f.Client.List(ctx, list, options...)
 }
 
-// write does a write of an object; with gone, it deletes the one that has this UID.
+// write calls do, which writes an object, and keeps track of the write. gone is the UID of the object if it is deleted, else empty.
 func (f *fresh) write(ctx context.Context, o client.Object, gone types.UID, do func() error) error {
 	gvk, err := f.GroupVersionKindFor(o)
 	if err != nil {
@@ -270,7 +267,7 @@ func (f *fresh) write(ctx context.Context, o client.Object, gone types.UID, do f
 	return err
 }
 
-// selects reports whether the cache has an object, as it is after a write. No write takes one out of it.
+// selects reports whether the cache selects an object, as it is after a write. No write of the driver takes an object out of the selection.
 func (f *fresh) selects(gvk schema.GroupVersionKind, o client.Object) (bool, error) {
 	selector := f.only[gvk]
 	if selector == nil {

@@ -10,7 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// How a cache calls the index of a field, and what is before each of its values: of all namespaces, as there are none.
+// What controller-runtime's cache puts before the name of a field to name its index, and before each value of an index over all namespaces.
 const (
 	fieldIndex = "field:"
 	everywhere = "__all_namespaces/"
@@ -22,7 +22,7 @@ type Index struct {
 	Field string
 }
 
-// Values returns the values that objects have in any of some indexes of the cache. It looks at no object.
+// Values returns all values that some indexes of a cache have. It does not look at the objects.
 func Values(ctx context.Context, c cache.Cache, indexes ...Index) (map[string]bool, error) {
 	values := map[string]bool{}
 	for _, index := range indexes {

@@ -13,16 +13,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/pack"
 )
 
-// newInformer is cache.NewSharedIndexInformer. Of the kinds of which there may be very many, a volume and a snapshot, its store has the objects packed (package pack). Nobody else sees them so:
-// who reads, is told of, or indexes an object has a new one of its own.
+// newInformer is cache.NewSharedIndexInformer, except that its store has Volumes and Snapshots packed (package pack), as there may be very many of them.
+// Readers, event handlers and indexes get them unpacked, as new objects.
 func newInformer(from cache.ListerWatcher, example runtime.Object, resync time.Duration, indexers cache.Indexers) cache.SharedIndexInformer {
 	switch example.(type) {
 	case *v1alpha1.Volume, *v1alpha1.Snapshot:
 		format, err := pack.New(reflect.TypeOf(example).Elem())
 		if err != nil {
-			panic(err) // TestPack packs them
+			panic(err) // impossible: TestPack packs both kinds
 		}
-		delete(indexers, cache.NamespaceIndex) // they are in none
+		delete(indexers, cache.NamespaceIndex) // they have no namespace
 		return &packing{SharedIndexInformer: cache.NewSharedIndexInformer(from, example, resync, indexers), format: format}
 	}
 	return cache.NewSharedIndexInformer(from, example, resync, indexers)
@@ -31,11 +31,11 @@ func newInformer(from cache.ListerWatcher, example runtime.Object, resync time.D
 // packed is an object in a store.
 type packed struct {
 	format *pack.Format
-	name   string // the store's key: it stays when the object changes, and so must not be a part of its text
+	name   string // the store's key, which it keeps when the object changes: it must not be a part of text, which would stay in memory with it
 	text   string
 }
 
-// GetObjectMeta is metav1.ObjectMetaAccessor, by which client-go gets along with it.
+// GetObjectMeta makes it a metav1.ObjectMetaAccessor, as client-go needs one.
 func (p *packed) GetObjectMeta() metav1.Object { return p.unpack() }
 
 func (p *packed) unpack() metav1.Object {
@@ -44,7 +44,7 @@ func (p *packed) unpack() metav1.Object {
 	return o
 }
 
-// unpacked is what v is, packed or not.
+// unpacked returns v unpacked, if it is packed, or has a packed object.
 func unpacked(v any) any {
 	switch v := v.(type) {
 	case *packed:
@@ -89,7 +89,7 @@ func (p *packing) SetTransform(transform cache.TransformFunc) error {
 	})
 }
 
-// known is a name as the store has it: its keys and all states of an object share one text.
+// known returns a name as the store has it, so that the store's key and all states of an object share one string.
 func (p *packing) known(name string) string {
 	if v, is, err := p.SharedIndexInformer.GetIndexer().GetByKey(name); err == nil && is {
 		if o, is := v.(*packed); is {
@@ -99,7 +99,8 @@ func (p *packing) known(name string) string {
 	return name
 }
 
-// ownerOf is what an object is of, to package pack: a leg is of its volume. What the legs of one volume alone say, as its claim, would be kept for ever, and there is room for so many words only.
+// ownerOf returns the owner of an object, as Format.Pack needs it: for a leg its volume, else the object itself. Otherwise what the legs of one volume
+// have in common, as its claim, would become a word, and the number of words is limited.
 func ownerOf(o metav1.Object) string {
 	if v, is := o.(*v1alpha1.Volume); is && v.Spec.ReplicaOf != "" {
 		return v.Spec.ReplicaOf
@@ -107,7 +108,7 @@ func ownerOf(o metav1.Object) string {
 	return o.GetName()
 }
 
-// AddEventHandler has a handler told of objects as they are.
+// AddEventHandler adds a handler that gets objects unpacked.
 func (p *packing) AddEventHandler(h cache.ResourceEventHandler) (cache.ResourceEventHandlerRegistration, error) {
 	return p.SharedIndexInformer.AddEventHandler(unpacking{h})
 }
@@ -122,7 +123,7 @@ func (p *packing) AddEventHandlerWithOptions(h cache.ResourceEventHandler, o cac
 	return p.SharedIndexInformer.AddEventHandlerWithOptions(unpacking{h}, o)
 }
 
-// AddIndexers has objects indexed as they are. An index only reads them.
+// AddIndexers adds indexes that get objects unpacked. They must not change them.
 func (p *packing) AddIndexers(indexers cache.Indexers) error {
 	wrapped := cache.Indexers{}
 	for name, index := range indexers {
@@ -131,7 +132,8 @@ func (p *packing) AddIndexers(indexers cache.Indexers) error {
 	return p.SharedIndexInformer.AddIndexers(wrapped)
 }
 
-// indexed has what was unpacked last for an index. A store asks all its indexes for one object after the other, with its lock held: for what it was, and what it is.
+// indexed keeps the two objects that were last unpacked for an index. A store that changes an object asks each index for the old and the new one, while it
+// holds its lock.
 type indexed struct {
 	mu   sync.Mutex
 	last [2]struct {
@@ -140,7 +142,7 @@ type indexed struct {
 	}
 }
 
-// unpacked is unpacked, of an object that nobody changes.
+// unpacked is the function unpacked, but returns the same object for the same packed one again: it must not be changed.
 func (i *indexed) unpacked(v any) any {
 	p, is := v.(*packed)
 	if !is {
@@ -164,7 +166,7 @@ func (p *packing) GetStore() cache.Store { return p.GetIndexer() }
 // GetIndexer returns the store, for readers.
 func (p *packing) GetIndexer() cache.Indexer { return indexer{p.SharedIndexInformer.GetIndexer()} }
 
-// unpacking is a handler that is told of objects as they are.
+// unpacking is an event handler that gets objects unpacked.
 type unpacking struct{ cache.ResourceEventHandler }
 
 func (u unpacking) OnAdd(v any, initial bool) { u.ResourceEventHandler.OnAdd(unpacked(v), initial) }
@@ -175,7 +177,7 @@ func (u unpacking) OnUpdate(before, after any) {
 
 func (u unpacking) OnDelete(v any) { u.ResourceEventHandler.OnDelete(unpacked(v)) }
 
-// indexer is a store whose objects are read as they are.
+// indexer is a store whose readers get objects unpacked. The other methods are those of the store itself.
 type indexer struct{ cache.Indexer }
 
 func (i indexer) Get(v any) (any, bool, error) {

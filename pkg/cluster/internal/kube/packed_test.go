@@ -32,7 +32,7 @@ func (t *transforming) AddIndexers(indexers cache.Indexers) error {
 	return t.store.AddIndexers(indexers)
 }
 
-// packer returns what packs a volume as an informer does, and the store of that.
+// packer returns a function that packs a volume as an informer does, and the informer's store.
 func packer(t testing.TB, indexers ...cache.Indexers) (func(*v1alpha1.Volume) *packed, cache.Indexer) {
 	t.Helper()
 	format, err := pack.New(reflect.TypeFor[v1alpha1.Volume]())
@@ -58,7 +58,7 @@ func packer(t testing.TB, indexers ...cache.Indexers) (func(*v1alpha1.Volume) *p
 	}, informer.store
 }
 
-// TestWordsOfLegs: what the legs of one volume say, and nobody else, is not kept for ever; what those of two volumes say is kept once.
+// TestWordsOfLegs: a text that only the legs of one volume have does not become a word; one that legs of two volumes have does.
 func TestWordsOfLegs(t *testing.T) {
 	pack, _ := packer(t)
 	size := func(name, of string) int {
@@ -88,7 +88,7 @@ func TestOneName(t *testing.T) {
 	}
 }
 
-// someIndexes are as many as a store has, each added by itself. Each tells seen of the object that it is asked for.
+// someIndexes returns as many indexes as a store has, each to be added by itself. They call seen with each object that they get.
 func someIndexes(seen func(*v1alpha1.Volume)) (all []cache.Indexers) {
 	for i := range 6 {
 		all = append(all, cache.Indexers{strconv.Itoa(i): func(v any) ([]string, error) {
@@ -99,7 +99,7 @@ func someIndexes(seen func(*v1alpha1.Volume)) (all []cache.Indexers) {
 	return all
 }
 
-// TestIndexedOnce: an object is unpacked once for all indexes, while a store holds its lock; when it changes, what it was, and what it is.
+// TestIndexedOnce: when an object in a store changes, the new one is unpacked once for all indexes, and the old one not again.
 func TestIndexedOnce(t *testing.T) {
 	seen := map[*v1alpha1.Volume]int{}
 	pack, store := packer(t, someIndexes(func(v *v1alpha1.Volume) { seen[v]++ })...)
@@ -118,7 +118,7 @@ func TestIndexedOnce(t *testing.T) {
 	}
 }
 
-// BenchmarkRelist is what a list anew of 100,000 volumes takes, for most of which a store has its lock.
+// BenchmarkRelist measures how long a store takes to replace 100,000 volumes after a new list. It holds its lock for most of that.
 func BenchmarkRelist(b *testing.B) {
 	pack, store := packer(b, someIndexes(func(*v1alpha1.Volume) {})...)
 	all := make([]any, 100_000)

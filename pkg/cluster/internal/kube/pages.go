@@ -7,10 +7,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// page is how many objects are asked for at once where nobody watches them.
+// page is how many objects are asked for at once.
 const page = 500
 
-// EachPage lists all objects of a kind at the API server, and calls visit with each page. The list is used for all pages.
+// EachPage lists all objects of a kind with a client that reads from the API server, and calls visit with each page. list is reused for each page, so
+// visit must not keep it.
 func EachPage[T client.ObjectList](ctx context.Context, c client.Client, list T, visit func(T), which ...client.ListOption) error {
 	for token := ""; ; {
 		if err := c.List(ctx, list, append(which, client.Limit(page), client.Continue(token))...); err != nil {

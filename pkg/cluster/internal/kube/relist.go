@@ -15,10 +15,10 @@ import (
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 )
 
-// relisting has the cache list anew where the API server refused a connection for a watch, or has not come
-// as far as the watch is to begin. client-go would watch on from the last version that it saw, so if etcd was
-// restored meanwhile, it would not see what that changed before etcd has come as far again; with any other error
-// of a watch it lists anew by itself, but for "too many requests", after which it comes here again.
+// relisting is a transport that makes the cache list anew if the API server refused the connection of a watch, or is at an earlier version than the one
+// from which the watch goes on. Otherwise client-go would watch from the last version that it saw: if etcd was restored from a backup meanwhile, it would
+// miss changes until etcd reaches that version again. After any other error of a watch client-go lists anew by itself, except after "too many requests",
+// when it comes here again.
 type relisting struct{ http.RoundTripper }
 
 func (r relisting) RoundTrip(q *http.Request) (*http.Response, error) {
@@ -30,17 +30,17 @@ func (r relisting) RoundTrip(q *http.Request) (*http.Response, error) {
 		answer, err = r.RoundTripper.RoundTrip(q)
 	}
 	if utilnet.IsConnectionRefused(err) {
-		err = errors.New(err.Error()) // client-go knows it by the errno inside
+		err = errors.New(err.Error()) // without the errno, by which client-go would recognize it
 	}
 	return answer, err
 }
 
-// lookTimeout is how long the API server may take to say how far it has come.
+// lookTimeout is how long reached waits for the API server.
 const lookTimeout = 30 * time.Second
 
-// reached fails if the API server has not come as far as the version from which a watch goes on. An answer is one
-// that does not say how far that is; it is for the watch too, so that a server that is busy is not asked for all
-// that there is. A watch that begins with that needs no such look.
+// reached returns an error if the API server is at an earlier version than the one from which a watch goes on. If the API server answers with another
+// status than 200 OK, it returns that answer, to be used for the watch: so a server that is busy is not asked for a whole list. A watch that begins with a
+// list (sendInitialEvents) needs no such check.
 func (r relisting) reached(watch *http.Request) (*http.Response, error) {
 	from, err := strconv.ParseUint(watch.URL.Query().Get("resourceVersion"), 10, 64)
 	if err != nil || watch.URL.Query().Has("sendInitialEvents") {

@@ -35,7 +35,7 @@ func (w *Watch) Take() []Event {
 	return events
 }
 
-// Hub hands the events of the cache to those who wait for them. Its zero value is ready.
+// Hub hands the events of the cache to watches. Its zero value is ready.
 type Hub struct {
 	mu      sync.Mutex
 	watches map[string]map[*Watch]bool
@@ -81,7 +81,7 @@ func (h *Hub) publish(o client.Object, gone bool) {
 		w.mu.Unlock()
 		select {
 		case w.signal <- struct{}{}:
-		default: // it is there already
+		default: // it is signalled already
 		}
 	}
 }

@@ -1,5 +1,4 @@
-// Package liveness tells the controller which nodes of a cluster carry out what is asked of them: nodes that are ready,
-// and whose agent renews its Lease.
+// Package liveness tells the controller which nodes of a cluster work: those that are ready, and whose agent renews its Lease.
 package liveness
 
 import (
@@ -21,8 +20,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Monitor knows when the controller last heard of each agent, by the controller's own clock: those of the nodes do not
-// matter. It has to be told of the Leases (LeaseChanged) and of the requests for them (Wrap).
+// Monitor knows when the controller last heard of each agent, by the controller's own clock: those of the nodes do not matter. It has to be told of
+// changes of the Leases (LeaseChanged), and has to see the requests for them (Wrap).
 type Monitor struct {
 	namespace   string
 	silentAfter time.Duration
@@ -30,20 +29,20 @@ type Monitor struct {
 	live        client.Reader
 
 	mu      sync.Mutex
-	heard   map[string]heard // by node
-	doubted map[string]heard // by node: the Lease when the API server itself first said that it was not renewed
-	deaf    bool             // the API server did not tell of the Leases when it was last asked for them
-	since   time.Time        // when it was deaf last
+	heard   map[string]heard // the last heartbeats, by node
+	doubted map[string]heard // by node: the last heartbeat of an agent that is silent, and when the API server first confirmed that there is no later one
+	deaf    bool             // the last request for Leases failed
+	since   time.Time        // when deaf last ended
 }
 
 // heard is a heartbeat.
 type heard struct {
-	renewed time.Time // as the Lease says
-	at      time.Time // by our clock
+	renewed time.Time // by the Lease
+	at      time.Time // by the controller's clock
 }
 
-// New returns the monitor of the agents whose Leases are in a namespace, and that are down when nothing was heard of
-// them for some time. It works once it has a connection (Use).
+// New returns a Monitor of the agents whose Leases are in a namespace. They count as down when nothing was heard of them for silentAfter. It needs a
+// connection (Use).
 func New(namespace string, silentAfter time.Duration) *Monitor {
 	return &Monitor{namespace: namespace, silentAfter: silentAfter, heard: map[string]heard{}, doubted: map[string]heard{}}
 }
@@ -51,8 +50,8 @@ func New(namespace string, silentAfter time.Duration) *Monitor {
 // Use gives the monitor its connection to the API server, before anything is asked of it.
 func (m *Monitor) Use(c kube.Connection) { m.cached, m.live = c.Cache, c.Live }
 
-// Wrap returns a transport that notes whether the API server tells of the Leases when it is asked for them: while it is
-// down, cannot be reached or is too busy nothing can be heard of any agent, and that says nothing of them.
+// Wrap returns a transport that notes whether requests for the Leases succeed. While the API server is down, cannot be reached or is too busy, nothing is
+// heard of any agent, and that does not mean that the agents are down.
 func (m *Monitor) Wrap(next http.RoundTripper) http.RoundTripper { return transport{next, m} }
 
 type transport struct {
@@ -77,14 +76,14 @@ func (m *Monitor) listens(hears bool) {
 	m.deaf = !hears
 }
 
-// Hears reports whether the API server tells of the Leases, as far as it was asked. While it does not, what is known of anything may be old.
+// Hears reports whether the last request for Leases succeeded. If not, all that the caches have may be old.
 func (m *Monitor) Hears() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return !m.deaf
 }
 
-// LeaseChanged notes down that an agent was heard.
+// LeaseChanged notes that an agent was heard, if its Lease was renewed, or that the Lease is gone.
 func (m *Monitor) LeaseChanged(o client.Object, gone bool) {
 	lease, ok := o.(*coordinationv1.Lease)
 	if !ok || lease.Spec.HolderIdentity == nil || lease.Spec.RenewTime == nil {
@@ -101,9 +100,9 @@ func (m *Monitor) LeaseChanged(o client.Object, gone bool) {
 	}
 }
 
-// Patience is how much longer a node's agent may be silent: the whole time once the API server
-// answers again. It is false for one that never had a Lease: it is of an older version, and the
-// node's own word has to do.
+// Patience returns how much longer the agent of a node may be silent; 0 or less if it has been silent for too long. When the API server answers again
+// after it did not, each agent has the whole time. beats is false if no Lease of the agent is known: it may be of an older version, and whether the node
+// is ready has to do.
 func (m *Monitor) Patience(node string) (left time.Duration, beats bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -118,13 +117,14 @@ func (m *Monitor) Patience(node string) (left time.Duration, beats bool) {
 	return m.silentAfter - time.Since(since), beats
 }
 
-// Silent is for how long nothing was heard of a node's agent; false for one that never had a Lease.
+// Silent returns for how long nothing was heard of the agent of a node. beats is as in Patience.
 func (m *Monitor) Silent(node string) (silent time.Duration, beats bool) {
 	left, beats := m.Patience(node)
 	return m.silentAfter - left, beats
 }
 
-// Silence is a channel that tells when a node's agent has been silent for too long; nil for one that never had a Lease.
+// Silence returns a channel that receives when the agent of a node will have been silent for too long, if nothing is heard of it from now on; nil if no
+// Lease of it is known.
 func (m *Monitor) Silence(node string) <-chan time.Time {
 	if left, beats := m.Patience(node); beats {
 		return time.After(left)
@@ -132,17 +132,17 @@ func (m *Monitor) Silence(node string) <-chan time.Time {
 	return nil
 }
 
-// NodeDown is the ErrUnavailable of a node that carries nothing out now.
+// NodeDown is the ErrUnavailable of a node that does not work now.
 type NodeDown struct {
 	Why string
-	// Silent: it is the agent that is not there. Volumes that are in use go on without it.
+	// Silent: the node is ready, but its agent is not heard. Volumes that are in use there go on without it.
 	Silent bool
 }
 
 func (d *NodeDown) Error() string { return errdefs.ErrUnavailable.Error() + ": " + d.Why }
 func (d *NodeDown) Unwrap() error { return errdefs.ErrUnavailable }
 
-// Ready is a NodeDown if a node is not there or not ready, or nothing is heard of its agent.
+// Ready returns a *NodeDown if a node does not exist or is not ready, or nothing is heard of its agent. It reads the node from the cache.
 func (m *Monitor) Ready(ctx context.Context, node string) error {
 	if err := ready(ctx, m.cached, node); err != nil {
 		return err
@@ -153,7 +153,7 @@ func (m *Monitor) Ready(ctx context.Context, node string) error {
 	return nil
 }
 
-// ready is a NodeDown if a node is not there or not ready.
+// ready returns a *NodeDown if a node does not exist or is not ready.
 func ready(ctx context.Context, from client.Reader, name string) error {
 	var node corev1.Node
 	if err := from.Get(ctx, client.ObjectKey{Name: name}, &node); err != nil {
@@ -170,9 +170,9 @@ func ready(ctx context.Context, from client.Reader, name string) error {
 	return &NodeDown{Why: "node " + name + " is not ready"}
 }
 
-// Alive looks at the API server itself whether a node and its agent are there after all. It is true if that cannot
-// be told. An agent that was silent for too long has time for one more heartbeat, from when the API server first says
-// so: if that has hung until then, no agent could be heard.
+// Alive asks the API server whether a node is ready and its agent heard after all. It is true if that cannot be found out. An agent that was silent for
+// too long has time for one more heartbeat from when the API server first confirms that (doubt), as before that the API server may have hung. Alive waits
+// for that, and returns true if ctx ends first.
 func (m *Monitor) Alive(ctx context.Context, node string) bool {
 	for {
 		if err := ready(ctx, m.live, node); err != nil {
@@ -194,14 +194,14 @@ func (m *Monitor) Alive(ctx context.Context, node string) bool {
 		}
 		select {
 		case <-ctx.Done():
-			return true // who asks again finds the doubt
+			return true // the next call goes on with the same doubt
 		case <-time.After(left):
 		}
 	}
 }
 
-// doubt is how much longer an agent has whose Lease the API server says was not renewed: somewhat more than a
-// heartbeat, which is the pause after a try that failed.
+// doubt returns how much longer an agent has for a heartbeat, after the API server confirmed that its Lease was not renewed: a third of silentAfter from
+// the first call for that heartbeat on, which is somewhat more than the time between two heartbeats.
 func (m *Monitor) doubt(node string) time.Duration {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/pack"
 )
 
-// TestPack: an object with anything in any of its fields is unpacked as it was, also while others are packed.
+// TestPack: an object with any values in its fields is equal after it was packed and unpacked, also if others were packed in between.
 func TestPack(t *testing.T) {
 	for _, example := range []any{v1alpha1.Volume{}, v1alpha1.Snapshot{}, v1alpha1.ReplicatedVolume{}, v1alpha1.Pool{}} {
 		of := reflect.TypeOf(example)
@@ -29,7 +29,7 @@ func TestPack(t *testing.T) {
 					*s = strings.Repeat([]string{"", "a", "node-1", "longer than a word may be", c.String(0), fmt.Sprint(c.Uint32())}[c.Intn(6)], 1+c.Intn(20))
 				},
 				func(at *time.Time, c randfill.Continue) { *at = time.Unix(int64(c.Int31())-1<<30, int64(c.Intn(1e9))) },
-				func(m *[]metav1.ManagedFieldsEntry, _ randfill.Continue) {}, // no cache has them
+				func(m *[]metav1.ManagedFieldsEntry, _ randfill.Continue) {}, // caches do not have them
 			)
 			var were []any
 			var texts []string
@@ -49,7 +49,7 @@ func TestPack(t *testing.T) {
 	}
 }
 
-// TestPackInMaps: what a map has is packed as what a field has.
+// TestPackInMaps: maps whose values are structs and times are equal after they were packed and unpacked.
 func TestPackInMaps(t *testing.T) {
 	type element struct{ At metav1.Time }
 	type all struct {
@@ -65,7 +65,7 @@ func TestPackInMaps(t *testing.T) {
 	}
 }
 
-// TestWords: what two owners say is kept once, and what one says again and again is not kept for ever.
+// TestWords: a string that two owners have becomes a word, and one that one owner has several times does not.
 func TestWords(t *testing.T) {
 	f, err := pack.New(reflect.TypeFor[v1alpha1.Volume]())
 	check.OK(t, err)
@@ -81,14 +81,15 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// TestLong: what an object says again is there once, but it is looked for near itself: in all of a long text, each thing that somebody wrote would take the longer.
+// TestLong: a string that an object has twice is written once if both are near each other. It is not searched for in all of a long text, as that takes
+// time.
 func TestLong(t *testing.T) {
 	f, err := pack.New(reflect.TypeFor[v1alpha1.Volume]())
 	check.OK(t, err)
 	said := strings.Repeat("again", 40)
 	size := func(between int) int {
 		v := &v1alpha1.Volume{}
-		v.Finalizers = []string{said, strings.Repeat("-", between), said} // which are in order
+		v.Finalizers = []string{said, strings.Repeat("-", between), said} // a list, as its order stays
 		return len(f.Pack("v", v)) - between
 	}
 	near, far, farther := size(1<<10), size(1<<13), size(1<<14)
@@ -97,7 +98,7 @@ func TestLong(t *testing.T) {
 	}
 }
 
-// TestCannot: what could not be kept as it is has no format.
+// TestCannot: a type with values that could not be restored has no format.
 func TestCannot(t *testing.T) {
 	for _, v := range []any{struct{ V any }{}, struct{ v int }{}, struct{ V []*int }{}, struct{ V map[string]*int }{}, struct{ V float64 }{}} {
 		if _, err := pack.New(reflect.TypeOf(v)); err == nil {
@@ -130,7 +131,7 @@ func BenchmarkPack(b *testing.B) {
 			f.Unpack(text)
 		}
 	})
-	b.Run("DeepCopy", func(b *testing.B) { // what a reader has of a cache that does not pack
+	b.Run("DeepCopy", func(b *testing.B) { // for comparison: a read from a cache that does not pack
 		b.ReportAllocs()
 		for b.Loop() {
 			v.DeepCopy()

@@ -6,25 +6,26 @@ import (
 )
 
 const (
-	mostWords         = 4096   // of a format; they are never forgotten
+	mostWords         = 4096   // words of a format; they are never forgotten
 	shortest, longest = 3, 256 // bytes of a word
-	window            = 4096   // about how many strings are remembered that one owner said
-	reach             = 4096   // bytes before a string in which it is looked for: in all of a long text, each would take the longer
+	window            = 4096   // slots for strings that only one owner has had so far
+	reach             = 4096   // how many bytes before a string are searched for the same string: a search of all of a long text would take too long
 )
 
-// words are what values of several owners say, as the names of nodes. Its zero value is ready.
+// words has strings that values of several owners have, as the names of nodes. Its zero value is ready. The lock of the Format guards it.
 type words struct {
-	at   map[string]int // in list
-	list []string       // it only grows
-	once []said         // by the hash of what was said
+	at   map[string]int // place in list
+	list []string       // only grows
+	once []said         // by the hash of the string, modulo window
 }
 
-// said is what one owner said; both by their hashes.
+// said is a string that one owner has; both are hashes.
 type said struct{ what, owner uint64 }
 
 var seed = maphash.MakeSeed()
 
-// find returns where in list a string is, which an owner says. What it is the second one to say becomes a word.
+// find returns the place of a string in list. It adds the string if another owner had it before, as far as that is remembered, and there is room
+// (mostWords).
 func (w *words) find(s string, owner uint64) (at int, is bool) {
 	if len(s) < shortest || len(s) > longest {
 		return 0, false
