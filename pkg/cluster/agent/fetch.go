@@ -22,12 +22,12 @@ import (
 // A volume that is a copy of a volume or snapshot of another node is made by the agent of its own node. It fetches the bytes from the agent of the source's
 // node, which sends them as long as the object of the copy says that they are for that node (docs/decisions/copies-elsewhere.md).
 
-// takesPart reports whether a volume is of this node, or copied from it.
+// takesPart reports whether a volume is on this node, or is a copy of a volume or snapshot of this node.
 func (a *Agent) takesPart(v *v1alpha1.Volume) bool {
 	return v.Spec.NodeName == a.local.Node() || v.Spec.Source != nil && v.Spec.Source.NodeName == a.local.Node()
 }
 
-// isFetched reports whether a volume is a copy of what is on another node.
+// isFetched reports whether a volume is a copy of a volume or snapshot of another node.
 func isFetched(v *v1alpha1.Volume) bool { return v.Spec.Source != nil && v.Spec.Source.NodeName != "" }
 
 // setCopied sets the condition Copied of a volume that is fetched.
@@ -35,7 +35,7 @@ func setCopied(v *v1alpha1.Volume, status metav1.ConditionStatus, reason, messag
 	setCondition(&v.Status.Conditions, v, v1alpha1.Copied, status, reason, message)
 }
 
-// reportFetchWaits writes down why the copy from another node does not go on, after an error that may pass.
+// reportFetchWaits writes why the copy from another node does not go on (the condition Copied), if that is fetched and err may pass (isTransient).
 func (a *Agent) reportFetchWaits(ctx context.Context, v *v1alpha1.Volume, err error) error {
 	if !isFetched(v) || !isTransient(err) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, context.Canceled) || ctx.Err() != nil {
 		return nil
@@ -43,15 +43,16 @@ func (a *Agent) reportFetchWaits(ctx context.Context, v *v1alpha1.Volume, err er
 	return report(ctx, a, v, func(v *v1alpha1.Volume) { setCopied(v, metav1.ConditionFalse, v1alpha1.ReasonCopyWaits, err.Error()) })
 }
 
-// maxFetches is how many volumes are fetched at once. The other makers are for what is made here, however slow other nodes are.
+// maxFetches is how many volumes are fetched at once. The other makers are left for volumes that need no other node, however slow other nodes are.
 const maxFetches = makers / 4
 
 // errTooManyFetches: maxFetches copies are under way; it is tried again later.
 var errTooManyFetches = fmt.Errorf("%w: %d copies from other nodes are under way", errGaveWay, maxFetches)
 
-// fetch makes a copy of what is on another node.
+// fetch makes a volume as a copy of a volume or snapshot of another node. If the copy is there and complete, it returns that. errTooManyFetches if there
+// are maxFetches others.
 func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec) (volume.Volume, error) {
-	// One that is whole was not reported, or the API server went back: its source may be gone since, and it may be in use.
+	// A complete copy was not reported, or the object was restored: its source may be gone by now, and it may be in use.
 	have, err := a.local.Get(ctx, cluster.VolumeID(v))
 	if err == nil {
 		return have, spec.Check(have)
@@ -90,8 +91,8 @@ func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec)
 	return made, nil
 }
 
-// checkStillWanted asks the API server itself whether an object is still to be made: ErrBusy if not. This node may have been away, and the copy be made on
-// another one by now: what is not whole is removed, what is whole nobody removes.
+// checkStillWanted asks the API server whether a volume is still to be made: ErrBusy if not. fetch calls it before a copy is complete: this node may have
+// been away, and the copy made on another node meanwhile. An incomplete copy is removed, a complete one would stay.
 func (a *Agent) checkStillWanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
@@ -104,9 +105,9 @@ func (a *Agent) checkStillWanted(ctx context.Context, v *v1alpha1.Volume) error 
 	return nil
 }
 
-// OpenCopy opens the source of a copy on another node, or what moves there, for the agent of that node: it is a transfer.Source. Of a volume a snapshot is
-// taken first, and kept until the copy is made, or nobody wants it any more. ErrNotFound unless the object of the copy says that it is to be made by the
-// caller.
+// OpenCopy opens the source of a copy on another node, or a volume or snapshot that moves there, for the agent of that node: it is a transfer.Source. If
+// the source is a volume, it takes a snapshot of it first, which is kept until the copy is made or not wanted any more. ErrNotFound unless the object of
+// the copy says that the caller is to make it.
 func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin, error) {
 	if !blockdev.ValidKey(r.Copy) {
 		return volume.Origin{}, fmt.Errorf("%w: %q is not the key of a volume", errdefs.ErrInvalid, r.Copy)
@@ -136,13 +137,14 @@ func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin
 		from, err = a.local.OpenCut(ctx, source, r.Copy)
 		return err
 	})
-	if errors.Is(err, errdefs.ErrBusy) { // who asks is to wait longer than for a lock of its own
+	if errors.Is(err, errdefs.ErrBusy) { // to the caller, ErrBusy would mean one of its own locks, for which it waits less long
 		err = errdefs.Recast(errdefs.ErrUnavailable, err, "volume %s is needed by a call, and cannot be cut now", source)
 	}
 	return from, err
 }
 
-// openLocked opens a snapshot, and reads it, under a shared lock, so that it is not deleted meanwhile.
+// openLocked opens a snapshot under a shared lock, and takes that again for each read, so that the snapshot is not deleted meanwhile. ErrUnavailable if
+// the lock is held.
 func (a *Agent) openLocked(lock string, open func() (volume.Origin, error)) (from volume.Origin, err error) {
 	shared := func(work func() error) error {
 		unlock, busy := a.options.Locks.TryLock(nil, []string{lock})

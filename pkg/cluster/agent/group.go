@@ -16,7 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// reconcileGroup cuts the members of a group snapshot together, or takes them away together.
+// reconcileGroup makes, maintains or deletes the members of a group snapshot, as far as they are on this node: they are taken together, and deleted
+// together.
 func (a *Agent) reconcileGroup(ctx context.Context, r request) (reconcile.Result, error) {
 	members, err := cluster.Members(ctx, a.kube.Client, r.key)
 	if err != nil || len(members) == 0 {
@@ -50,8 +51,8 @@ func (a *Agent) reconcileGroup(ctx context.Context, r request) (reconcile.Result
 	case deleting == len(members):
 		return a.deleteGroup(ctx, r.key, members)
 	case deleting > 0:
-		return reconcile.Result{}, nil // the rest of it goes, too
-	case cut+found > 0: // some were cut, so all were, and none is cut again; others may have moved
+		return reconcile.Result{}, nil // the controller deletes the other members, too
+	case cut+found > 0: // all were taken together, and none is taken again; some may have moved away
 		for i := range members {
 			if m := &members[i]; m.Status.Created != nil {
 				failures = append(failures, a.maintainSnapshot(ctx, m))
@@ -61,14 +62,14 @@ func (a *Agent) reconcileGroup(ctx context.Context, r request) (reconcile.Result
 		}
 		return reconcile.Result{RequeueAfter: checkAgain}, errors.Join(failures...)
 	case len(members) < members[0].Spec.Group.Size:
-		return reconcile.Result{}, nil // the rest of it comes, too
+		return reconcile.Result{}, nil // the controller creates the other members, too
 	case refused > 0:
 		return reconcile.Result{}, a.refuseAll(ctx, members, errors.New(firstFailure(members)))
 	}
 	return reconcile.Result{RequeueAfter: checkAgain}, a.makeGroup(ctx, r, members)
 }
 
-// makeGroup cuts a group of which nothing was cut.
+// makeGroup takes the snapshots of a group of which none was taken, and reports them; or that it was refused.
 func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Snapshot) error {
 	defer a.Changed()
 	made, err := a.cutGroup(ctx, r, members)
@@ -88,7 +89,7 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 	return nil
 }
 
-// cutGroup cuts the members of a group together, as long as all are wanted.
+// cutGroup takes the snapshots of a group together, as long as all are wanted.
 func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snapshot) (made volume.Group, err error) {
 	working, end := a.making(ctx, r)
 	defer end()
@@ -134,6 +135,7 @@ func firstFailure(members []v1alpha1.Snapshot) string {
 	return ""
 }
 
+// refuseAll reports err for all members that were neither taken nor refused.
 func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err error) error {
 	for i := range members {
 		m := &members[i]
@@ -147,13 +149,14 @@ func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err 
 	return nil
 }
 
+// deleteGroup deletes the snapshots of a group, and then their objects. If one of the snapshots is not that of its object (sameBytes), all of them stay.
 func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
 	if err := a.withLocks(groupLocks(key, members), func() error {
 		for i := range members {
 			have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(&members[i]))
 			if errors.Is(err, errdefs.ErrUnavailable) {
-				return err // what is in that pool would stay
+				return err // otherwise the snapshot in that pool would stay without an object
 			}
 			if err == nil && !sameBytes(&members[i], have.Created) {
 				klog.FromContext(ctx).Info("Keeping a group of the same name that is not the one to be deleted", "group", volume.GroupID{Key: key}.String())

@@ -15,7 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// heartbeat shows that the agent of a node lives.
+// heartbeat shows that the agent of a node is alive.
 type heartbeat struct {
 	live      client.Client
 	namespace string
@@ -40,7 +40,7 @@ func (h *heartbeat) run(ctx context.Context) {
 	}
 }
 
-// renew writes the agent's Lease: one request, as nobody else writes it. What somebody changed is put right.
+// renew writes the agent's Lease. That is one request, unless somebody else has changed or deleted the Lease, which is undone.
 func (h *heartbeat) renew(ctx context.Context) error {
 	for {
 		if h.lease == nil {
@@ -65,7 +65,7 @@ func (h *heartbeat) renew(ctx context.Context) error {
 	}
 }
 
-// create makes the agent's Lease.
+// create creates the agent's Lease.
 func (h *heartbeat) create(ctx context.Context, lease *coordinationv1.Lease) (err error) {
 	lease.Spec = h.now()
 	if lease.OwnerReferences, err = h.owner(ctx); err != nil {
@@ -77,17 +77,17 @@ func (h *heartbeat) create(ctx context.Context, lease *coordinationv1.Lease) (er
 	return err
 }
 
-// now is what the Lease of an agent says that lives.
+// now returns the spec of the Lease, renewed now.
 func (h *heartbeat) now() coordinationv1.LeaseSpec {
 	node, now, duration := h.node, metav1.NowMicro(), int32(cluster.SilentAfter/time.Second)
 	return coordinationv1.LeaseSpec{HolderIdentity: &node, LeaseDurationSeconds: &duration, RenewTime: &now}
 }
 
-// owner is the node: its Lease goes with it.
+// owner returns the Node as the owner of the Lease, so that Kubernetes deletes both together.
 func (h *heartbeat) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
 	node := kube.Node(h.node)
 	if err := h.live.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
-		return nil, client.IgnoreNotFound(err) // without a node, somebody else has to remove it
+		return nil, client.IgnoreNotFound(err) // without a Node the Lease has no owner, and stays
 	}
 	return []metav1.OwnerReference{{APIVersion: corev1.SchemeGroupVersion.String(), Kind: "Node", Name: node.Name, UID: node.UID}}, nil
 }

@@ -29,7 +29,7 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 	}
 	claims := v.Spec.Claims
 	if v.Spec.Move.Left {
-		claims = volume.AnyClaims // they are of the new node
+		claims = volume.AnyClaims // there may be claims already that are for its new node
 	}
 	var from volume.Origin
 	lock := keylock.Volume(key)
@@ -38,7 +38,7 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 		return err
 	}); {
 	case err != nil && v.Spec.Move.Left:
-		return volume.Origin{}, err // who asks is to know whether this node answered
+		return volume.Origin{}, err // its kind tells the caller whether this node has the volume (mayKnowBetter)
 	case err != nil:
 		return volume.Origin{}, errdefs.Recast(errdefs.ErrUnavailable, err, "seal volume %s on node %s", cluster.VolumeID(v), a.local.Node())
 	}
@@ -95,7 +95,7 @@ func (a *Agent) unsealStaying(ctx context.Context, v *v1alpha1.Volume, have volu
 		return nil
 	}
 	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Unseal(ctx, cluster.VolumeID(v)) })
-	if errors.Is(err, errdefs.ErrPrecondition) || errors.Is(err, errdefs.ErrUnavailable) { // the watch is behind, or the next look finds out
+	if errors.Is(err, errdefs.ErrPrecondition) || errors.Is(err, errdefs.ErrUnavailable) { // the cache is behind, or the API server does not answer
 		klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed for now", "volume", v.Name, "err", err.Error())
 		return nil
 	}
@@ -108,7 +108,8 @@ func (a *Agent) IsHere(ctx context.Context, id volume.ID, pool string) error {
 	return err
 }
 
-// hereNow returns the object of a volume of a pool of this node, as the API server has it; ErrPrecondition if it is on another node, or in another pool: what this one has was left.
+// hereNow returns the object of a volume of a pool of this node, from the API server. ErrPrecondition if the volume is on another node or in another pool:
+// then what this pool has was left there. ErrUnavailable if the object cannot be read, or does not exist.
 func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
@@ -133,7 +134,7 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 	return giveBack(ctx, a, v, &v1alpha1.Volume{}, keylock.Volume(v.Name), func(v *v1alpha1.Volume) error { return a.depart(ctx, v, copiedAt(v)) })
 }
 
-// copiedAt returns by which seal a volume has moved; zero, which no seal is, if its object does not say.
+// copiedAt returns when the volume that was copied was sealed; zero, which matches no seal, if its object does not say.
 func copiedAt(v *v1alpha1.Volume) time.Time {
 	if s := v.Status.Move; s != nil && s.Copied != nil {
 		return s.Copied.Sealed.Time
@@ -141,8 +142,8 @@ func copiedAt(v *v1alpha1.Volume) time.Time {
 	return time.Time{}
 }
 
-// noteLeft has the record of a volume say that it has left this node (volume.Left), as soon as the API server says so: who uses it may write on the new node
-// before that has taken it over. errPoolBusy as of giveBack.
+// noteLeft writes into the record of a volume that it has left this node (Local.Left). It does so as soon as the API server says it: a user may write to
+// the volume on the new node before that has taken it over. errPoolBusy as from giveBack.
 func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
 	end, err := a.leaving.acquire(a.local.Node(), oldPool(v))
 	if err != nil {
@@ -161,7 +162,9 @@ func (a *Agent) noteLeft(ctx context.Context, v *v1alpha1.Volume) error {
 	})
 }
 
-// giveBack has depart remove the bytes of what has left this node, once its new one has taken it over: under a lock, and by the object as the API server has it, which it reads into now.
+// giveBack calls depart, which deletes the bytes of a volume or snapshot that has left this node, once the new node has taken it over, and reports that.
+// It holds the lock meanwhile, and passes the object as it is at the API server, which it reads into now. errPoolBusy if too many of the pool are given
+// back at once.
 func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock string, depart func(T) error) (reconcile.Result, error) {
 	if !hasArrived(o) || isCleared(o) {
 		return reconcile.Result{}, nil
@@ -185,9 +188,9 @@ func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock st
 		klog.FromContext(ctx).Info("Gave back the bytes of what has moved", "object", o.GetName(), "to", o.Node())
 		return reconcile.Result{}, a.reportMove(ctx, o, func(s *v1alpha1.MoveStatus) { s.Cleared, s.Waits, s.Message = true, false, "moved" })
 	case errors.Is(err, errdefs.ErrBusy):
-		return reconcile.Result{RequeueAfter: inUseRetry}, nil // a snapshot as long as it is read: that may be for hours
+		return reconcile.Result{RequeueAfter: inUseRetry}, nil // a snapshot may be read for hours
 	}
-	failure := a.reportMove(ctx, o, func(s *v1alpha1.MoveStatus) { // how far it was copied is not this node's to say any more
+	failure := a.reportMove(ctx, o, func(s *v1alpha1.MoveStatus) { // the progress stays as it is: it is the new node's
 		s.Waits, s.Message = true, cluster.Limited("moved; the bytes that node "+a.local.Node()+" had are still there: "+errdefs.Words(err))
 	})
 	if failure == nil && errors.Is(err, errdefs.ErrInUse) {
@@ -196,8 +199,9 @@ func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock st
 	return reconcile.Result{}, errors.Join(err, failure)
 }
 
-// depart removes what is here of a volume that has left, as it was sealed then, if the new node has all of it: that has said so, and may have lost it since. Who used the volume while it moved may
-// be connected here still: that ends first.
+// depart deletes the bytes of a volume that has left this node with a seal (sealed). It ends exports first, as the node that used the volume while it moved
+// may still be connected. Then it asks the new node whether it has all of the volume, which it may have lost since it reported that: ErrUnavailable if not.
+// Bytes without that seal stay: ErrPrecondition.
 func (a *Agent) depart(ctx context.Context, v *v1alpha1.Volume, sealed time.Time) error {
 	id, home := cluster.VolumeID(v), v.Spec.NodeName
 	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {

@@ -24,11 +24,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A snapshot moves in the steps of a volume (move.go), but that nothing is sealed: nobody writes to it. Whoever reads it at its old home goes on; its bytes go when nobody does.
+// A snapshot moves in the same steps as a volume (move.go), except that it is not sealed, as nobody writes to it. Readers on the old node go on, and the
+// bytes there are deleted when there are none.
 
 const aSnapshotMove = "snapshot-move"
 
-// connectSnapshotMoves prepares the watch of snapshots of other nodes that move here, or have left here. It asks the API server nothing.
+// connectSnapshotMoves prepares the watch of snapshots of other nodes that move here, or have left this node. It asks the API server nothing.
 func (a *Agent) connectSnapshotMoves(config *rest.Config) (err error) {
 	if a.options.Agents == nil {
 		return nil
@@ -38,7 +39,7 @@ func (a *Agent) connectSnapshotMoves(config *rest.Config) (err error) {
 	return err
 }
 
-// runSnapshotMoves watches and carries out their moves until the context ends.
+// runSnapshotMoves watches those snapshots, and does this node's part in their moves, until the context ends.
 func (a *Agent) runSnapshotMoves(ctx context.Context) error {
 	if a.options.Agents == nil {
 		<-ctx.Done()
@@ -47,12 +48,12 @@ func (a *Agent) runSnapshotMoves(ctx context.Context) error {
 	return runMoveQueues(ctx, a, "snapshot-mover", a.snapshotMoves, &v1alpha1.Snapshot{}, aSnapshotMove, a.snapshotMoveChanged)
 }
 
-// snapshotMoveChanged ends the copy of a snapshot that does not come here any more.
+// snapshotMoveChanged ends the copy of a snapshot that does not move here any more.
 func (a *Agent) snapshotMoveChanged(o client.Object, gone bool) {
 	if s, is := o.(*v1alpha1.Snapshot); !is || !gone && !v1alpha1.Going(s) {
 		return
 	}
-	a.Changed() // its bytes may be left
+	a.Changed() // what was copied may have to be removed
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if cancel := a.cancels[request{aSnapshotMove, o.GetName()}]; cancel != nil {
@@ -60,7 +61,8 @@ func (a *Agent) snapshotMoveChanged(o client.Object, gone bool) {
 	}
 }
 
-// reconcileSnapshotMove carries out this node's part in the move of a snapshot that is not its own now.
+// reconcileSnapshotMove does this node's part in the move of a snapshot whose object names another node now: it copies the snapshot here, or gives back
+// the bytes of one that has left.
 func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile.Result, error) {
 	s := &v1alpha1.Snapshot{}
 	if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKey{Name: r.key}, s); err != nil {
@@ -72,13 +74,13 @@ func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile
 	case m.Left:
 		return a.giveBackSnapshot(ctx, s)
 	case v1alpha1.Going(s), cluster.SnapshotMayMove(s):
-		return reconcile.Result{}, nil // it is the controller's turn, or nobody's
+		return reconcile.Result{}, nil // there is nothing to do here: it is deleted, or the controller has to change its node
 	}
 	err := a.moveSnapshotIn(ctx, r, s)
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
-	case errors.Is(err, context.Canceled), errors.Is(err, errPoolBusy): // it does not come any more, or has to wait
+	case errors.Is(err, context.Canceled), errors.Is(err, errPoolBusy): // it does not move here any more, or has to wait
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{}, err
@@ -86,7 +88,7 @@ func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile
 	return reconcile.Result{}, errors.Join(err, a.reportWaits(ctx, s, "", err))
 }
 
-// moveSnapshotIn copies a snapshot that moves here, and says so when all of it is here.
+// moveSnapshotIn copies a snapshot that moves here, and reports when the copy is complete. errPoolBusy if too many copies of its pool are under way.
 func (a *Agent) moveSnapshotIn(ctx context.Context, r request, s *v1alpha1.Snapshot) error {
 	if s.Status.Created == nil {
 		return fmt.Errorf("%w: snapshot %s is not cut yet", errdefs.ErrUnavailable, cluster.SnapshotID(s))
@@ -107,7 +109,7 @@ func (a *Agent) moveSnapshotIn(ctx context.Context, r request, s *v1alpha1.Snaps
 	if err != nil {
 		return err
 	}
-	if here, err := a.local.IsCopiedIn(ctx, cluster.SnapshotID(now), from.Created); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
+	if here, err := a.local.IsCopiedIn(ctx, cluster.SnapshotID(now), from.Created); err != nil || !here { // the copy may have been removed, as the move was taken back and requested again
 		return errors.Join(err, fmt.Errorf("%w: the copy of snapshot %s is gone; it is copied anew", errdefs.ErrUnavailable, s.Name))
 	}
 	return a.reportMove(ctx, now, func(far *v1alpha1.MoveStatus) {
@@ -116,7 +118,8 @@ func (a *Agent) moveSnapshotIn(ctx context.Context, r request, s *v1alpha1.Snaps
 	})
 }
 
-// copySnapshotIn copies a snapshot from another node, and returns what that node said of it.
+// copySnapshotIn copies a snapshot from another node, and returns what that node answered about it. ErrPrecondition if that node has another snapshot of
+// its name.
 func (a *Agent) copySnapshotIn(ctx context.Context, r request, s *v1alpha1.Snapshot, home string) (volume.Origin, error) {
 	ctx, end := a.making(ctx, r)
 	defer end()
@@ -146,9 +149,9 @@ func (a *Agent) copySnapshotIn(ctx context.Context, r request, s *v1alpha1.Snaps
 	})
 }
 
-// openSnapshotMove opens a snapshot of this node that moves, for the agent of its new node, or one that has moved there and not arrived; and one that has moved here, for
-// the agent of the node that it has left, which is to know that all of it is here. That one may be told so too when the move has ended (head), and is given no bytes. ErrNotFound if the
-// snapshot's object says nothing of that.
+// openSnapshotMove opens a snapshot for the agent of another node (the caller). Either the snapshot moves from here to the caller, or has moved there and
+// not arrived. Or it has moved here from the caller, which wants to know whether all of it is here; with head, which asks for no bytes, it may ask that
+// even when the move has ended. ErrNotFound if the snapshot's object says nothing of that.
 func (a *Agent) openSnapshotMove(ctx context.Context, key string, head bool) (volume.Origin, error) {
 	s, node := &v1alpha1.Snapshot{}, port.CallerNode(ctx)
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, s)
@@ -163,8 +166,9 @@ func (a *Agent) openSnapshotMove(ctx context.Context, key string, head bool) (vo
 	return a.openLocked(keylock.Snapshot(key), func() (volume.Origin, error) { return a.local.OpenMove(ctx, cluster.SnapshotID(s)) })
 }
 
-// takeOverSnapshot has a snapshot that has moved here arrive. As a rule all its bytes are here; if not (the copy was on a disk that failed), they are with the node
-// that it has left, until it has arrived. ErrNotFound if they are nowhere; errPoolBusy as of beginArrival.
+// takeOverSnapshot takes over a snapshot that has moved here. Usually the copy is complete; if not (it was on a disk that failed), it is copied anew from
+// the node that it has left, which keeps the bytes until then. ErrNotFound if neither has them; errPoolBusy as from beginArrival. It does nothing if the
+// snapshot has not moved here, or has arrived.
 func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	if !a.isArriving(s) {
 		return nil
@@ -187,7 +191,8 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	return errors.Join(err, a.reportWaits(ctx, s, notAllHere, err))
 }
 
-// broughtSnapshot reports whether all bytes of a snapshot that has moved here are. Where its object does not say which these are, that is known of a snapshot only, and of no copy.
+// broughtSnapshot reports whether all bytes of a snapshot that has moved here are here. If its object does not say when it was taken (status.created), a
+// copy that has not arrived does not count, as it may be one of another snapshot.
 func (a *Agent) broughtSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (bool, error) {
 	id := cluster.SnapshotID(s)
 	if s.Status.Created != nil {
@@ -200,7 +205,7 @@ func (a *Agent) broughtSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (bool
 	return err == nil, err
 }
 
-// arriveSnapshot makes what is here of a snapshot that has moved here the snapshot.
+// arriveSnapshot makes the copy of a snapshot that has moved here the snapshot, and reports that. On success s is the new object.
 func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	return a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
 		now, err := stillMoves(ctx, a, s, &v1alpha1.Snapshot{}, a.isArriving)
@@ -217,7 +222,7 @@ func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error 
 		klog.FromContext(ctx).Info("A snapshot has moved here", "snapshot", cluster.SnapshotID(now).String(), "from", now.Spec.Move.Node)
 		defer a.Changed()
 		err = a.reportMove(ctx, now, func(far *v1alpha1.MoveStatus) {
-			now.Status.Size = have.Size // a multiple of what this pool's sizes are multiples of
+			now.Status.Size = have.Size // this pool may round sizes differently
 			far.Arrived, far.Waits, far.Message = true, false, "moved; node "+now.Spec.Move.Node+" is to give its bytes back"
 		})
 		*s = *now
@@ -225,8 +230,8 @@ func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error 
 	})
 }
 
-// isThere returns nil if the node that a snapshot has moved to says that it has all of it. What the object says is not enough: in a cluster whose API server went back
-// to a move of before, the snapshot may have come back here since, and no seal says so.
+// isThere returns nil if the node to which a snapshot has moved says that it has all of it. The object is not enough: if it was restored to the time of an
+// earlier move, the snapshot may have moved back here since, and unlike a volume it has no seal that would show that.
 func (a *Agent) isThere(ctx context.Context, s *v1alpha1.Snapshot) error {
 	id, home := cluster.SnapshotID(s), s.Spec.NodeName
 	if v1alpha1.IsLost(s) {
@@ -248,7 +253,7 @@ func (a *Agent) isThere(ctx context.Context, s *v1alpha1.Snapshot) error {
 	return nil
 }
 
-// giveBackSnapshot removes the bytes of a snapshot that has left this node, once its new one has taken it over, and nobody reads them here.
+// giveBackSnapshot deletes the bytes of a snapshot that has left this node, once the new node has taken it over, and nobody reads them here.
 func (a *Agent) giveBackSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
 	return giveBack(ctx, a, s, &v1alpha1.Snapshot{}, keylock.Snapshot(s.Name), func(s *v1alpha1.Snapshot) error {
 		if s.Status.Created == nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// reconcileSnapshot makes the snapshot of an object, or takes it away.
+// reconcileSnapshot makes, maintains or deletes the snapshot of an object that belongs to no group.
 func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Result, error) {
 	s, there, err := get(ctx, a, r.key, &v1alpha1.Snapshot{})
 	if err != nil || !there {
@@ -33,7 +33,7 @@ func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Res
 	case !s.Spec.Make:
 		return reconcile.Result{RequeueAfter: checkAgain}, a.findSnapshot(ctx, s)
 	case s.Common().Refused(s.Generation) != nil:
-		return reconcile.Result{}, nil // it waits to be deleted
+		return reconcile.Result{}, nil // the controller deletes it
 	}
 	cut, err := a.cutOf(ctx, s)
 	if err != nil {
@@ -56,7 +56,8 @@ func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Res
 	return reconcile.Result{}, a.reportSnapshot(ctx, s, made)
 }
 
-// cutOf is the volume whose bytes a snapshot is to have: its source, or the leg of that which this node has. That may have come here from a pool of another name, which its ID has.
+// cutOf returns the volume of which a snapshot is to be taken: its source, or if that has several legs, the leg on this node (spec.leg). The ID of a leg
+// may name another pool than the one it is in, as it has moved. ErrUnavailable if the leg is not here.
 func (a *Agent) cutOf(ctx context.Context, s *v1alpha1.Snapshot) (volume.ID, error) {
 	if s.Spec.Leg == "" {
 		return cluster.SnapshotSource(s), nil
@@ -68,9 +69,9 @@ func (a *Agent) cutOf(ctx context.Context, s *v1alpha1.Snapshot) (volume.ID, err
 	return cluster.VolumeID(leg), nil
 }
 
-// findSnapshot finds the snapshot of an object that may not be cut: see findVolume.
+// findSnapshot is for an object that has neither spec.make nor status.created: see findVolume.
 func (a *Agent) findSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
-	if err := errdefs.IgnoreNotFound(a.takeOverSnapshot(ctx, s)); err != nil { // it was restored without its status
+	if err := errdefs.IgnoreNotFound(a.takeOverSnapshot(ctx, s)); err != nil { // an object that was restored without its status may be moving
 		return err
 	}
 	have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s))
@@ -91,7 +92,7 @@ func (a *Agent) missingSnapshot(id volume.ID) string {
 	return fmt.Sprintf("pool %s of node %s does not have this snapshot any more; nothing was cut in its place", id.Pool, a.local.Node())
 }
 
-// reportSnapshot reports a snapshot that is there, and sees to it that it is not cut again.
+// reportSnapshot reports a snapshot that was taken or found (status.created), after it has taken spec.make off, so that it is not taken again.
 func (a *Agent) reportSnapshot(ctx context.Context, s *v1alpha1.Snapshot, made volume.Snapshot) error {
 	if err := clearIntent(ctx, a, s); err != nil {
 		return err
@@ -103,10 +104,12 @@ func (a *Agent) reportSnapshot(ctx context.Context, s *v1alpha1.Snapshot, made v
 		s.Status.Created, s.Status.Size = madeAt(made.Created), made.Size
 		s.Status.Failure, s.Status.Progress, s.Status.ObservedGeneration = nil, nil, s.Generation
 		setCondition(&s.Status.Conditions, s, v1alpha1.Ready, metav1.ConditionTrue, "Cut", "the snapshot is there to be restored")
-		setHealth(&s.Status.Conditions, &s.Status.Health, s, nil) // it was just looked at
+		setHealth(&s.Status.Conditions, &s.Status.Health, s, nil)
 	})
 }
 
+// deleteSnapshot deletes the snapshot of an object with spec.delete, and then the object. A snapshot of the same name that is not the object's (sameBytes)
+// stays.
 func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
 	err := a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
@@ -122,8 +125,8 @@ func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (recon
 	return reconcile.Result{RequeueAfter: lastRetry}, refuse(ctx, a, s, err)
 }
 
-// maintainSnapshot reports how a snapshot is that was cut once. If it is missing, it is lost: a
-// snapshot of another moment is not the same.
+// maintainSnapshot reports the health of a snapshot that was reported before, and takes it over if it has moved here. If it is missing, it is lost: it is
+// not taken again, as that would be another one.
 func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	if err := clearIntent(ctx, a, s); err != nil {
 		return err
@@ -144,6 +147,7 @@ func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	})
 }
 
+// snapshotHealth returns the problems of a snapshot; a missing one is a DataLoss.
 func (a *Agent) snapshotHealth(ctx context.Context, s *v1alpha1.Snapshot) ([]blockdev.Problem, error) {
 	id := cluster.SnapshotID(s)
 	for _, pool := range a.options.Pools {
