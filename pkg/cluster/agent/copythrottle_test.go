@@ -6,7 +6,8 @@ import (
 	"time"
 )
 
-// TestPace: a kernel that copies as much as the number says comes to the limit, whatever it could copy, and is left alone when nothing is copied.
+// TestPace: with a kernel that copies as much as its number allows, the rate reaches the limit, however fast it could copy. When nothing is copied, the
+// kernel has its usual number.
 func TestPace(t *testing.T) {
 	const mib = 1 << 20
 	for _, most := range []float64{60 * mib, 900 * mib, 5000 * mib} { // bytes per second without a limit
@@ -27,7 +28,7 @@ func TestPace(t *testing.T) {
 		if step := most / 100; last > 50*mib+step || last < 50*mib-step {
 			t.Errorf("of %.0f MiB a second, %.0f are copied", most/mib, last/mib)
 		}
-		p.report(t.Context(), throttledCopy{copyOfMove, "b"}, 0, now.Add(time.Second)) // another one: nothing is known of its rate
+		p.report(t.Context(), throttledCopy{copyOfMove, "b"}, 0, now.Add(time.Second)) // another copy, whose rate is not known yet
 		was := percent
 		p.report(t.Context(), throttledCopy{copyOfMove, "b"}, 0, now.Add(time.Second+adjustEvery/2))
 		if percent != was {
@@ -44,7 +45,8 @@ func TestPace(t *testing.T) {
 	}
 }
 
-// TestPaceWithout: without a limit nothing is touched until a copy is under way, which is not held back by the number of a driver of before.
+// TestPaceWithout: without a limit the kernel's number is not set until a copy is under way. Then it is set to the usual one, as an earlier driver may
+// have set another.
 func TestPaceWithout(t *testing.T) {
 	var told []int
 	p := &copyThrottle{tellKernel: func(n int) error { told = append(told, n); return errors.New("no such file") }}
@@ -59,7 +61,7 @@ func TestPaceWithout(t *testing.T) {
 	}
 }
 
-// TestPaceShared: copies that go on at once are within the limit together, and each may be as fast as that when the others have ended.
+// TestPaceShared: copies at the same time keep the limit together, and one alone may use all of it when the others have ended.
 func TestPaceShared(t *testing.T) {
 	const mib = 1 << 20
 	percent := 0
@@ -104,7 +106,7 @@ func TestPaceShared(t *testing.T) {
 	}
 }
 
-// TestPaceBegins: a copy that is about to begin is slow at first, and what was equal before it is none of what was copied.
+// TestPaceBegins: a copy begins slowly, and bytes that are reported as done at its beginning do not count as copied.
 func TestPaceBegins(t *testing.T) {
 	const mib = 1 << 20
 	percent := 0
@@ -129,11 +131,11 @@ func TestPaceBegins(t *testing.T) {
 	}
 }
 
-// TestPaceOnAverage: what a kernel copies is within the limit on average, also if it copies much faster or slower from one second to the next, in units, and the looks come when they come. Where the speed changes so,
-// it may be well below.
+// TestPaceOnAverage: the limit is kept on average even if the kernel's speed changes much from one second to the next, progress comes in units, and
+// reports come at any time. The rate may then be well below the limit.
 func TestPaceOnAverage(t *testing.T) {
 	const mib = 1 << 20
-	for _, most := range [][]float64{{100, 100}, {5, 5, 5, 200}, {0, 0, 0, 0, 0, 400}, {10, 100}} { // MiB per second without a limit, one second after the other
+	for _, most := range [][]float64{{100, 100}, {5, 5, 5, 200}, {0, 0, 0, 0, 0, 400}, {10, 100}} { // MiB per second without a limit, in one second after the other
 		for _, look := range []time.Duration{100 * time.Millisecond, time.Second, 3 * time.Second} {
 			percent := 0
 			p := &copyThrottle{limit: 4 * mib, tellKernel: func(n int) error { percent = n; return nil }}
@@ -153,7 +155,7 @@ func TestPaceOnAverage(t *testing.T) {
 	}
 }
 
-// TestPaceSilent: a copy of which nothing is told for a while, as when it takes long to begin, is still one when another has ended.
+// TestPaceSilent: a copy that is not reported for a while, as it takes long to begin, still counts when another one has ended.
 func TestPaceSilent(t *testing.T) {
 	const mib = 1 << 20
 	percent := 0

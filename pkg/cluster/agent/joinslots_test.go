@@ -7,7 +7,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
 
-// TestJoinSlots: a few legs are made equal at once, those of the volumes with the fewest current ones first; who does not ask any more is not waited for.
+// TestJoinSlots: a few legs join at once, those of the volumes with the fewest current legs first. A volume that does not ask any more is not waited for.
 func TestJoinSlots(t *testing.T) {
 	var all joinSlots
 	now := time.Now()
@@ -18,7 +18,7 @@ func TestJoinSlots(t *testing.T) {
 		}
 	}
 	is := func(key string, joins bool) { all.set(blockdev.Ref{Key: key}, joins) }
-	is("before", true) // of a driver of before
+	is("before", true) // it was begun by an earlier process
 	takes("two", 2, true)
 	takes("two", 2, true)
 	takes("other two", 2, false)
@@ -36,6 +36,6 @@ func TestJoinSlots(t *testing.T) {
 	takes("one", 1, false)
 	is("y", false)
 	takes("two", 2, false)
-	now = now.Add(4 * time.Second) // one has gone
+	now = now.Add(4 * time.Second) // "one" has not asked for too long
 	takes("two", 2, true)
 }

@@ -16,7 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestLocate: the object says in which pool a node has a volume, or will have it, whatever was said before; once the bytes are given back it says nothing of that.
+// TestLocate: in which pool a node has a volume, or will have it, follows from the object, whatever was known before. Once the bytes are given back the
+// object says nothing of that.
 func TestLocate(t *testing.T) {
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)
@@ -27,7 +28,7 @@ func TestLocate(t *testing.T) {
 	for name, one := range map[string]struct {
 		spec    v1alpha1.VolumeSpec
 		cleared bool
-		before  string // where it was last
+		before  string // the pool that was known before
 		want    string
 	}{
 		"in the pool of its ID":       {spec: v1alpha1.VolumeSpec{NodeName: "here", Pool: "fast"}, before: "hdd", want: "fast"},

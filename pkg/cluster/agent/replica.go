@@ -24,7 +24,7 @@ import (
 )
 
 // A volume with several legs is used through the node of its claim (docs/replication.md). That node has the mirror over the legs, and alone writes which legs
-// are current. Here is what its agent knows of such volumes. replicalegs.go: how it reaches the legs. replicaopen.go: how it opens them for a claim.
+// are current. This file has what its agent knows of such volumes. replicalegs.go: how it reaches the legs. replicaopen.go: how it opens them for a claim.
 // replicalist.go: which list of current legs it writes. replicamirror.go: what it does while the volume is used.
 
 // replicas has the volumes with several legs that are claimed for this node.
@@ -34,14 +34,14 @@ type replicas struct {
 
 	mu    sync.Mutex
 	known map[string]*replica // by the names of their objects
-	using UsedVolumes         // works on those that are used here; nil: none can be used
+	using UsedVolumes         // the volumes that are used here; nil: none can be used
 }
 
 // replica is what this process remembers of a volume with several legs, beside its object.
 type replica struct {
 	legs   map[string]volume.ID // by their names
 	claim  int64                // the generation of the claim that is being opened; 0: none
-	opens  time.Time            // since when that is
+	opens  time.Time            // since when that claim is being opened
 	record blockdev.Record      // as a leg had it last; zero: not known
 }
 
@@ -94,7 +94,7 @@ func (a *Agent) replicatedNow(ctx context.Context, key string) (*v1alpha1.Replic
 	return v, nil
 }
 
-// replicaClaim is the claim of a volume with several legs, as Claimed wants to know it; false if there is no such volume.
+// replicaClaim returns the claim of a volume with several legs, for Claimed; false if there is no such volume, or the API server does not answer.
 func (a *Agent) replicaClaim(ctx context.Context, key string) (volume.Claim, bool) {
 	if v, is := a.replicated(key); is {
 		return cluster.ToClaim(v.Spec.Claim), true
@@ -111,7 +111,7 @@ func (a *Agent) replicaClaim(ctx context.Context, key string) (volume.Claim, boo
 	return cluster.ToClaim(v.Spec.Claim), true
 }
 
-// Replicated knows which volumes with several legs are claimed for this node, or have a mirror here, as mirrored says.
+// Replicated returns a volume.Elsewhere that knows which volumes with several legs are claimed for this node, or have a mirror here (mirrored).
 func (a *Agent) Replicated(mirrored func(blockdev.Ref) bool) volume.Elsewhere {
 	return replicated{a, mirrored}
 }
@@ -145,7 +145,7 @@ func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 	return untilHeard(ctx, w, r, id)
 }
 
-// UseReplicated sets what works on the volumes with several legs that are used here: volume.Replicated.
+// UseReplicated sets the volumes with several legs that are used here: volume.Replicated.
 func (a *Agent) UseReplicated(using UsedVolumes) {
 	a.replicas.mu.Lock()
 	defer a.replicas.mu.Unlock()

@@ -37,7 +37,7 @@ func (a *adopter) startDue(ctx context.Context, mirrored map[blockdev.Ref]int64)
 	}
 	var list v1alpha1.ReplicatedVolumeList
 	if err := a.replicas.kube.Cache.List(ctx, &list); err != nil {
-		return // it is memory
+		return // the cache is memory: this does not happen
 	}
 	for i := range list.Items {
 		v := &list.Items[i]
@@ -91,7 +91,7 @@ func (a *adopter) adopt(ctx context.Context, v *v1alpha1.ReplicatedVolume) {
 	}
 }
 
-// isNews keeps why a volume could not be adopted (empty: it was), and reports whether there is a reason that was not said before.
+// isNews keeps why a volume could not be adopted (empty: it was), and reports whether there is a reason that was not reported before.
 func (a *adopter) isNews(name, why string) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -8,7 +8,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
 
-// noMirrors has none, and tells that it was asked.
+// noMirrors is a Mirrors without any mirror. Each call of Mirrors sends on the channel.
 type noMirrors chan struct{}
 
 func (m noMirrors) Mirrors() (map[blockdev.Ref]int64, error) {
@@ -18,7 +18,8 @@ func (m noMirrors) Mirrors() (map[blockdev.Ref]int64, error) {
 
 func (noMirrors) Mirror(blockdev.Ref) string { return "" }
 
-// TestAdoptWaits: while a volume cannot be adopted, as what is under way to its home does not end, mirrors are looked for all the same; it is not begun a second time meanwhile, and the driver ends without it.
+// TestAdoptWaits: the adoption of a volume does not end, as I/O to its home does not. Meanwhile mirrors are reconciled, the adoption is not begun a second
+// time, and the driver can end.
 func TestAdoptWaits(t *testing.T) {
 	f := newObject(t, 1, "a")
 	begun, forever := make(chan struct{}, 10), make(chan struct{})

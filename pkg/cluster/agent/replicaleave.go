@@ -216,7 +216,7 @@ func (m *mirrorReconciler) releaseLeg(ctx context.Context, v *v1alpha1.Replicate
 	}
 }
 
-// reasons is why legs are not current, as one text, sorted by their names: so the same reasons are the same text.
+// reasons returns why legs are not current, as one text, sorted by their names: so the same reasons are the same text.
 func reasons(failing map[string]string) string {
 	var all []string
 	for _, name := range slices.Sorted(maps.Keys(failing)) {

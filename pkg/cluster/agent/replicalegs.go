@@ -56,7 +56,7 @@ type ReplicaLegs struct {
 	*Agent
 	volumes     LegVolumes
 	connections LegConnections
-	scrubbing   chan struct{} // has room for one who compares legs
+	scrubbing   chan struct{} // a semaphore: one volume is scrubbed at a time
 	joinSlots   joinSlots     // for legs that join
 }
 
@@ -161,7 +161,7 @@ func (l *ReplicaLegs) object(ctx context.Context, key string) (*v1alpha1.Replica
 	return l.replicatedNow(ctx, key)
 }
 
-// Record: see replicapool.Legs. While no leg answers it is the last one that is known, marked as stale.
+// Record: see replicapool.Legs. While no leg answers it returns the last known record, marked as stale.
 func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref) (record blockdev.Record, err error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -188,7 +188,7 @@ func (l *ReplicaLegs) Record(ctx context.Context, pool string, ref blockdev.Ref)
 	return blockdev.Record{}, err
 }
 
-// askAgain is after which time a leg that answered with an error is asked again.
+// askAgain is the pause before a leg that answered with an error is asked again.
 const askAgain = 100 * time.Millisecond
 
 // currentLeg returns a current leg, as its node has it: that of this node, or else the first one that answers. All are asked at once, as a node that is gone

@@ -7,7 +7,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// TestInForce: parameters are those of a volume when all its legs have them, and none is being changed.
+// TestInForce: a volume has the parameters that all its legs have; they are not known while the legs differ, or one is being changed.
 func TestInForce(t *testing.T) {
 	slow, fast := map[string]string{"readIOPS": "100"}, map[string]string{"readIOPS": "200"}
 	leg := func(wish, is map[string]string) *v1alpha1.Volume {

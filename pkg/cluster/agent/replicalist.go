@@ -360,8 +360,8 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]opene
 	return members, nil
 }
 
-// isOlder is ErrDataLoss for a leg that is on the list, and whose own record says that it is an older copy. A leg that a person put there (sound by no claim)
-// need not have been on the lists before.
+// isOlder returns ErrDataLoss for a leg that is on the list, and whose own record says that it is an older copy. A leg that a person put there (sound by
+// no claim) need not have been on the lists before.
 func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
 	listed := v.Leg(leg.name)
 	switch {
@@ -381,10 +381,10 @@ func hasLists(v *v1alpha1.ReplicatedVolume) bool {
 	return slices.ContainsFunc(v.Status.Legs, func(leg v1alpha1.Leg) bool { return leg.List > 0 })
 }
 
-// isAhead is errAhead for a leg that is to join, and whose record says that it was on a later list than the object knows of it: the object was restored, and
-// no leg that answered when the volume was opened knew. What only this leg has would be overwritten. It is nil if a person has said since which legs are
-// current: then the object's number is far ahead of the leg's (personGap). An older driver did not write on which list a leg was last; it was then on none
-// with the object's number or a later one.
+// isAhead returns errAhead for a leg that is to join, and whose record says that it was on a later list than the object knows of it: the object was
+// restored, and no leg that answered when the volume was opened knew. What only this leg has would be overwritten. It returns nil if a person has said
+// since which legs are current: then the object's number is far ahead of the leg's (personGap). An older driver did not write on which list a leg was
+// last; it was then on none with the object's number or a later one.
 func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 	last := max(0, v.Status.Lists-1)
 	if hasLists(v) {
@@ -421,16 +421,16 @@ func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolum
 	})
 }
 
-// setCurrent says of a leg that it has every acknowledged write, by a claim.
+// setCurrent makes a leg current: it has every acknowledged write, by a claim.
 func setCurrent(leg *v1alpha1.Leg, generation int64) {
 	*leg = v1alpha1.Leg{Name: leg.Name, Current: true, Sound: generation, List: leg.List, State: v1alpha1.LegCurrent}
 }
 
-// setWaiting says of a leg why it is not used.
+// setWaiting makes a leg one that waits, and says why it is not used.
 func setWaiting(leg *v1alpha1.Leg, why string) {
 	since := leg.Since
 	if leg.Current || since == nil {
-		now := metav1.Now().Rfc3339Copy() // as an object holds it
+		now := metav1.Now().Rfc3339Copy() // whole seconds, as objects have them
 		since = &now
 	}
 	*leg = v1alpha1.Leg{Name: leg.Name, Sound: leg.Sound, List: leg.List, State: v1alpha1.LegWaiting, Message: cluster.Limited(why), Since: since}

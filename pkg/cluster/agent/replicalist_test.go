@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// leaves takes a leg off the list, as if it had failed; the others are told.
+// leaves takes a leg off the list, as if it had failed, and tells the others.
 func (f *tended) leaves(name string) {
 	f.t.Helper()
 	now := &mirrorView{v: f.v.DeepCopy(), failing: map[string]string{name: "it failed"}}
@@ -26,12 +26,13 @@ func (f *tended) leaves(name string) {
 	check.OK(f.t, second(f.tellList(context.Background(), now.v)))
 }
 
-// TestRestoredWithinClaim: an object is put back to a moment of the claim that there is, in which a leg was current that has left since.
+// TestRestoredWithinClaim: the object is restored to an earlier moment of the present claim, when a leg was current that has left since. That leg is not
+// used.
 func TestRestoredWithinClaim(t *testing.T) {
 	f := newObject(t, 2, "b", "a")
 	check.OK(t, f.opens(1))
 	f.legs["b"].state.Boot, f.legs["a"].state.Boot = "1", "1"
-	f.leaves("a") // so that there was a list
+	f.leaves("a") // so that there is an earlier list
 	f.v.Status.Legs[1].Current = true
 	before := f.v.DeepCopy()
 	f.leaves("b")
@@ -45,8 +46,9 @@ func TestRestoredWithinClaim(t *testing.T) {
 	}
 }
 
-// TestRestoredBeforeClaims: an object is put back to before claims by which legs were opened. A leg that says so is not passed over, as if it did not answer: the other one lacks what
-// was written by those claims. Once the object's claims are counted from there on, the volume is used with what has everything.
+// TestRestoredBeforeClaims: the object is restored to before claims by which a leg was opened. That leg is not passed over as if it did not answer, since
+// the other one lacks what was written by those claims: the volume waits. Once the claims of the object are counted from there on, it is used with the leg
+// that has everything.
 func TestRestoredBeforeClaims(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	before := f.v.DeepCopy()
@@ -66,8 +68,8 @@ func TestRestoredBeforeClaims(t *testing.T) {
 	}
 }
 
-// TestRestoredBeforeClaimsAndCutShort: as TestRestoredBeforeClaims; the first to open its legs after their claims were counted on gets no further than to their
-// records. The next one is not misled by what those say then.
+// TestRestoredBeforeClaimsAndCutShort: as TestRestoredBeforeClaims, but the first openings after the claims were counted on are cut short when the records
+// of the legs are written. The next one is not misled by these records.
 func TestRestoredBeforeClaimsAndCutShort(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	before := f.v.DeepCopy()
@@ -91,7 +93,8 @@ func TestRestoredBeforeClaimsAndCutShort(t *testing.T) {
 	}
 }
 
-// TestClaimedAnewMeanwhile: a volume is claimed anew, and its legs are opened for that, between the reads of its object and of its legs. That is no object that was put back.
+// TestClaimedAnewMeanwhile: a volume is claimed anew, and its legs are opened for that claim, between the reads of its object and of its legs. That is not
+// taken for a restored object.
 func TestClaimedAnewMeanwhile(t *testing.T) {
 	for _, elsewhere := range []bool{false, true} {
 		f := newObject(t, 2, "a", "b")
@@ -111,7 +114,8 @@ func TestClaimedAnewMeanwhile(t *testing.T) {
 	}
 }
 
-// TestRestoredAndNotAllThere: of the last list that a leg knows not all legs answer: one that does not may have gone on alone.
+// TestRestoredAndNotAllThere: the object was restored, and a leg of the last list that the others know does not answer. It may have gone on alone, so the
+// volume waits for it.
 func TestRestoredAndNotAllThere(t *testing.T) {
 	f := newObject(t, 3, "c", "b", "a")
 	before := f.v.DeepCopy()
@@ -131,7 +135,7 @@ func TestRestoredAndNotAllThere(t *testing.T) {
 	}
 }
 
-// TestOlderCopyWithinClaim: a leg is put back to a moment of the claim that there is, before a list that it is on.
+// TestOlderCopyWithinClaim: a leg is restored to an earlier moment of the present claim, before the list that it is on. It is not used.
 func TestOlderCopyWithinClaim(t *testing.T) {
 	f := newObject(t, 3, "c", "b", "a")
 	older := f.legs["b"].state
@@ -143,7 +147,7 @@ func TestOlderCopyWithinClaim(t *testing.T) {
 	}
 }
 
-// TestListCutShort: whatever a change of the list gets to, the next one to open the legs finds one that has everything.
+// TestListCutShort: at whatever point a change of the list is cut short, the next opening finds a leg that has everything.
 func TestListCutShort(t *testing.T) {
 	for _, at := range []string{"first record", "second record", "object", "first is told", "second is told"} {
 		t.Run(at, func(t *testing.T) {
@@ -184,7 +188,7 @@ func TestListCutShort(t *testing.T) {
 	}
 }
 
-// TestToldFirst: while a leg that stays does not know that another one has left the list, what only it has is acknowledged to nobody.
+// TestToldFirst: while a leg that stays does not know that another one has left the list, no write is acknowledged that only it has.
 func TestToldFirst(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
 	known := make(chan struct{})
@@ -217,7 +221,7 @@ func TestToldFirst(t *testing.T) {
 	f.current("a")
 }
 
-// TestUntoldLeaves: a leg whose record cannot be written, so that it would not know that another one has left, leaves with that one, if a third one knows. What is written waits for neither. It comes back as each one does.
+// TestUntoldLeaves: a leg whose record cannot be written cannot be told that another one has left. If a third one can, it leaves too, and writes go on.
 func TestUntoldLeaves(t *testing.T) {
 	f := newTended(t, 3, "a", "b", "c")
 	f.changes = func(name string, _ volume.LegState) error {
@@ -233,7 +237,7 @@ func TestUntoldLeaves(t *testing.T) {
 	f.current("a")
 }
 
-// TestUntoldAlone: the last leg that is current stays, also if its record cannot be written: nobody would know that it is alone, so what is written waits.
+// TestUntoldAlone: if no leg can be told that another one has left, no further leg leaves, and writes wait.
 func TestUntoldAlone(t *testing.T) {
 	f := newTended(t, 3, "a", "b", "c")
 	known := make(chan struct{})
@@ -261,7 +265,8 @@ func TestUntoldAlone(t *testing.T) {
 	f.current("a", "b")
 }
 
-// TestPowerIsLostAndOtherAway: a leg that may lack what was not flushed is not used alone while one that has it does not answer, however long.
+// TestPowerIsLostAndOtherAway: a leg whose machine lost power may lack what was not flushed. It is not used alone while a leg that has that does not
+// answer, however long.
 func TestPowerIsLostAndOtherAway(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["a"].boot, f.legs["b"].away = "2", true
@@ -280,7 +285,7 @@ func TestPowerIsLostAndOtherAway(t *testing.T) {
 	}
 }
 
-// TestClosedIfMirrored: closed are the legs that were in the mirror, whatever the object lists.
+// TestClosedIfMirrored: the records of those legs say that they were closed which were in the mirror, whatever the object lists.
 func TestClosedIfMirrored(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["a"].number, f.legs["b"].number = 1, 2
@@ -290,7 +295,7 @@ func TestClosedIfMirrored(t *testing.T) {
 	}
 }
 
-// TestGivesBackWithLock: the first leg is given back with the lock of its volume.
+// TestGivesBackWithLock: a leg is given back under its lock, also the first one, whose lock is that of the volume.
 func TestGivesBackWithLock(t *testing.T) {
 	f := newObject(t, 2, "tended", "b")
 	closed := 0
@@ -309,7 +314,7 @@ func TestGivesBackWithLock(t *testing.T) {
 	}
 }
 
-// TestBusyWithin: what somebody finds busy who has the lock of a leg is not tried again by what was known before.
+// TestBusyWithin: an ErrBusy of work under the lock of a leg is returned at once, and not tried again as if the lock were busy.
 func TestBusyWithin(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	tries := 0
@@ -324,7 +329,7 @@ func TestBusyWithin(t *testing.T) {
 	}
 }
 
-// TestMarksCannotBeRead: a leg whose marks, or those of the others, cannot be read for long gets all.
+// TestMarksCannotBeRead: if the marks of a leg that joins, or of the others, cannot be read for marksTries tries, the next try copies all.
 func TestMarksCannotBeRead(t *testing.T) {
 	for _, of := range []string{"a", "b", "a, once the mirror is held"} {
 		t.Run(of, func(t *testing.T) {
@@ -356,7 +361,7 @@ func TestMarksCannotBeRead(t *testing.T) {
 	}
 }
 
-// TestEndsBeside: a driver that is to end does not wait for what is under way beside the looks, and may wait for a leg that does not answer.
+// TestEndsBeside: a driver that is to end does not wait for a task in the background, which may wait for a leg that does not answer.
 func TestEndsBeside(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
 	f.mirrorReconciler.background = make(chan func(*mirrorView) error)
@@ -375,7 +380,7 @@ func TestEndsBeside(t *testing.T) {
 	}
 }
 
-// announced has the records of legs say that a list of them is due, as far as that of one which cannot be written; the list is not written.
+// announced tells legs that a list of them is due, until the one that cannot be told (fails); the list is not written.
 func (f *tended) announced(fails string, names ...string) {
 	f.t.Helper()
 	f.changes = func(name string, _ volume.LegState) error {
@@ -390,7 +395,8 @@ func (f *tended) announced(fails string, names ...string) {
 	f.changes = func(string, volume.LegState) error { return nil }
 }
 
-// TestAnnouncedAndNotListed: a leg that was to join, and failed before it was on the list, is none of the last list in an object of before that has it as current.
+// TestAnnouncedAndNotListed: a leg that failed before the list with it was written does not count as one of the last list, although the restored object
+// has it as current.
 func TestAnnouncedAndNotListed(t *testing.T) {
 	f := newObject(t, 2, "c", "a")
 	before := f.v.DeepCopy()
@@ -403,7 +409,7 @@ func TestAnnouncedAndNotListed(t *testing.T) {
 	}
 }
 
-// TestAnnouncedCountsForNobody: nor does it stand for one of that list that does not answer, and has gone on alone.
+// TestAnnouncedCountsForNobody: nor does such a leg replace a leg of the last list that does not answer, and has gone on alone.
 func TestAnnouncedCountsForNobody(t *testing.T) {
 	f := newObject(t, 3, "c", "b", "a")
 	before := f.v.DeepCopy()
@@ -417,7 +423,8 @@ func TestAnnouncedCountsForNobody(t *testing.T) {
 	}
 }
 
-// TestRestoredAndCutShort: that a list is due takes nothing of what is known of the one before: an object of before is put right by the next try.
+// TestRestoredAndCutShort: a list that is due, and is never written, does not replace what the records know of the list before. So the next opening still
+// finds that the object was restored.
 func TestRestoredAndCutShort(t *testing.T) {
 	f := newObject(t, 2, "b", "a")
 	before := f.v.DeepCopy()
@@ -434,7 +441,7 @@ func TestRestoredAndCutShort(t *testing.T) {
 	}
 }
 
-// TestNamedByPerson: a leg that left, and that a person names as current as the last one is lost, is no older copy.
+// TestNamedByPerson: a leg that has left, and is named as current by a person because the last one is lost, does not count as an older copy.
 func TestNamedByPerson(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.leaves("b")
@@ -446,7 +453,8 @@ func TestNamedByPerson(t *testing.T) {
 	}
 }
 
-// TestRestoredWhileUsed: an object that is put back while the volume is used gets the last list again, with a number that none had: also if it names none of these legs, or the same ones.
+// TestRestoredWhileUsed: an object that is restored while the volume is used gets the last list again, with a new number: also if it names none of its
+// legs, or the same ones.
 func TestRestoredWhileUsed(t *testing.T) {
 	for _, was := range [][]string{{"b"}, {"a"}, {"a", "b"}, {}} {
 		t.Run(strings.Join(was, ""), func(t *testing.T) {
@@ -470,17 +478,18 @@ func TestRestoredWhileUsed(t *testing.T) {
 	}
 }
 
-// TestRestoredTwice: a list is written, and nobody is told of it; the object is put back to the one before, and another list has its number; then the object is put back to that first one. What only the legs of the other one have is not forgotten.
+// TestRestoredTwice: a list is written, and its legs are not told. The object is restored to before that, and another list gets the same number. Then the
+// object is restored to the first of these lists. That is noticed, as the legs of the other list may have what the first ones lack.
 func TestRestoredTwice(t *testing.T) {
 	f := newObject(t, 2, "b", "a")
 	before := f.v.DeepCopy()
 	now := &mirrorView{v: f.v.DeepCopy(), failing: map[string]string{"b": "it failed"}}
 	_, err := f.delist(t.Context(), now)
 	check.OK(t, err)
-	first := f.v.DeepCopy() // a alone, and it is not told
+	first := f.v.DeepCopy() // a alone is current, and is not told
 	f.v = before
 	f.legs["a"].away = true
-	check.OK(t, f.opens(2)) // b alone
+	check.OK(t, f.opens(2)) // b alone is current
 	if f.v.Status.Lists != first.Status.Lists {
 		t.Fatalf("list %d, not the number of the first one, %d", f.v.Status.Lists, first.Status.Lists)
 	}
@@ -490,14 +499,14 @@ func TestRestoredTwice(t *testing.T) {
 	}
 }
 
-// TestAnnouncedTwice: the list that follows one that was announced, and perhaps written, has another number.
+// TestAnnouncedTwice: after a list that was announced, and perhaps written, the next one gets another number.
 func TestAnnouncedTwice(t *testing.T) {
 	f := newObject(t, 3, "a", "b", "c")
 	before := f.v.DeepCopy()
 	now := &mirrorView{v: f.v.DeepCopy(), failing: map[string]string{"c": "it failed"}}
 	_, err := f.delist(t.Context(), now)
 	check.OK(t, err)
-	first := f.v.DeepCopy() // a and b
+	first := f.v.DeepCopy() // a and b are current
 	f.v = before
 	f.leaves("a")
 	f.v = first
@@ -507,7 +516,8 @@ func TestAnnouncedTwice(t *testing.T) {
 	}
 }
 
-// TestLeavesAndIsUnlisted: a leg of a volume that nobody uses is taken off the list, as that is to have fewer: the list is the one that it was told of all the same.
+// TestLeavesAndIsUnlisted: the controller takes a leg off the list of a volume that nobody uses, as it is to have fewer. The number of the list stays the
+// same, and the other leg can be used.
 func TestLeavesAndIsUnlisted(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["a"].state.Closed, f.legs["b"].state.Closed = true, true
@@ -519,7 +529,7 @@ func TestLeavesAndIsUnlisted(t *testing.T) {
 	}
 }
 
-// TestNamedByPersonAndBack: the leg that had the last list, and was given up by a person, answers again, while nobody uses the volume.
+// TestNamedByPersonAndBack: a person has given up the leg that had the last list, and named another one. When the first one answers again, it is not used.
 func TestNamedByPersonAndBack(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.leaves("b")
@@ -535,7 +545,8 @@ func TestNamedByPersonAndBack(t *testing.T) {
 	}
 }
 
-// TestNamedWhileUsed: a person names a leg alone that is not written to, while the volume is used; also if the driver starts anew then. What the mirror has goes on, and is what the object lists.
+// TestNamedWhileUsed: while the volume is used, a person names only a leg as current that is not in the mirror; also if the driver is restarted then. The
+// legs of the mirror are used on, and are listed again.
 func TestNamedWhileUsed(t *testing.T) {
 	for _, anew := range []bool{false, true} {
 		t.Run(fmt.Sprint("driver anew ", anew), func(t *testing.T) {
@@ -558,11 +569,11 @@ func TestNamedWhileUsed(t *testing.T) {
 	}
 }
 
-// TestRestoredInMirror is that with a mirror: who looks after it finds it out.
+// TestRestoredInMirror: as TestRestoredWhileUsed, with a mirror and its reconciler.
 func TestRestoredInMirror(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
 	before := f.v.DeepCopy()
-	before.Status.Legs[0].Current = false // b alone
+	before.Status.Legs[0].Current = false // b alone is current
 	f.flaky("b")
 	f.legs["b"].away = true // so it does not join meanwhile
 	write := f.write(0)
@@ -574,7 +585,7 @@ func TestRestoredInMirror(t *testing.T) {
 			t.Fatal("it is not told")
 		}
 	}
-	time.Sleep(200 * time.Millisecond) // and that is known
+	time.Sleep(200 * time.Millisecond) // so that the reconciler knows that the leg was told
 	f.mu.Lock()
 	before.ResourceVersion = f.v.ResourceVersion + "0"
 	f.v = before
@@ -588,7 +599,8 @@ func (f *tended) state(name string) volume.LegState {
 	return f.legs[name].state
 }
 
-// TestKnowsOfListsBeforeItIsIn: the record of a leg that joins knows of the last list before it is in the mirror: an object that is put back in that moment may name it already, and the others may fail.
+// TestKnowsOfListsBeforeItIsIn: the record of a leg that joins knows of the last list before the leg is in the mirror. A restored object may name that leg
+// already, and the other legs may fail.
 func TestKnowsOfListsBeforeItIsIn(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	f.v.Status.Lists = 5
@@ -610,7 +622,8 @@ func TestKnowsOfListsBeforeItIsIn(t *testing.T) {
 	}
 }
 
-// TestJoinedObjectOfBefore: a leg has joined, and was put on no list, as an object of before names it; the other one, that alone was on the last list, fails. Its number is not that of another list.
+// TestJoinedObjectOfBefore: a leg has joined, and was put on no list, as the object, which was restored, names it already. Then the other leg fails, which
+// alone was on the last list. The next list gets a later number than that one.
 func TestJoinedObjectOfBefore(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	before := f.v.DeepCopy()
@@ -624,7 +637,9 @@ func TestJoinedObjectOfBefore(t *testing.T) {
 	}
 }
 
-// restoredUnseen has a volume of which an object of before is believed: a was current alone, then b joined, and was alone; the object is put back, and b does not answer. It is opened by several claims, so that the numbers of lists are no less than those that b knows.
+// restoredUnseen returns a volume whose object was restored without anything that shows it: a was current alone, then b joined, and was alone; the object
+// is restored to before b, which does not answer. The volume is opened opens times, so that the number of its list may be as high as the one that b knows.
+// Now b answers again.
 func restoredUnseen(t *testing.T, opens int64) *tended {
 	f := newTended(t, 2, "a", "b")
 	f.leaves("b")
@@ -645,7 +660,8 @@ func restoredUnseen(t *testing.T, opens int64) *tended {
 	return f
 }
 
-// TestAheadStays: a leg that has what the others lack, as an object of before was believed while it did not answer, is not overwritten when it answers again, until a person says which legs are current.
+// TestAheadStays: a restored object was believed while a leg did not answer that has what the others lack. When that leg answers again, it is not
+// overwritten, until a person says which legs are current.
 func TestAheadStays(t *testing.T) {
 	for _, opens := range []int64{1, 5} {
 		t.Run(fmt.Sprint(opens), func(t *testing.T) {
@@ -668,7 +684,7 @@ func TestAheadStays(t *testing.T) {
 	}
 }
 
-// TestAheadByClaims: a leg that is to join, and was opened by a claim of which the object knows nothing, is Ahead as well, if it was on a later list: it is not replaced.
+// TestAheadByClaims: a leg that is to join, and was opened by a claim that the object does not know, is Ahead too, if it was on a later list.
 func TestAheadByClaims(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.leaves("b")
@@ -683,12 +699,13 @@ func TestAheadByClaims(t *testing.T) {
 	}
 }
 
-// TestBehindJoins: a leg that knows of no list which the object knows nothing of joins, also if the object was put back, and was put right by those that have everything.
+// TestBehindJoins: a leg may join that was on no later list than the object knows of it, also after the object was restored and corrected by the legs that
+// have everything.
 func TestBehindJoins(t *testing.T) {
 	for _, used := range []bool{false, true} {
 		t.Run(fmt.Sprint("put back while it is used: ", used), func(t *testing.T) {
 			f := newObject(t, 2, "a", "b")
-			check.OK(t, f.opens(1)) // which of them is open nobody knows: b is made equal
+			check.OK(t, f.opens(1)) // the legs were not closed, so one is chosen, and b has to join
 			before := f.v.DeepCopy()
 			b := f.v.Leg("b")
 			if one := f.v.Current()[0]; one != "a" {
@@ -714,7 +731,7 @@ func TestBehindJoins(t *testing.T) {
 	}
 }
 
-// TestAskedOnce: a driver that has just started asks the legs once for the last list, to find that the object is of before, and to put it right.
+// TestAskedOnce: a driver that has just started asks the legs once for the last list, to find that the object was restored, and to correct it.
 func TestAskedOnce(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	before := f.v.DeepCopy()
@@ -731,7 +748,7 @@ func TestAskedOnce(t *testing.T) {
 	}
 }
 
-// TestSilentUnlisted: a leg that is not on the list, and answers nothing at all, is waited for only if it may know better than those that are.
+// TestSilentUnlisted: a leg that is not on the list, and answers nothing at all, is waited for only if it may know of a later list than the listed ones.
 func TestSilentUnlisted(t *testing.T) {
 	for _, more := range []bool{false, true} {
 		t.Run(fmt.Sprint("it may know better: ", more), func(t *testing.T) {
@@ -740,7 +757,7 @@ func TestSilentUnlisted(t *testing.T) {
 			if a := &f.legs["a"].state; more {
 				a.Due, a.After = a.List+1, a.List
 			} else {
-				f.options.LookEvery = 5 * time.Second // which is more than all else takes
+				f.options.LookEvery = 5 * time.Second // more than everything else takes
 			}
 			f.legs["b"].silent = true
 			began := time.Now()
@@ -755,5 +772,5 @@ func TestSilentUnlisted(t *testing.T) {
 	}
 }
 
-// second is the error of a call that returns something else besides.
+// second returns the second result of a call, its error.
 func second[T any](_ T, err error) error { return err }

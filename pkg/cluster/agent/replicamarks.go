@@ -192,11 +192,11 @@ func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, leg
 	return nil
 }
 
-// errMirrorChanged: the mirror has changed since it was looked at. The caller begins anew.
+// errMirrorChanged: the mirror has changed since it was looked at. The caller starts over.
 var errMirrorChanged = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
 
-// checkUnchanged is errMirrorChanged if anything has happened to the mirror since now: it has other legs, or one has failed, which the kernel may have
-// forgotten.
+// checkUnchanged returns errMirrorChanged if anything has happened to the mirror since now: it has other legs, or one has failed, which the kernel may
+// have forgotten.
 func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
 	s, err := mirror.Look(m.name)
 	if err == nil && (s.Event != now.s.Event || s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device })) {
@@ -205,8 +205,8 @@ func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
 	return err
 }
 
-// checkNotRestarted is ErrUnavailable if the machine of a leg was restarted since the leg was opened: what it had acknowledged and flushed may be lost
-// (docs/reliability.md).
+// checkNotRestarted returns ErrUnavailable if the machine of a leg was restarted since the leg was opened: what it had acknowledged and flushed may be
+// lost (docs/reliability.md).
 func (m *mirrorReconciler) checkNotRestarted(ctx context.Context, name string, id volume.ID) error {
 	leg, err := m.volumes.Leg(ctx, id)
 	if err == nil && leg.LostPower() {

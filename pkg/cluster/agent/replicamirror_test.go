@@ -39,40 +39,41 @@ import (
 
 const tendedSize = 16 << 20
 
-// tended is a volume with several legs that is used here: the mirror is the kernel's, its legs are devices of this machine, of which the first is the near one; the object is in memory.
+// tended is a volume with several legs that is used here. The mirror is the kernel's, and the legs are devices of this machine, of which the first counts
+// as the near one. The object is in memory.
 type tended struct {
 	*mirrorReconciler
 	t  *testing.T
 	mu sync.Mutex
 	v  *v1alpha1.ReplicatedVolume
-	// looks is called before the object is read; begins when an era of a leg is begun, marks when its marks are asked for.
+	// looks is called before the object is read; begins when an era of a leg is begun; marks when the marks of a leg are asked for.
 	looks         func()
-	openings      func() // is called before a leg is opened; nil: nothing
+	openings      func() // called before a leg is opened; may be nil
 	begins, marks func(name string) error
-	patches       func() error                               // is called before the object is written
-	answers       func() error                               // and after it; nil: nothing
-	changes       func(name string, s volume.LegState) error // is called before the record of a leg is written, with what it is to say
-	adopts        func() error                               // is called when it is to be adopted; nil: nothing
+	patches       func() error                               // called before the object is written
+	answers       func() error                               // called after the object was written; may be nil
+	changes       func(name string, s volume.LegState) error // called before the record of a leg is written, with its new state
+	adopts        func() error                               // called when the volume is to be adopted; may be nil
 	legs          map[string]*tendedLeg
 }
 
 type tendedLeg struct {
-	name   string // of the device, too
+	name   string // of its device
 	disk   uint64
 	number uint64
 	live   bool
-	away   bool // its node does not answer
-	silent bool // ... and that takes as long as one waits
-	asked  int  // so often its record was read
-	news   int  // so often it is not known that it is claimed
+	away   bool // its node answers with ErrUnavailable
+	silent bool // its node answers nothing, so that a call lasts until its context ends
+	asked  int  // how often its record was read
+	news   int  // how often its node still answers that it does not know of the claim
 	ended  bool
 	closes func()
 	state  volume.LegState
 	labels map[string]string
-	boot   string // of its machine
+	boot   string // the boot ID of its machine
 }
 
-// newTended has a volume whose first legs, so many, are current, and in the mirror.
+// newTended returns a volume with some legs, of which the first ones (current) are current and in the mirror.
 func newTended(t *testing.T, current int, names ...string) *tended {
 	drivertest.NeedRoot(t)
 	drivertest.NeedMapper(t)
@@ -97,7 +98,7 @@ func newTended(t *testing.T, current int, names ...string) *tended {
 	return f
 }
 
-// newObject is newTended without the mirror, and without devices.
+// newObject is newTended without mirror and devices.
 func newObject(t *testing.T, current int, names ...string) *tended {
 	f := &tended{t: t, legs: map[string]*tendedLeg{}, looks: func() {}}
 	f.begins = func(string) error { return nil }
@@ -126,7 +127,7 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 	return f
 }
 
-// tendedPatience is how long something may take that is not to take for ever.
+// tendedPatience is how long the tests wait for anything that has to end.
 const tendedPatience = time.Minute
 
 func (f *tended) device(name string) {
@@ -145,7 +146,7 @@ func (f *tended) device(name string) {
 	l.number = d.Number
 }
 
-// silent has a leg answer nothing any more; the kernel's connection says so a time later.
+// silent makes a leg not answer any I/O; its connection counts as not live only later.
 func (f *tended) silent(name string, later time.Duration) {
 	check.OK(f.t, dm.Suspend(f.legs[name].name))
 	time.AfterFunc(later, func() {
@@ -155,12 +156,12 @@ func (f *tended) silent(name string, later time.Duration) {
 	})
 }
 
-// fails has all that is under way to a leg, and comes, end with errors.
+// fails makes all I/O of a leg end with errors, including what is under way.
 func (f *tended) fails(l *tendedLeg) {
 	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "error"}}))
 }
 
-// flaky has a leg fail what is written, and flushes.
+// flaky makes a leg fail writes and flushes.
 func (f *tended) flaky(name string) {
 	l := f.legs[name]
 	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "flakey", Text: dm.Number(l.disk) + " 0 0 1 1 error_writes"}}))
@@ -179,7 +180,7 @@ func (f *tended) file() *os.File {
 	return file
 }
 
-// write writes a page, and tells when that is acknowledged.
+// write begins to write a page. done receives when the write has ended.
 func (f *tended) write(at int64) (done chan error) {
 	file := f.file()
 	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
@@ -203,7 +204,7 @@ func (f *tended) ends(done chan error, what string) {
 	}
 }
 
-// starts has somebody look after the mirror.
+// starts runs the reconciler of the mirror until the test ends.
 func (f *tended) starts() {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
@@ -245,7 +246,7 @@ func (f *tended) current(names ...string) {
 	}
 }
 
-// noticed waits until the kernel has noticed that a leg fails, or has no such leg any more.
+// noticed waits until the kernel has noticed that a leg fails, or the mirror does not have that leg any more.
 func (f *tended) noticed(name string) {
 	f.t.Helper()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(5 * time.Millisecond) {
@@ -261,13 +262,13 @@ func (f *tended) noticed(name string) {
 	}
 }
 
-// delays waits until a leg that delays what comes (dm-delay) has something that is written.
+// delays waits until a write is under way to a leg that delays I/O (dm-delay).
 func (f *tended) delays(name string) {
 	f.t.Helper()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(time.Millisecond) {
 		status, err := dm.Status(f.legs[name].name)
 		check.OK(f.t, err)
-		if words := strings.Fields(status[0].Text); words[1] != "0" { // of reads, of writes, of flushes
+		if words := strings.Fields(status[0].Text); words[1] != "0" { // delayed reads, writes, flushes
 			return
 		}
 		if time.Now().After(end) {
@@ -445,7 +446,7 @@ func (f tendedConnections) End(_ context.Context, nqn string) error {
 	return nil
 }
 
-// goesOnWithout has a leg answer nothing any more: what is written goes on with the first leg alone.
+// goesOnWithout makes a leg not answer any I/O, and shows that writes go on with the first leg alone.
 func (f *tended) goesOnWithout(name string) {
 	f.t.Helper()
 	f.silent(name, 0)
@@ -455,20 +456,22 @@ func (f *tended) goesOnWithout(name string) {
 	f.current("a")
 }
 
-// joins has a leg join the first one, of which it lacks nothing.
+// joins makes a leg join the mirror, of which it lacks nothing.
 func (f *tended) joins(name string) {
 	f.t.Helper()
 	check.OK(f.t, mirror.Join(context.Background(), f.mirrorReconciler.name, f.legs[name].number, func(context.Context) ([]dm.Range, error) { return nil, nil }))
 }
 
-// TestLegsFallSilent: the nodes of two legs do not answer any more, and one is found later than the other. What leaves the mirror first waits for what is under way to the second.
+// TestLegsFallSilent: two legs do not answer any more, and one is noticed later than the other. When the first one leaves the mirror, that waits for I/O
+// that is under way to the second.
 func TestLegsFallSilent(t *testing.T) {
 	f := newTended(t, 3, "a", "b", "c")
 	f.silent("c", time.Second)
 	f.goesOnWithout("b")
 }
 
-// TestSignalsWhileLegsFallSilent: the same while this process gets signals all the time, as it does from its runtime and from children that end. Nobody who writes gets an error of it.
+// TestSignalsWhileLegsFallSilent: the same while this process gets signals all the time, as from Go's runtime and from children that end. No write fails
+// because of them.
 func TestSignalsWhileLegsFallSilent(t *testing.T) {
 	f := newTended(t, 3, "a", "b", "c")
 	signals(t)
@@ -476,7 +479,7 @@ func TestSignalsWhileLegsFallSilent(t *testing.T) {
 	f.goesOnWithout("b")
 }
 
-// signals sends all threads of this process signals that it does not mind, until the test ends.
+// signals sends all threads of this process harmless signals (SIGURG), until the test ends.
 func signals(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var done sync.WaitGroup
@@ -489,7 +492,7 @@ func signals(t *testing.T) {
 			}
 			for _, thread := range threads {
 				if id, err := strconv.Atoi(thread.Name()); err == nil {
-					_ = unix.Tgkill(os.Getpid(), id, unix.SIGURG) // it may have ended
+					_ = unix.Tgkill(os.Getpid(), id, unix.SIGURG) // the thread may have ended
 				}
 			}
 			time.Sleep(time.Millisecond)
@@ -498,14 +501,14 @@ func signals(t *testing.T) {
 	t.Cleanup(func() { cancel(); done.Wait() })
 }
 
-// TestSilentOnceEqual: the node of a leg that joins does not answer any more when all is on it, and before it is one of the others.
+// TestSilentOnceEqual: a leg that joins does not answer any more when all is copied to it, and before it is a leg of the mirror like the others.
 func TestSilentOnceEqual(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	f.joins("b")
 	f.goesOnWithout("b")
 }
 
-// TestSilentWhileFlushed: the node of a leg does not answer any more when it is one of the others, and is flushed before it is put on the list.
+// TestSilentWhileFlushed: a leg does not answer any more when it is a leg of the mirror like the others, and is flushed before it is put on the list.
 func TestSilentWhileFlushed(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	f.joins("b")
@@ -513,7 +516,7 @@ func TestSilentWhileFlushed(t *testing.T) {
 	f.goesOnWithout("b")
 }
 
-// has is what a leg has at the beginning, on its disk.
+// has returns the first byte of a leg, from its disk.
 func (f *tended) has(name string) byte {
 	f.t.Helper()
 	disk, err := direct.Open(fmt.Sprint("/dev/loop", unix.Minor(f.legs[name].disk)), os.O_RDONLY)
@@ -527,7 +530,7 @@ func (f *tended) has(name string) byte {
 	return page[0]
 }
 
-// eventually waits for something.
+// eventually waits until is returns true.
 func (f *tended) eventually(what string, is func(*mirrorView) bool) {
 	f.t.Helper()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(20 * time.Millisecond) {
@@ -541,7 +544,8 @@ func (f *tended) eventually(what string, is func(*mirrorView) bool) {
 	}
 }
 
-// TestLastFailsFlushBeforeListed: the only leg that is current fails a flush after all was copied to another one, and before that is on the list, and takes writes again. Who takes the volume over now has that leg alone: nothing is acknowledged that it has not.
+// TestLastFailsFlushBeforeListed: all was copied to a second leg, which is not on the list yet, when the only current leg fails a flush, and then takes
+// writes again. The next node that uses the volume has the current leg alone, so no write is acknowledged that this leg lacks.
 func TestLastFailsFlushBeforeListed(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	f.patches = func() error {
@@ -580,7 +584,8 @@ func TestLastFailsFlushBeforeListed(t *testing.T) {
 	f.lost(flush)
 }
 
-// TestListedAndNotFinished: a driver has put a leg on the list that has joined, and ended before that was one like the others.
+// TestListedAndNotFinished: a driver has put a leg that joined on the list, and ended before it made that a leg of the mirror like the others. The next
+// one finishes that, also if one of the two legs fails.
 func TestListedAndNotFinished(t *testing.T) {
 	for _, then := range []string{"", "cannot be flushed", "the other one is away"} {
 		t.Run(then, func(t *testing.T) {
@@ -607,13 +612,14 @@ func TestListedAndNotFinished(t *testing.T) {
 	}
 }
 
-// noFlush has a leg fail flushes, and nothing else.
+// noFlush makes a leg fail flushes, and nothing else.
 func (f *tended) noFlush(name string) {
 	l := f.legs[name]
 	check.OK(f.t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "linear", Text: dm.Number(l.disk) + " 0"}, {Start: tendedSize, Length: 4096, Kind: "flakey", Text: dm.Number(l.disk) + " 0 0 1"}}))
 }
 
-// TestCannotBeFlushed: what was copied to a leg cannot be made durable, while nobody writes. It leaves the mirror, is tried again later each time, and it is said why; once it can be flushed it is current.
+// TestCannotBeFlushed: a leg that joins cannot be flushed, while nobody writes. It leaves the mirror, is tried again after longer and longer pauses, and
+// the object says why. Once it can be flushed it becomes current.
 func TestCannotBeFlushed(t *testing.T) {
 	for _, names := range [][]string{{"a", "b"}, {"a", "c", "b"}} {
 		t.Run(fmt.Sprint(len(names)-1), func(t *testing.T) {
@@ -641,7 +647,7 @@ func TestCannotBeFlushed(t *testing.T) {
 			for more := 20 * f.options.LookEvery; more < took; more *= 2 {
 				most++
 			}
-			if n > 2*most { // it is asked twice each time
+			if n > 2*most { // each try asks for the marks twice
 				t.Errorf("it was tried %d times in %s", n/2, took)
 			}
 			f.mends("b")
@@ -652,7 +658,8 @@ func TestCannotBeFlushed(t *testing.T) {
 	}
 }
 
-// TestForgottenMeanwhile: a flush fails on a leg, and the kernel forgets it, while somebody who looks after the mirror is at something else.
+// TestForgottenMeanwhile: a leg fails a flush, and the kernel forgets that, while the reconciler of the mirror is busy. The leg is taken off the list all
+// the same.
 func TestForgottenMeanwhile(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
 	busy, begun := make(chan struct{}), make(chan struct{}, 1)
@@ -682,11 +689,11 @@ func TestForgottenMeanwhile(t *testing.T) {
 	f.ends(flush, "the flush")
 }
 
-// TestMarksOfWhatLeft: a leg whose marks tell what another one lacks leaves the mirror before that joins.
+// TestMarksOfWhatLeft: a leg joins by the marks of another one, which leaves the mirror or fails before. Then the first does not join.
 func TestMarksOfWhatLeft(t *testing.T) {
 	for _, how := range []string{"leaves", "fails a flush"} {
 		t.Run(how, func(t *testing.T) {
-			f := newTended(t, 2, "b", "a", "c") // of which a is asked for its marks
+			f := newTended(t, 2, "b", "a", "c") // a is asked for its marks
 			f.legs["c"].state = f.legs["b"].state
 			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: "c", Sound: 1})
 			now := f.now()
@@ -718,7 +725,7 @@ func TestMarksOfWhatLeft(t *testing.T) {
 	}
 }
 
-// TestNoEra: a leg whose marks are not kept in a moment in which all legs were equal counts as written since then, all of it, whatever is kept later.
+// TestNoEra: if the marks of a leg are not kept at a common moment, all of that leg counts as written since, even if marks are kept later.
 func TestNoEra(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
 	f.begins = func(name string) error {
@@ -734,7 +741,7 @@ func TestNoEra(t *testing.T) {
 	}
 }
 
-// TestHoldsDataWhenAsked: what was under way to a leg when its era began is there before it is asked what holds data.
+// TestHoldsDataWhenAsked: writes that were under way to a leg when its era began have ended before the leg is asked what holds data.
 func TestHoldsDataWhenAsked(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	l := f.legs["a"]
@@ -745,7 +752,7 @@ func TestHoldsDataWhenAsked(t *testing.T) {
 		select {
 		case err := <-write:
 			write <- err
-		case <-time.After(3 * time.Second / 2): // who wrote may hear of it later than the mirror; were it not held, it would be asked 1.9 s before
+		case <-time.After(3 * time.Second / 2): // the writer may learn of the end later than the mirror; without that wait, the leg would be asked 1.9 s earlier
 			if name == "a" {
 				t.Error("it is asked while a write is under way")
 			}
@@ -765,7 +772,8 @@ func (f *tended) opens(generation int64) error {
 	return err
 }
 
-// TestPowerIsLost: a leg that lost power while its volume was used is not chosen where another one did not, also if a try to open them got no further than to its record.
+// TestPowerIsLost: a leg whose machine lost power while the volume was used is not chosen if another leg's did not; also if an earlier try to open the
+// legs was cut short after it wrote the leg's record.
 func TestPowerIsLost(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["a"].boot = "2"
@@ -781,14 +789,14 @@ func TestPowerIsLost(t *testing.T) {
 		t.Errorf("%v are current, not the one that kept its power", now)
 	}
 
-	f.v.Status.Legs = []v1alpha1.Leg{{Name: "a", Current: true}, {Name: "b"}} // it alone, as a person says
+	f.v.Status.Legs = []v1alpha1.Leg{{Name: "a", Current: true}, {Name: "b"}} // a person names it alone as current
 	check.OK(t, f.opens(3))
 	if a := f.legs["a"].state; a.Boot != "2" || !slices.Equal(f.v.Current(), []string{"a"}) {
 		t.Errorf("it is used, and is %+v", a)
 	}
 }
 
-// TestSilentLeg: a leg whose node is gone, and so answers nothing at all, is waited for as long as one that says that it is not ready, where another one is open; and longer where none is.
+// TestSilentLeg: a leg whose node is gone, and so answers nothing at all, is waited for during legPatience if another leg is open, and longer if none is.
 func TestSilentLeg(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["b"].away, f.legs["b"].silent = true, true
@@ -810,7 +818,8 @@ func TestSilentLeg(t *testing.T) {
 	}
 }
 
-// TestRecordWhereOneIsSilent: what a volume is, is known as soon as one leg that is current says so, also if the first one on the list answers nothing at all.
+// TestRecordWhereOneIsSilent: the record of a volume is known as soon as one current leg answers, even if the first one on the list answers nothing at
+// all.
 func TestRecordWhereOneIsSilent(t *testing.T) {
 	f := newObject(t, 3, "a", "b", "c", "near")
 	f.v.Spec.Legs = []string{"near", "a", "b", "c"}
@@ -830,7 +839,7 @@ func TestRecordWhereOneIsSilent(t *testing.T) {
 	}
 }
 
-// TestOlderList: an object that was restored lists a leg that was away in the last claim.
+// TestOlderList: a restored object lists a leg that was away during the last claim. It is not chosen.
 func TestOlderList(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["a"].state = volume.LegState{Sound: 1, Opened: 1, Closed: true}
@@ -841,7 +850,7 @@ func TestOlderList(t *testing.T) {
 	}
 }
 
-// TestLabelsWhileOneJoins: what the volume carries changes after a leg has begun to join, and before it is current.
+// TestLabelsWhileOneJoins: the labels of a volume change after a leg has begun to join, and before it is current. It gets the new ones.
 func TestLabelsWhileOneJoins(t *testing.T) {
 	f := newTended(t, 1, "a", "b")
 	_, err := f.SetLabels(context.Background(), "", f.mirrorReconciler.ref, func(labels map[string]string) error {
@@ -864,7 +873,8 @@ func TestLabelsWhileOneJoins(t *testing.T) {
 	}
 }
 
-// TestLastEndsWhileOneJoins: the connection to the only leg that is current ends while another one is made equal. Who writes gets an error, as without the other one, and the mirror can be taken down.
+// TestLastEndsWhileOneJoins: the connection to the only current leg ends while another one joins. Writers get an error, as without the other leg, and the
+// mirror can be removed.
 func TestLastEndsWhileOneJoins(t *testing.T) {
 	f := newTended(t, 1, "far", "near")
 	f.v.Spec.Legs = []string{"near", "far"}
@@ -877,7 +887,7 @@ func TestLastEndsWhileOneJoins(t *testing.T) {
 	f.lost(f.write(0))
 }
 
-// slowly has a leg join the first one, which takes seconds; so much at the beginning is copied.
+// slowly makes a leg join the mirror, which takes seconds: length bytes from the beginning on are copied.
 func (f *tended) slowly(name string, length int64) {
 	f.t.Helper()
 	l := f.legs[name]
@@ -885,7 +895,7 @@ func (f *tended) slowly(name string, length int64) {
 	check.OK(f.t, mirror.Join(context.Background(), f.mirrorReconciler.name, l.number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: length}}, nil }))
 }
 
-// TestLastFailsWhileOneJoins: the disks of all legs that are current fail what is written while another one is made equal. Who writes gets an error, and the other one is not current.
+// TestLastFailsWhileOneJoins: all current legs fail writes while another one joins. Writers get an error, and the other leg does not become current.
 func TestLastFailsWhileOneJoins(t *testing.T) {
 	for _, names := range [][]string{{"near", "far"}, {"near", "far", "joins"}} {
 		t.Run(fmt.Sprint(len(names)-1), func(t *testing.T) {
@@ -900,14 +910,14 @@ func TestLastFailsWhileOneJoins(t *testing.T) {
 	}
 }
 
-// TestLastCannotBeRead: a part of the only leg that is current cannot be read, to be copied to another one. What is written goes on, and the other one is let go.
+// TestLastCannotBeRead: a part of the only current leg cannot be read while another one joins. Writes go on, and the other leg leaves.
 func TestLastCannotBeRead(t *testing.T) {
 	f := newTended(t, 1, "near", "far")
 	l := f.legs["near"]
 	const bad = 1 << 20
 	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: bad, Kind: "error"}, {Start: bad, Length: tendedSize - bad, Kind: "linear", Text: fmt.Sprint(dm.Number(l.disk), " ", bad/512)}}))
 	f.slowly("far", tendedSize)
-	f.marks = func(string) error { return fmt.Errorf("%w: what was written is not known", errdefs.ErrDataLoss) } // so it gets all when it tries again
+	f.marks = func(string) error { return fmt.Errorf("%w: what was written is not known", errdefs.ErrDataLoss) } // so all is copied when it tries again
 	f.starts()
 	for end := time.Now().Add(tendedPatience); ; time.Sleep(20 * time.Millisecond) {
 		now := f.now()
@@ -922,7 +932,7 @@ func TestLastCannotBeRead(t *testing.T) {
 	f.current("near")
 }
 
-// TestAllEnd: the connections to all legs end, of which one has failed a write before, which is held. Whoever wrote gets an error.
+// TestAllEnd: a leg has failed a write, which is held, and then the connections to all legs end. The writer gets an error.
 func TestAllEnd(t *testing.T) {
 	f := newTended(t, 2, "far", "away", "near")
 	f.v.Spec.Legs = []string{"near", "far", "away"}
@@ -937,7 +947,7 @@ func TestAllEnd(t *testing.T) {
 	f.lost(write)
 }
 
-// lost makes sure that what was written ends with an error, and that the list is as it was.
+// lost shows that a write or flush ends with an error, and that the list of current legs does not change.
 func (f *tended) lost(done chan error) {
 	f.t.Helper()
 	before := f.now().v.Current()

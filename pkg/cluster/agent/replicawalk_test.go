@@ -18,21 +18,21 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// walk is a volume to which things happen in any order: what the object and the records say is by the agent, what is on the legs is counted.
+// walk is a volume to which things happen in a random order. The agent writes the object and the records; the test counts what was written to each leg.
 type walk struct {
 	*tended
 	*rand.Rand
 	ctx      context.Context
 	names    []string
-	in       []string       // the mirror
-	has      map[string]int // the last write that is on a leg
-	acked    int            // the last write that was acknowledged
-	before   bool           // the object was put back, and was not put right
-	restored bool           // it was put back, once at the least
-	objects  []*v1alpha1.ReplicatedVolume
-	cut      int // after so many writes of objects and records nothing is written; none: never
-	answered bool
-	told     []string
+	in       []string                     // the legs in the mirror
+	has      map[string]int               // the number of the last write that a leg has
+	acked    int                          // the number of the last acknowledged write
+	before   bool                         // the object was restored, and is not corrected yet
+	restored bool                         // the object was restored at least once
+	objects  []*v1alpha1.ReplicatedVolume // all states that it had
+	cut      int                          // after how many more writes of object and records all fail; negative: none fails
+	answered bool                         // whether the last write before that is answered
+	told     []string                     // what has happened
 }
 
 func newWalk(t *testing.T, seed uint64) *walk {
@@ -65,7 +65,7 @@ func (w *walk) says(format string, args ...any) {
 	w.told = append(w.told, fmt.Sprintf(format, args...))
 }
 
-// view is what who looks after the mirror sees; names fail.
+// view returns what the reconciler of the mirror finds, if some legs fail.
 func (w *walk) view(fail ...string) *mirrorView {
 	now := &mirrorView{v: w.v.DeepCopy(), leg: map[uint64]string{}, device: map[string]uint64{}, failing: map[string]string{}}
 	for i, name := range w.names {
@@ -78,7 +78,7 @@ func (w *walk) view(fail ...string) *mirrorView {
 	return now
 }
 
-// looks is a look at the mirror (tender.look), in which legs fail, or none.
+// looks does what the reconciler does in a step (mirrorReconciler.step), if some legs fail, or none.
 func (w *walk) looks(fail ...string) (err error) {
 	defer func() { w.says("looks, %v fail: %v", fail, err) }()
 	if w.v.Status.Opened != w.generation || w.v.Spec.Claim.Generation != w.generation {
@@ -116,7 +116,7 @@ func (w *walk) looks(fail ...string) (err error) {
 	return nil
 }
 
-// joins has a leg be equal to the others, and whole.
+// joins lets a leg join the mirror, to be equal to the others.
 func (w *walk) joins(name string) {
 	if w.v.Status.Opened != w.generation || w.v.Spec.Claim.Generation != w.generation {
 		return
@@ -135,17 +135,17 @@ func (w *walk) joins(name string) {
 	w.legs[name].state.Sound = w.generation
 }
 
-// restarts has the volume be opened by another claim, or another time by the same, until that is not cut short. It reports what was lost.
+// restarts opens the volume for a new claim, or again for the same. It returns what is wrong, as that a write was lost, and whether the walk ends.
 func (w *walk) restarts() (wrong string, ends bool) {
 	if w.IntN(3) > 0 {
 		w.generation++
 		w.v.Spec.Claim.Generation = w.generation
 	}
 	w.last = lastList{}
-	if w.v.Spec.Claim.Generation != w.generation { // of an object that was put back
+	if w.v.Spec.Claim.Generation != w.generation { // the object was restored
 		w.v.Spec.Claim.Generation = w.generation
 	}
-	here, told, untold := 0, false, false // one that answers, or does not, knows that the object is of before
+	here, told, untold := 0, false, false // how many listed legs answer; whether a leg that answers (told), or does not (untold), knows that the object was restored
 	for _, name := range w.names {
 		w.legs[name].away = w.IntN(3) == 0
 		s, leg := w.legs[name].state, w.v.Leg(name)
@@ -182,7 +182,7 @@ func (w *walk) restarts() (wrong string, ends bool) {
 	return "", false
 }
 
-// step is one that is taken by chance.
+// step takes a random step. It returns what is wrong, and whether the walk ends.
 func (w *walk) step() (wrong string, ends bool) {
 	w.cut = -1
 	if w.IntN(3) == 0 {
@@ -222,7 +222,7 @@ func (w *walk) step() (wrong string, ends bool) {
 	return "", false
 }
 
-// records has what they say be told.
+// records notes what the records of the legs say.
 func (w *walk) records() {
 	for _, name := range w.names {
 		s := w.legs[name].state
@@ -230,7 +230,8 @@ func (w *walk) records() {
 	}
 }
 
-// TestListsByChance: whatever happens to the object and the records of legs, and in which order, who opens the legs has all that was acknowledged, but where the object is of before and no leg that answers knows of it.
+// TestListsByChance: whatever happens to the object and the records of legs, and in whatever order, an opened volume has all acknowledged writes. The
+// exception is a restored object when no leg that answers knows of that.
 func TestListsByChance(t *testing.T) {
 	for seed := range uint64(300) {
 		w := newWalk(t, seed)

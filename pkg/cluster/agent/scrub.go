@@ -93,7 +93,7 @@ func (s *scrub) isClaimed(v *v1alpha1.ReplicatedVolume) bool {
 	return v.Spec.Claim != nil && v.Spec.Claim.Generation == s.generation && v.Status.Opened == s.generation && !v.Going()
 }
 
-// run compares all that is not compared yet. ErrUnavailable while a leg is missing, has failed or joins.
+// run compares all that is not compared yet. ErrUnavailable while there is only one leg, one has failed or joins, or writes are held.
 func (s *scrub) run(ctx context.Context) error {
 	state, err := mirror.Look(s.name)
 	if err != nil {
@@ -135,7 +135,7 @@ func (s *scrub) run(ctx context.Context) error {
 	return s.reportEnd(ctx, found)
 }
 
-// limitRate waits after a chunk, so that Options.ScrubBandwidth is kept.
+// limitRate waits after a chunk, so that no more than Options.ScrubBandwidth is read.
 func (s *scrub) limitRate(ctx context.Context) error {
 	if s.options.ScrubBandwidth == 0 {
 		return nil
@@ -143,8 +143,8 @@ func (s *scrub) limitRate(ctx context.Context) error {
 	return pause(ctx, time.Duration(float64(mirror.Chunk)/float64(s.options.ScrubBandwidth)*float64(time.Second)))
 }
 
-// reportInterrupted writes down how far a scrub was when err ended it. A part that could not be read scrubTries times, while no leg has failed, counts as
-// differing, and is skipped.
+// reportInterrupted writes how far a scrub was when err ended it, and returns err. A part that could not be read scrubTries times, while no leg has
+// failed, counts as differing, and is skipped.
 func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1.Differences, err error) error {
 	if ctx.Err() != nil || errors.Is(err, errdefs.ErrNotFound) {
 		return err
@@ -162,7 +162,7 @@ func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1
 	return errors.Join(err, s.reportProgress(ctx, next, found))
 }
 
-// reportProgress writes down how far a scrub is, and what it has found.
+// reportProgress writes how far a scrub is, and what it has found.
 func (s *scrub) reportProgress(ctx context.Context, at int64, found *v1alpha1.Differences) error {
 	return s.update(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
 		if c.Progress != nil {
@@ -171,7 +171,7 @@ func (s *scrub) reportProgress(ctx context.Context, at int64, found *v1alpha1.Di
 	})
 }
 
-// reportEnd writes down that a scrub has ended, and what it has found.
+// reportEnd writes that a scrub has ended, and what it has found.
 func (s *scrub) reportEnd(ctx context.Context, found *v1alpha1.Differences) error {
 	err := s.update(ctx, func(c *v1alpha1.Scrub, _ *v1alpha1.ReplicatedVolume) {
 		c.Progress, c.Found, c.Last, c.Ended = nil, nil, found, new(metav1.NewTime(time.Now()).Rfc3339Copy())

@@ -10,7 +10,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// TestScrubDue: legs are compared when that was begun, when somebody asks for it, and when the last time is long ago; of a volume that never was, when that is old enough.
+// TestScrubDue: a scrub is due if one was begun, if a person asks for it, or if the last one is long ago. A volume that was never scrubbed has to be old
+// enough.
 func TestScrubDue(t *testing.T) {
 	now := time.Now()
 	ago := func(d time.Duration) *metav1.Time { return new(metav1.NewTime(now.Add(-d))) }
@@ -38,7 +39,7 @@ func TestScrubDue(t *testing.T) {
 	}
 }
 
-// TestDifferences: those that are found later are added, and the first ones named.
+// TestDifferences: the bytes of later differences are added; only the first ranges are listed.
 func TestDifferences(t *testing.T) {
 	if addDifferences(nil, nil, "") != nil {
 		t.Error("nothing was found, and said")
@@ -54,7 +55,8 @@ func TestDifferences(t *testing.T) {
 	}
 }
 
-// TestScrubTurns: it is known since when legs differ, or are equal after that, whatever else is written; and what was found is not forgotten when a compare begins anew.
+// TestScrubTurns: status.scrub.turned says since when the legs differ, or are equal again, whatever else is written. Findings stay when a scrub is started
+// over.
 func TestScrubTurns(t *testing.T) {
 	c, found := &v1alpha1.Scrub{}, &v1alpha1.Differences{Bytes: 4096}
 	for _, step := range []struct {
