@@ -40,12 +40,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// Kubernetes as the adversary: whatever is done to our objects, the bytes are there unless
-// somebody asked the driver to delete them. docs/reliability.md has the table.
+// Tests with Kubernetes as the adversary: whatever is done to the objects, the bytes stay unless the driver was asked to delete them. docs/reliability.md
+// has the table.
 
 var formatted = volume.Format{State: volume.Formatted, Type: "ext4"}
 
-// samples is one of each that a user can have, with bytes in them.
+// samples has volumes, a snapshot and a group that stand for all that a user can have, with bytes in them.
 type samples struct {
 	plain, claimed, attached volume.Volume
 	snapshot                 volume.Snapshot
@@ -80,7 +80,7 @@ func (w *environment) samples(m *machine, s *store.Store) samples {
 
 func (f samples) volumes() []volume.Volume { return []volume.Volume{f.plain, f.claimed, f.attached} }
 
-// unharmed: all bytes are on the machine, as they were.
+// unharmed shows that all bytes are on the machine, as they were.
 func (f samples) unharmed(w *environment, m *machine) {
 	w.Helper()
 	for _, v := range f.volumes() {
@@ -96,7 +96,7 @@ func (f samples) unharmed(w *environment, m *machine) {
 	}
 }
 
-// served: the driver serves all of them as before.
+// served shows that the driver serves all of them as before.
 func (f samples) served(w *environment, s *store.Store) {
 	w.Helper()
 	w.eventually("all are there", func() bool {
@@ -109,7 +109,7 @@ func (f samples) served(w *environment, s *store.Store) {
 		if err != nil || have.Size != v.Size || have.Created.Sub(v.Created).Abs() > time.Microsecond || have.For != v.For {
 			w.Fatalf("%+v, %v; want %+v", have, err, v)
 		}
-		w.eventually(v.Name+" is healthy", func() bool { // the agent may not have looked again yet
+		w.eventually(v.Name+" is healthy", func() bool { // the agent may not have looked at it again yet
 			problems, err := s.Health(w.ctx, v.ID)
 			return err == nil && len(problems) == 0
 		})
@@ -121,17 +121,17 @@ func (f samples) served(w *environment, s *store.Store) {
 	}
 }
 
-// deleted: what the CO asks to be deleted goes, in the end.
+// deleted deletes all of them as the CO does, and shows that nothing is left.
 func (f samples) deleted(w *environment, m *machine, s *store.Store) {
 	w.Helper()
 	for _, v := range f.volumes() {
 		check.OK(w, s.Release(w.ctx, v.ID, nodeName))
 	}
 	check.OK(w, f.detach())
-	w.eventually("the group is deleted", func() bool { return s.DeleteGroup(w.ctx, f.group.ID) == nil }) // the store may not have heard yet that none of it is a stray
+	w.eventually("the group is deleted", func() bool { return s.DeleteGroup(w.ctx, f.group.ID) == nil }) // for the store, some of it may still be strays
 	check.OK(w, s.DeleteSnapshot(w.ctx, f.snapshot.ID))
 	for _, v := range f.volumes() {
-		w.eventually(v.Name+" is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil }) // others may look at all devices
+		w.eventually(v.Name+" is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil }) // another process may have the device open for a moment
 	}
 	w.tally(m)
 	if left, err := m.local.List(w.ctx, volume.ID{}, 0); err != nil || len(left) > 0 {
@@ -139,7 +139,7 @@ func (f samples) deleted(w *environment, m *machine, s *store.Store) {
 	}
 }
 
-// objects of ours, but for the pools.
+// objects returns all Volumes and Snapshots.
 func (w *environment) objects() []client.Object {
 	w.Helper()
 	var volumes v1alpha1.VolumeList
@@ -155,13 +155,13 @@ func (w *environment) objects() []client.Object {
 	return all
 }
 
-// gone waits until there are no objects any more.
+// gone waits until there are no Volumes and Snapshots any more.
 func (w *environment) gone() {
 	w.Helper()
 	w.eventually("the objects are gone", func() bool { return len(w.objects()) == 0 })
 }
 
-// strays waits until a pool reports so many.
+// strays waits until a pool reports n strays.
 func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 	w.Helper()
 	var p *v1alpha1.Pool
@@ -191,7 +191,7 @@ func (w *environment) adoptOn(node, pool, which string) {
 	})
 }
 
-// older gives objects what older versions gave them.
+// older gives objects the finalizer of older versions.
 func (w *environment) older(objects ...client.Object) {
 	w.Helper()
 	for _, o := range objects {
@@ -201,15 +201,14 @@ func (w *environment) older(objects ...client.Object) {
 	}
 }
 
-// TestObjectsDeleted: somebody deletes the objects. The bytes stay and are reported, nobody is told
-// that they are gone, and they can be had back.
+// TestObjectsDeleted: all objects are deleted. The bytes stay, and are reported as strays; no call answers that they are gone; and they can be adopted.
 func TestObjectsDeleted(t *testing.T) {
 	for _, older := range []bool{false, true} {
 		t.Run(fmt.Sprint("older ", older), func(t *testing.T) {
 			w, m, s := newCluster(t)
 			f := w.samples(m, s)
 			if older {
-				m.stop() // its agent would take the finalizers off
+				m.stop() // otherwise the agent takes the finalizers off
 				w.older(w.objects()...)
 			}
 			for _, o := range w.objects() {
@@ -249,8 +248,8 @@ func TestObjectsDeleted(t *testing.T) {
 	}
 }
 
-// TestObjectDeletedAskedAgain: a pod goes on whose volume's object was deleted, and the volume with that
-// name is the same one when it is asked for again.
+// TestObjectDeletedAskedAgain: the object of a volume is deleted, and then the volume is created again under the same name: it is the same one, with its
+// bytes.
 func TestObjectDeletedAskedAgain(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -268,12 +267,12 @@ func TestObjectDeletedAskedAgain(t *testing.T) {
 	f.deleted(w, m, s)
 }
 
-// TestAskedAgainDiffers: bytes that lost their object are asked for again by their name, but not as they
-// are now, or the asking is given up: they stay.
+// TestAskedAgainDiffers: volumes whose objects were deleted are created again under the same name, but with other properties, or the new object is
+// deleted. Their bytes stay.
 func TestAskedAgainDiffers(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
-	check.OK(t, second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib}))) // who asks again does not know it
+	check.OK(t, second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib}))) // the size of the later request is the old one
 	other, err := s.Create(w.ctx, spec("other"))
 	check.OK(t, err)
 	for _, o := range w.objects() {
@@ -290,7 +289,7 @@ func TestAskedAgainDiffers(t *testing.T) {
 	}
 	again()
 	m.stop()
-	time.Sleep(time.Second) // objects say when they were made in seconds
+	time.Sleep(time.Second) // the creation time of an object has whole seconds
 	w.asked("it is asked for", func(ctx context.Context) error { return second(s.Create(ctx, spec("claimed"))) }, func() bool { return w.object("claimed") != nil })
 	o := w.object("claimed")
 	o.Spec.Delete = o.UID
@@ -308,7 +307,7 @@ func TestAskedAgainDiffers(t *testing.T) {
 	f.deleted(w, m, s)
 }
 
-// restored makes objects again as backup tools do: without status, with another UID.
+// restored creates objects again as backup tools do: without status, and with another UID.
 func (w *environment) restored(objects []client.Object) {
 	w.Helper()
 	for _, o := range objects {
@@ -325,7 +324,7 @@ func (w *environment) restored(objects []client.Object) {
 	}
 }
 
-// TestObjectsRestored: objects that come back without status find their bytes.
+// TestObjectsRestored: objects that are restored without their status find their bytes.
 func TestObjectsRestored(t *testing.T) {
 	for _, older := range []bool{false, true} {
 		t.Run(fmt.Sprint("older ", older), func(t *testing.T) {
@@ -353,7 +352,7 @@ func TestObjectsRestored(t *testing.T) {
 	}
 }
 
-// TestRestoredWithIntent: the word that bytes may go is for one object, and not for its copy.
+// TestRestoredWithIntent: spec.delete has the UID of one object, and so does not allow the deletion of bytes for a restored copy of that.
 func TestRestoredWithIntent(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -378,8 +377,8 @@ func TestRestoredWithIntent(t *testing.T) {
 	f.deleted(w, m, s)
 }
 
-// TestRestoredWithStatus: objects that come back with their status, and begin to count their generations
-// anew. An answer to a spec of before is none to what is asked for now.
+// TestRestoredWithStatus: objects are restored with their status, while their generations count from 1 again. A failure that was for an earlier spec is
+// not taken for one of the present spec.
 func TestRestoredWithStatus(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -395,7 +394,7 @@ func TestRestoredWithStatus(t *testing.T) {
 		}
 		statuses = append(statuses, o.DeepCopyObject().(client.Object))
 	}
-	m.stop() // so nobody else writes a status
+	m.stop() // so that it does not write the statuses
 	w.restored(backup)
 	for i, o := range statuses {
 		o.SetUID(backup[i].GetUID())
@@ -411,8 +410,8 @@ func TestRestoredWithStatus(t *testing.T) {
 	f.deleted(w, m, s)
 }
 
-// TestRestoredOntoNewDisk: objects whose bytes are gone are lost. Nothing is made in their place,
-// also if the volume is asked for again.
+// TestRestoredOntoNewDisk: objects are restored whose bytes are gone. They are reported as lost, and nothing is made in their place, also if the volume is
+// created again.
 func TestRestoredOntoNewDisk(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -453,7 +452,7 @@ func TestRestoredOntoNewDisk(t *testing.T) {
 	w.tally(m)
 }
 
-// TestRestoredFromBeforeGrowth: an object that says less than there is.
+// TestRestoredFromBeforeGrowth: an object is restored that has a smaller size than the volume. The volume keeps its size.
 func TestRestoredFromBeforeGrowth(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -485,7 +484,7 @@ func (w *environment) identity(pool, id string) {
 	check.OK(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
 }
 
-// TestEdited: each field that somebody may edit, edited.
+// TestEdited: whatever field of an object a person edits, the bytes stay; edits that the definitions forbid are refused.
 func TestEdited(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -511,7 +510,7 @@ func TestEdited(t *testing.T) {
 				edit(o)
 				err := w.Update(w.ctx, o)
 				if apierrors.IsInvalid(err) && o.Spec.Delete == "rubbish" {
-					return false // until the agent has looked
+					return false // until the agent has taken back an earlier edit that it conflicts with
 				}
 				if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) {
 					t.Fatalf("%s: %v", what, err)
@@ -567,7 +566,7 @@ func TestEdited(t *testing.T) {
 			}
 			break
 		}
-		if what == "abandoned" { // at once: another edit removes all conditions
+		if what == "abandoned" { // before the next edit: one of them removes all conditions
 			w.eventually("the verdict is taken back", func() bool {
 				return meta.IsStatusConditionFalse(w.object("plain").Status.Conditions, v1alpha1.Abandoned)
 			})
@@ -575,7 +574,7 @@ func TestEdited(t *testing.T) {
 		f.unharmed(w, m)
 	}
 	m.stop()
-	for _, o := range w.objects() { // what is put right shows that it was looked at
+	for _, o := range w.objects() { // the agent corrects these statuses, which shows that it has looked at each object
 		switch o := o.(type) {
 		case *v1alpha1.Volume:
 			meta.SetStatusCondition(&o.Status.Conditions, metav1.Condition{Type: v1alpha1.Abandoned, Status: metav1.ConditionTrue, Reason: "X"})
@@ -590,7 +589,7 @@ func TestEdited(t *testing.T) {
 		return !slices.ContainsFunc(w.objects(), func(o client.Object) bool {
 			switch o := o.(type) {
 			case *v1alpha1.Volume:
-				healthy := len(o.Status.Health) == 0 || o.Spec.Abandoned // then nobody looks at its health
+				healthy := len(o.Status.Health) == 0 || o.Spec.Abandoned // the health of an abandoned volume is not looked at
 				return !healthy || !meta.IsStatusConditionFalse(o.Status.Conditions, v1alpha1.Abandoned)
 			case *v1alpha1.Snapshot:
 				return !meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.Ready)
@@ -606,7 +605,7 @@ func TestEdited(t *testing.T) {
 	}
 }
 
-// TestDeletedByHand: the way to have bytes deleted without the CO, and how it is taken back in time.
+// TestDeletedByHand: a person sets spec.delete, and the bytes are deleted. While the volume is in use, that can be taken back.
 func TestDeletedByHand(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -630,7 +629,7 @@ func TestDeletedByHand(t *testing.T) {
 	check.OK(t, second(m.local.Get(w.ctx, f.attached.ID)))
 }
 
-// TestMadeAfter: bytes of the same name that were made after the object are not the object's.
+// TestMadeAfter: a volume of the same name that was made later than the object says is not the object's: it stays when the object is deleted.
 func TestMadeAfter(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -644,7 +643,7 @@ func TestMadeAfter(t *testing.T) {
 	check.OK(t, second(m.local.Get(w.ctx, v.ID)))
 }
 
-// TestMixedVersions: what older controllers and agents do.
+// TestMixedVersions: objects that older controllers and agents have written.
 func TestMixedVersions(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -660,7 +659,7 @@ func TestMixedVersions(t *testing.T) {
 	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: old.Name})), errdefs.ErrNotFound)
 	check.OK(t, w.Delete(w.ctx, w.object("old"))) // as that controller does then
 	w.eventually("it is gone", func() bool { return w.object("old") == nil })
-	// Its deletion says nothing of bytes.
+	// The deletion of an object alone does not delete bytes.
 	m.stop()
 	w.older(w.object("plain"))
 	check.OK(t, w.Delete(w.ctx, w.object("plain")))
@@ -670,7 +669,7 @@ func TestMixedVersions(t *testing.T) {
 	w.strays("default", 1)
 	w.adopt("default", "all")
 	w.strays("default", 0)
-	// An older agent makes what it is asked for, and leaves the word that it may be made.
+	// An older agent makes the volume, and does not take spec.make off.
 	m.stop()
 	done := make(chan error)
 	go func() { done <- second(s.Create(w.ctx, spec("by an older agent"))) }()
@@ -691,8 +690,8 @@ func TestMixedVersions(t *testing.T) {
 	f.deleted(w, m, s)
 }
 
-// TestBegunByOlder: an object that an older controller wrote down, and nobody made, is made when it is asked for
-// again, if the claim that it is for shows that nobody has had it.
+// TestBegunByOlder: an older controller has created an object without spec.make, and no volume was made for it. When it is asked for again, the volume is
+// made only if the claim that it is for shows that it was never used.
 func TestBegunByOlder(t *testing.T) {
 	w, m, s := newCluster(t)
 	begun := func(claim, bound string) volume.Spec {
@@ -728,8 +727,8 @@ func TestBegunByOlder(t *testing.T) {
 	fails(t, second(s.Create(w.ctx, known)), errdefs.ErrDataLoss)
 }
 
-// TestOldDefinitions: with definitions that do not know what may be done to bytes, nothing is. What is asked for as soon as they are new again is done, though the agent's watch,
-// which the API server serves by the old ones for a while, does not tell it what that is.
+// TestOldDefinitions: with definitions that have neither spec.make nor spec.delete, nothing is made or deleted. As soon as they are the present ones
+// again, both work, although the API server serves the agent's watch by the old ones for a while.
 func TestOldDefinitions(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -761,7 +760,7 @@ func TestOldDefinitions(t *testing.T) {
 	if o := w.object("new"); o != nil {
 		t.Errorf("left is %+v", o)
 	}
-	time.Sleep(3 * time.Second) // the watches of before end one second after the change, and are begun again by these definitions
+	time.Sleep(3 * time.Second) // one second after the change all watches end, and then begin again by these definitions
 	w.hold(server, 5*time.Second)
 	check.OK(t, server.Define(w.ctx))
 	w.eventually("they are in force again", func() bool {
@@ -777,7 +776,8 @@ func TestOldDefinitions(t *testing.T) {
 	check.OK(t, second(s.Create(w.ctx, spec("new"))))
 }
 
-// hold begins a request for a volume that ends after a while. Until it does the API server serves the watches that there are by the definitions of now, whatever these become.
+// hold begins a request about Volumes that ends after some time. Until then the API server serves the present watches by the present definitions, even if
+// these change.
 func (w *environment) hold(server *apitest.Server, d time.Duration) {
 	w.Helper()
 	config := server.Config(apitest.Admin)
@@ -801,7 +801,7 @@ func (w *environment) hold(server *apitest.Server, d time.Duration) {
 	w.Cleanup(func() { check.OK(w, <-ended) })
 }
 
-// undefined deletes the definitions of some kinds, and all objects with them, until the test ends or somebody defines them.
+// undefined deletes the definitions of some kinds, and with them all objects, until the test defines them again or ends.
 func (w *environment) undefined(kinds ...string) *apitest.Server {
 	w.Helper()
 	server := apitest.Get(w)
@@ -812,8 +812,8 @@ func (w *environment) undefined(kinds ...string) *apitest.Server {
 	return server
 }
 
-// TestDefinitionsDeleted: with the definitions all objects go, at once and without anybody's help.
-// When they are back, so is what the pools have.
+// TestDefinitionsDeleted: the definitions are deleted, and with them all objects. When they are back, all that the pools have is reported, and can be
+// adopted.
 func TestDefinitionsDeleted(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -826,13 +826,14 @@ func TestDefinitionsDeleted(t *testing.T) {
 	f.unharmed(w, m)
 	w.adopt("default", "all")
 	w.strays("default", 0)
-	s, _ = w.store() // the controller was installed again
+	s, _ = w.store() // as if the controller were installed again
 	f.served(w, s)
 	f.unharmed(w, m)
 	f.deleted(w, m, s)
 }
 
-// TestDefinitionsAway: while there are no definitions nobody is told that anything is gone, or was never there: it may be in use, and its object comes back with a backup.
+// TestDefinitionsAway: while there are no definitions, no call answers that anything is gone, or never existed: it may be in use, and its object may be
+// restored from a backup.
 func TestDefinitionsAway(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -870,7 +871,7 @@ func TestDefinitionsAway(t *testing.T) {
 	m.stop()
 }
 
-// needDefinitions: calls say that there are no definitions, and what to do.
+// needDefinitions shows that calls fail, and say that there are no definitions, and what to do.
 func needDefinitions(t *testing.T, calls map[string]func() error) {
 	t.Helper()
 	for what, call := range calls {
@@ -880,8 +881,8 @@ func needDefinitions(t *testing.T, calls map[string]func() error) {
 	}
 }
 
-// TestPoolDefinitionAway: nobody is told that there is no such pool or node, or that nothing is left of a volume, while no node can say what it has. When the definition is
-// back, and no node has said it yet, it is as little known.
+// TestPoolDefinitionAway: without the definition of pools no node can report what it has. Then no call answers that there is no such pool or node, or that
+// nothing is left of a volume; nor when the definition is back, and no node has reported its pools yet.
 func TestPoolDefinitionAway(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -912,7 +913,7 @@ func TestPoolDefinitionAway(t *testing.T) {
 	}
 }
 
-// TestTwoDrivers: the second driver of another name does not start, whichever came first.
+// TestTwoDrivers: while the pools belong to a driver, one of another name does not start, whichever came first.
 func TestTwoDrivers(t *testing.T) {
 	for _, first := range []string{cluster.DefaultDriver, "other.example.com"} {
 		t.Run(first, func(t *testing.T) {
@@ -946,8 +947,7 @@ func TestTwoDrivers(t *testing.T) {
 	}
 }
 
-// works runs a store and the agent of a machine, of a driver, until both have found that the pools are theirs,
-// and do their work.
+// works runs a store and the agent of a machine, of a driver, and shows that both work.
 func (w *environment) works(m *machine, s *store.Store, driver string) {
 	w.Helper()
 	stop := w.run(s.Run)
@@ -956,7 +956,7 @@ func (w *environment) works(m *machine, s *store.Store, driver string) {
 	w.start(m)
 	defer m.stop()
 	w.pooled(s, m)
-	check.OK(w, second(s.Create(w.ctx, spec("v")))) // which the agent makes
+	check.OK(w, second(s.Create(w.ctx, spec("v")))) // the agent makes it
 	left := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName("nowhere", "left")}, Spec: v1alpha1.PoolSpec{NodeName: "nowhere", Pool: "left", Driver: driver}}
 	check.OK(w, w.Create(w.ctx, left))
 	w.eventually("the store forgets the pool of a node that is gone", func() bool {
@@ -975,7 +975,7 @@ func (w *environment) takeOver(driver string) {
 	}
 }
 
-// TestPoolReplaced: another pool than the one that was there is not used, unless somebody says so.
+// TestPoolReplaced: a pool that is not the one which was there before is not used, unless a person allows that in its object.
 func TestPoolReplaced(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -983,7 +983,7 @@ func TestPoolReplaced(t *testing.T) {
 	memory1, err := agent.NewMemory(apitest.Get(t).Agent(t, nodeName), nodeName)
 	check.OK(t, err)
 	known := memory1.Of("default")
-	told := func(known blockdev.Known) (id string, err error) { // also by an API server that is slow
+	told := func(known blockdev.Known) (id string, err error) { // waits for a slow API server
 		w.eventually("the API server answers", func() bool {
 			id, err = known(w.ctx)
 			return !errors.Is(err, errdefs.ErrUnavailable)
@@ -1000,7 +1000,7 @@ func TestPoolReplaced(t *testing.T) {
 	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 	defer cancel()
 	fails(t, a.Run(ctx), errdefs.ErrPrecondition)
-	// Without the object of the pool, or its identity, those of the volumes tell of it.
+	// Without the object of the pool, or the identity in it, the objects of the volumes show that there was a pool.
 	for _, forget := range []func(){func() { w.identity("default", "") }, func() { check.OK(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{})) }} {
 		forget()
 		if id, err := told(known); id != "" || !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), volume.KeyOf("v")) {
@@ -1028,8 +1028,7 @@ func TestPoolReplaced(t *testing.T) {
 	thaw()
 }
 
-// TestPoolReplacedBehind: a new pool is taken where its object allows it, also by an agent whose watch has not
-// seen that yet.
+// TestPoolReplacedBehind: a new pool is used if its object allows that, also by an agent whose watch has not seen that yet.
 func TestPoolReplacedBehind(t *testing.T) {
 	w, m, _ := newCluster(t)
 	m.stop()
@@ -1053,7 +1052,7 @@ func TestPoolReplacedBehind(t *testing.T) {
 	m.stop = w.run(m.agent.Run)
 	p := &v1alpha1.Pool{}
 	read := func() { check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, "default")}, p)) }
-	// The agent reads what it wrote, so it has to have that before the watch stands still.
+	// The agent waits until its cache has what it wrote, so that has to be there before the watch is stopped.
 	w.eventually("the pool is missed", func() bool {
 		read()
 		return meta.IsStatusConditionFalse(p.Status.Conditions, v1alpha1.Healthy) && lag.saw(p.ResourceVersion)
@@ -1065,7 +1064,7 @@ func TestPoolReplacedBehind(t *testing.T) {
 	w.eventually("the new one is taken", func() bool { read(); return t.Failed() || p.Spec.UUID == other.ID() })
 }
 
-// TestGroupPartLost: one of two disks is replaced; the snapshot on the other one stays, and can be restored.
+// TestGroupPartLost: a group has snapshots on two disks, of which one is replaced. The snapshot on the other one stays, and can be restored.
 func TestGroupPartLost(t *testing.T) {
 	w, m, s := newCluster(t)
 	one, err := s.Create(w.ctx, spec("one"))
@@ -1093,7 +1092,7 @@ func TestGroupPartLost(t *testing.T) {
 	}
 }
 
-// accounted waits until the condition of a pool names all of some words.
+// accounted waits until the condition Accounted of a pool is False, and its message has all of some words.
 func (w *environment) accounted(node, pool string, words ...string) {
 	w.Helper()
 	w.eventually(fmt.Sprintf("pool %s of %s says %q", pool, node, words), func() bool {
@@ -1104,8 +1103,7 @@ func (w *environment) accounted(node, pool string, words ...string) {
 	})
 }
 
-// TestDisksSwapped: the disks of two pools are swapped while nobody knows which was which. What is in the
-// wrong pool is reported there.
+// TestDisksSwapped: the disks of two pools are swapped while their objects, with the identities, are gone. What is in the wrong pool is reported there.
 func TestDisksSwapped(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
@@ -1124,8 +1122,7 @@ func TestDisksSwapped(t *testing.T) {
 	f.deleted(w, m, s)
 }
 
-// TestDiskMoved: a disk goes to another node, and back. What is on it is reported, and stays, what was never
-// used too.
+// TestDiskMoved: a disk is put into another node, and back. What is on it is reported there, and stays, even if it was never used.
 func TestDiskMoved(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -1144,7 +1141,7 @@ func TestDiskMoved(t *testing.T) {
 	w.tally(m)
 }
 
-// TestAdoptionRefused: what the API server does not take holds up nothing else.
+// TestAdoptionRefused: a stray whose object the API server refuses does not keep others from being adopted.
 func TestAdoptionRefused(t *testing.T) {
 	w, m, s := newCluster(t)
 	for _, name := range []string{"a", "b"} {
@@ -1166,7 +1163,7 @@ func TestAdoptionRefused(t *testing.T) {
 	w.eventually("the others are back", func() bool { return w.object("a") != nil && w.object("b") != nil })
 }
 
-// TestRebound: a PersistentVolume of any name keeps a volume that was never used.
+// TestRebound: a volume that was never used does not count as abandoned if there is a PersistentVolume for it, whatever its name.
 func TestRebound(t *testing.T) {
 	w, m, s := newCluster(t)
 	ids := map[string]volume.ID{}
@@ -1196,7 +1193,7 @@ func (w *environment) persistentVolume(name, driver string, id volume.ID) {
 		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: driver, VolumeHandle: id.String()}}}}))
 }
 
-// TestStaleClaim: a claim whose VolumeAttachment was removed by hand does not stay for ever.
+// TestStaleClaim: a claim whose VolumeAttachment was removed by hand is released after some time.
 func TestStaleClaim(t *testing.T) {
 	w, m, s := newCluster(t)
 	check.OK(t, storagev1.AddToScheme(w.Scheme()))
@@ -1230,12 +1227,12 @@ func TestStaleClaim(t *testing.T) {
 	w.tally(m)
 }
 
-// TestStaleClaimAnew: a claim that is asked for again while it is being taken back, as there was no VolumeAttachment
-// for it, is there, also if whoever takes it back dies.
+// TestStaleClaimAnew: a claim without a VolumeAttachment is being released when it is asked for again. It stays, also if the controller that releases it
+// dies.
 func TestStaleClaimAnew(t *testing.T) {
 	for i, after := range []struct {
 		what string
-		n    int // how many of the requests for VolumeAttachments, and of the writes, are answered when it is asked for again
+		n    int // after so many lists of VolumeAttachments and writes it is asked for again
 		dies bool
 	}{{"first look", 1, false}, {"first write", 2, false}, {"second look", 3, false}, {"first look, and it dies", 1, true}} {
 		t.Run(after.what, func(t *testing.T) {
@@ -1245,7 +1242,7 @@ func TestStaleClaimAnew(t *testing.T) {
 			check.OK(t, err)
 			claim := volume.Claim{Node: nodeName, Mode: "m"}
 			check.OK(t, s.Claim(w.ctx, v.ID, claim))
-			pv := fmt.Sprint("pv-anew-", i) // those of before may be there yet
+			pv := fmt.Sprint("pv-anew-", i) // the PersistentVolumes of earlier runs may still be there
 			w.persistentVolume(pv, cluster.DefaultDriver, v.ID)
 			va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
 				Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
@@ -1280,7 +1277,7 @@ func TestStaleClaimAnew(t *testing.T) {
 			sweeping, _ := w.sweeping()
 			fails(t, sweeping.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 			w.comes(asked, "it is claimed")
-			time.Sleep(time.Second) // for what it does then
+			time.Sleep(time.Second) // so that the controller can do what is wrong
 			have, err := s.Get(w.ctx, v.ID)
 			if err != nil || have.Claim != claim {
 				t.Errorf("claimed %+v, %v", have.Claim, err)
@@ -1290,8 +1287,8 @@ func TestStaleClaimAnew(t *testing.T) {
 	}
 }
 
-// TestRolledBack: the API server is what it was some time ago. What was made since has no object;
-// what was deleted since is lost, and not made anew.
+// TestRolledBack: etcd is restored from a backup. What was made since has no object, and is reported as a stray. What was deleted since is lost, and not
+// made anew.
 func TestRolledBack(t *testing.T) {
 	w, m, s := newCluster(t)
 	create := func(name string) volume.Volume {
@@ -1312,7 +1309,7 @@ func TestRolledBack(t *testing.T) {
 	check.OK(t, second(s.Expand(w.ctx, kept.ID, volume.Range{Required: 2 * mib})))
 	m.stop()
 	rollback()
-	w.start(m) // the clients of an API server that went back are started again
+	w.start(m) // agent and controller are restarted after the restore
 	s, _ = w.store()
 	w.strays("default", 1)
 	for _, v := range []volume.Volume{kept, again, late} {
@@ -1329,13 +1326,13 @@ func TestRolledBack(t *testing.T) {
 	w.adopt("default", "all")
 	w.strays("default", 0)
 	check.OK(t, errors.Join(s.Delete(w.ctx, kept.ID), s.Delete(w.ctx, gone.ID), s.Delete(w.ctx, late.ID)))
-	// What replaced another under its name is not that one.
+	// A volume that was made later under the same name is not the one of the object.
 	check.OK(t, s.Delete(w.ctx, replaced.ID))
 	check.OK(t, second(m.local.Get(w.ctx, again.ID)))
 }
 
-// TestRolledBackUnderClients: etcd goes back under a controller and an agent that go on. What they wrote
-// since never comes, and nothing waits for it; what is not there any more is not taken to be there.
+// TestRolledBackUnderClients: etcd is restored from a backup while a controller and an agent run. They do not wait for what they wrote since, which is
+// lost, and do not take objects to exist that are gone.
 func TestRolledBackUnderClients(t *testing.T) {
 	l := &line{}
 	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
@@ -1348,9 +1345,9 @@ func TestRolledBackUnderClients(t *testing.T) {
 	check.OK(t, err)
 	l.set(true)
 	rollback()
-	w.known() // whoever is refused lists anew
+	w.known() // while connections are refused, so that the clients list anew
 	l.set(false)
-	w.strays("default", 1) // so the agent goes on
+	w.strays("default", 1) // shows that the agent works
 	w.again("volumes are made", func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) })
 	w.again("the one of before is found", func(ctx context.Context) error { return second(s.Create(ctx, spec("late"))) })
 	check.OK(t, errors.Join(s.Delete(w.ctx, v.ID), s.Delete(w.ctx, late.ID)))

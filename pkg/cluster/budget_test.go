@@ -23,7 +23,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// counter counts requests of a client that are no watches and no lists.
+// counter counts the requests of a client, apart from watches and lists.
 type counter struct {
 	mu            sync.Mutex
 	writes, reads int
@@ -61,7 +61,7 @@ func (c *counter) take() (writes, reads, pools int) {
 	return writes, reads, pools
 }
 
-// comes waits until there were so many, though not for long.
+// comes waits until there were so many requests, for a minute at most.
 func (c *counter) comes(writes, reads int) {
 	fewer := func() bool {
 		c.mu.Lock()
@@ -73,12 +73,12 @@ func (c *counter) comes(writes, reads int) {
 	}
 }
 
-// TestBudget: what docs/cluster.md says that each call costs.
+// TestBudget: each call costs the requests that docs/cluster.md says, and pools are not reported more often than it says.
 func TestBudget(t *testing.T) {
 	w := newEnvironment(t)
 	var count counter
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
-	m := w.begin(&machine{name: nodeName, with: func(o *agent.Options) { o.ProgressEvery = 0 }}) // the usual time: how far a snapshot is costs a write each time
+	m := w.begin(&machine{name: nodeName, with: func(o *agent.Options) { o.ProgressEvery = 0 }}) // the usual time, as each report of progress costs a write
 	s, err := store.New(wrapped(apitest.Get(t).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	check.OK(t, err)
 	w.run(s.Run)
@@ -86,7 +86,7 @@ func TestBudget(t *testing.T) {
 	w.pooled(s, m)
 	var v volume.Volume
 	var snapshot volume.Snapshot
-	time.Sleep(1500 * time.Millisecond) // the pools were just made
+	time.Sleep(1500 * time.Millisecond) // the pools are reported after they were made
 	count.take()
 	started, pools := time.Now(), 0
 	for _, step := range []struct {
@@ -114,7 +114,7 @@ func TestBudget(t *testing.T) {
 		began := time.Now()
 		check.OK(t, step.do())
 		took := time.Since(began)
-		count.comes(step.writes, step.reads) // the last one may be the agent's, of which nobody waits for the end
+		count.comes(step.writes, step.reads) // the call may end before the agent's last request
 		time.Sleep(50 * time.Millisecond)
 		writes, reads, reports := count.take()
 		pools += reports
@@ -132,14 +132,14 @@ func TestBudget(t *testing.T) {
 		}
 		return time.Since(last) >= 2*time.Second
 	})
-	// Each of the two pools is reported once in each quiet second, and with what comes before and after.
+	// Each of the two pools is reported once a second at most, and once more at each end.
 	if most := 2 * (2 + int(last.Sub(started)/time.Second)); pools > most {
 		t.Errorf("the pools were reported %d times, %d are the most", pools, most)
 	}
 }
 
-// TestStraysBudget: an agent whose pool has many volumes without objects does not ask the API server for all of
-// them each time that something changes, and never for ephemeral ones.
+// TestStraysBudget: an agent whose pool has many volumes without objects does not ask the API server for each of them whenever something changes, and
+// never for ephemeral ones.
 func TestStraysBudget(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -182,8 +182,8 @@ func TestStraysBudget(t *testing.T) {
 	w.strays("default", 1)
 }
 
-// TestCensusBudget: to find out of volumes, one after the other, whether anybody knows of them, takes no list of all
-// PersistentVolumes for each.
+// TestCensusBudget: to find out for several volumes, one after the other, whether they are abandoned does not take a list of all PersistentVolumes for
+// each.
 func TestCensusBudget(t *testing.T) {
 	w, _, s := newCluster(t)
 	var lists atomic.Int32
@@ -211,7 +211,7 @@ func TestCensusBudget(t *testing.T) {
 		check.OK(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
 		ids = append(ids, v.ID)
 	}
-	time.Sleep(old + time.Second) // those that are claimed are not looked for
+	time.Sleep(old + time.Second) // as long as they are claimed, they are not looked for
 	s, _ = w.storeWith(old)
 	began := time.Now()
 	for _, id := range ids {

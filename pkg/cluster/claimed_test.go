@@ -21,8 +21,8 @@ import (
 // claimWait is how long an agent waits for a claim that its watch has not seen.
 const claimWait = 2 * time.Second
 
-// TestClaimed: an agent tells its node's calls what it last knew of a claim, and that it knows nothing
-// as long as no API server has answered.
+// TestClaimed: an agent knows the claims of its volumes, and waits for one that its watch has not seen. It knows none of other pools and unknown volumes,
+// and none at all as long as no API server has answered.
 func TestClaimed(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -35,7 +35,7 @@ func TestClaimed(t *testing.T) {
 		}
 	}
 	expect(m.agent, v.ID, volume.Claim{}, true)
-	claimed := func() { // a claim that was made is waited for, whatever the watch has seen
+	claimed := func() { // claims the volume; the agent waits for that claim, whatever its watch has seen
 		t.Helper()
 		check.OK(t, s.Claim(w.ctx, v.ID, claim))
 		w.eventually("the claim is known", func() bool {
@@ -64,8 +64,7 @@ func TestClaimed(t *testing.T) {
 	expect(stopped, v.ID, volume.Claim{}, false)
 }
 
-// TestClaimedWhileWriting: a claim is known while the API server does not answer what the agent writes
-// into the volume's object.
+// TestClaimedWhileWriting: a claim is known while a write of the agent to the volume's object is not answered.
 func TestClaimedWhileWriting(t *testing.T) {
 	var hang atomic.Bool
 	begun, let := make(chan struct{}, 100), make(chan struct{})
@@ -106,7 +105,7 @@ func TestClaimedWhileWriting(t *testing.T) {
 	}
 }
 
-// restartLagging starts the agent of a machine again, with watches that can be held up.
+// restartLagging restarts the agent of a machine with watches that the test can stop.
 func (w *environment) restartLagging(t *testing.T, m *machine) *lagging {
 	m.stop()
 	lag := &lagging{}
@@ -135,8 +134,7 @@ func TestClaimedBehind(t *testing.T) {
 	})
 }
 
-// TestClaimedAnew: a volume that was claimed for reading, and is claimed for writing now, is not used for
-// reading, however far the watch is behind.
+// TestClaimedAnew: a volume was claimed for reading, and is claimed for writing now. The agent finds that out, however far its watch is behind.
 func TestClaimedAnew(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -152,7 +150,7 @@ func TestClaimedAnew(t *testing.T) {
 	check.OK(t, s.Release(w.ctx, v.ID, nodeName))
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
 	check.OK(t, s.Claim(w.ctx, v.ID, claim))
-	w.eventually("the new claim is known", func() bool { // the API server itself may take longer to say so than is waited for it
+	w.eventually("the new claim is known", func() bool { // repeated, as the API server may take longer to answer than the agent waits
 		have, known := m.agent.Claimed(w.ctx, v.ID, false)
 		return have == claim && known
 	})

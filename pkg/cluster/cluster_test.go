@@ -49,7 +49,7 @@ const (
 	nodeName = "node-1"
 	mib      = 1 << 20
 	grace    = 500 * time.Millisecond
-	// abandonGrace is that of the stores that sweep. All others leave a slow machine the time that it takes.
+	// abandonGrace is the grace of the stores that look for abandoned volumes (sweeping). All others have a long one, as a machine may be slow.
 	abandonGrace = 4 * time.Second
 )
 
@@ -62,17 +62,16 @@ func fails(t testing.TB, err, want error) {
 
 func second[T any](_ T, err error) error { return err }
 
-// environment is a cluster: an API server, nodes, agents and stores. All of it is cleared away at
-// the end of the test.
+// environment is a cluster: an API server, nodes, agents and stores. All of it is removed at the end of the test.
 type environment struct {
 	testing.TB
 	client.Client
 	ctx    context.Context
-	agents *port.Callers // of stores that are started; nil: they call none
-	follow time.Duration // as store.Options.FollowAfter
+	agents *port.Callers // how stores call agents; nil: they call none
+	follow time.Duration // store.Options.FollowAfter
 }
 
-// testTimeout is for a test that waits for what never comes: it fails, and the others have their turn.
+// testTimeout ends a test that waits for something that never comes, so that the others can run.
 const testTimeout = 10 * time.Minute
 
 func newEnvironment(t testing.TB) *environment {
@@ -97,8 +96,8 @@ func newEnvironment(t testing.TB) *environment {
 	return w
 }
 
-// roles are what docs/cluster.md says that the controller needs: nothing else is allowed to it here. Agents have the
-// rights of deploy/kubernetes/rbac-node.yaml (apitest).
+// roles are the rights that the controller needs according to docs/cluster.md; it has no others here. Agents have the rights of
+// deploy/kubernetes/rbac-node.yaml (apitest).
 var roles = map[string][]rbacv1.PolicyRule{
 	"controller": {
 		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots", "replicatedvolumes"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
@@ -122,7 +121,7 @@ func (w *environment) clear() {
 	var snapshots v1alpha1.SnapshotList
 	check.OK(w, w.List(w.ctx, &volumes))
 	check.OK(w, w.List(w.ctx, &snapshots))
-	var persistentVolumes corev1.PersistentVolumeList // the API server gives each a finalizer, as it does the claims
+	var persistentVolumes corev1.PersistentVolumeList // the API server gives each a finalizer, and the claims too
 	var claims corev1.PersistentVolumeClaimList
 	check.OK(w, w.List(w.ctx, &persistentVolumes))
 	check.OK(w, w.List(w.ctx, &claims, client.InNamespace("default")))
@@ -152,7 +151,7 @@ func (w *environment) clear() {
 	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.Event{}, client.InNamespace("default")))
 }
 
-// node makes a node, ready or not.
+// node creates a Node, or changes whether it is ready.
 func (w *environment) node(name string, ready bool) {
 	w.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
@@ -166,8 +165,8 @@ func (w *environment) node(name string, ready bool) {
 	check.OK(w, w.Status().Update(w.ctx, n))
 }
 
-// eventually waits until something is so. It gives up later than a watch that found no API server
-// for some time looks for it again, which is half a minute at most.
+// eventually waits until is returns true. It gives up after two minutes: a watch that found no API server for some time tries again after half a minute at
+// most.
 func (w *environment) eventually(what string, is func() bool) {
 	w.Helper()
 	for end := time.Now().Add(2 * time.Minute); !is(); time.Sleep(10 * time.Millisecond) {
@@ -177,7 +176,7 @@ func (w *environment) eventually(what string, is func() bool) {
 	}
 }
 
-// comes waits until a channel is closed, or something comes from it.
+// comes waits until a channel is closed or has something.
 func (w *environment) comes(c <-chan struct{}, what string) {
 	w.Helper()
 	select {
@@ -187,7 +186,7 @@ func (w *environment) comes(c <-chan struct{}, what string) {
 	}
 }
 
-// held holds a hook up until the test lets it go on, or has ended: what is stopped then waits for what it does.
+// held blocks a hook until the test lets it go on, or has ended: parts that are stopped at the end wait for their hooks.
 func held[T any](t testing.TB, let <-chan T) {
 	select {
 	case <-let:
@@ -195,15 +194,14 @@ func held[T any](t testing.TB, let <-chan T) {
 	}
 }
 
-// store starts a store, as the controller that it is part of would; stop kills it. During a test it takes
-// nothing to be abandoned.
+// store starts a store, as the controller does; stop kills it. Nothing counts as abandoned for it during a test.
 func (w *environment) store() (_ *store.Store, stop func()) {
 	w.Helper()
 	return w.storeWith(time.Hour)
 }
 
-// sweeping starts a store that looks for what is abandoned. It goes by the time at which an object was made,
-// so what is to stay is set up by another store first.
+// sweeping starts a store that looks for abandoned volumes. It judges by the time at which an object was created, so what is to stay has to be set up by
+// another store first.
 func (w *environment) sweeping() (_ *store.Store, stop func()) {
 	w.Helper()
 	return w.storeWith(abandonGrace)
@@ -237,26 +235,26 @@ type machine struct {
 	disks   []*memory.Disk
 	hook    memory.Hook
 	locks   *keylock.Table
-	every   time.Duration                    // its agent's heartbeat; 0: none
-	driver  string                           // of its agent; empty: the usual one
-	without string                           // a pool that is not there; empty: none
-	schemes []volume.Scheme                  // by which its volumes can be encrypted
-	limits  func() bool                      // whether they can be kept on it, as it says; nil: it does not
+	every   time.Duration                    // the heartbeat of its agent; 0: none
+	driver  string                           // the driver of its agent; empty: the usual one
+	without string                           // the name of a pool that is not there, in place of the second one; empty: none
+	schemes []volume.Scheme                  // the schemes by which it can encrypt
+	limits  func() bool                      // agent.Options.Limits
 	ported  bool                             // its agent has a port
-	wrap    func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
-	via     func(address string) string      // what others reach its port by; nil: its address
-	with    func(*agent.Options)             // what else its agent is started with; nil: nothing
+	wrap    func(*memory.Pool) blockdev.Pool // wraps its default pool; may be nil
+	via     func(address string) string      // the address at which others reach its port; nil: its own
+	with    func(*agent.Options)             // further options of its agent; may be nil
 	mirrors bool                             // it can use volumes with replicas
-	network *remotetest.Network              // in which it gives volumes to others, and uses those of others; nil: in none
+	network *remotetest.Network              // the network in which it exports volumes, and uses those of others; nil: none
 
 	local *volume.Local
 	agent *agent.Agent
 	port  *port.Listener
-	uses  *uses // in a network
+	uses  *uses // with a network
 	stop  func()
 }
 
-// machine makes a node with two pools of storetest.Size, and starts its agent.
+// machine creates a node with two pools of storetest.Size, and starts its agent.
 func (w *environment) machine(name string) *machine {
 	w.Helper()
 	return w.machineWith(name, nil)
@@ -280,17 +278,17 @@ func (w *environment) begin(m *machine) *machine {
 	return m
 }
 
-// wrapped lets a test see what the agents and stores ask of the API server, and cut them off.
+// wrapped changes the connection of agents and stores to the API server, so that a test can see their requests, and cut them off.
 var wrapped = func(c *rest.Config) *rest.Config { return c }
 
-// wrap changes how the agents and stores connect that are started until the end of a test.
+// wrap changes the connection of the agents and stores that are started until the end of a test.
 func wrap(t *testing.T, change func(*rest.Config)) {
 	before := wrapped
 	wrapped = func(c *rest.Config) *rest.Config { change(c); return c }
 	t.Cleanup(func() { wrapped = before })
 }
 
-// start starts the agent of a machine: the first time, or again.
+// start starts the agent of a machine, for the first time or again.
 func (w *environment) start(m *machine) {
 	w.Helper()
 	m.stop = w.run(w.agent(m).Run)
@@ -305,7 +303,7 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	w.Helper()
 	mounts, err := mount.LoadTable()
 	check.OK(w, err)
-	asked := m.hook // another one is for the next agent
+	asked := m.hook // a later change of m.hook is for the next agent
 	hook := func(operation string, ref blockdev.Ref) error {
 		apitest.Pause()
 		if asked == nil {
@@ -365,7 +363,7 @@ func (w *environment) pooled(s *store.Store, m *machine) {
 	})
 }
 
-// newCluster is an environment with one node, and a store that knows its pools.
+// newCluster returns an environment with one node, and a store that knows its pools.
 func newCluster(t testing.TB) (*environment, *machine, *store.Store) {
 	t.Helper()
 	w := newEnvironment(t)
@@ -377,14 +375,14 @@ func spec(name string) volume.Spec {
 	return volume.Spec{Name: name, Size: volume.Range{Required: mib}}
 }
 
-// soon is a context that is over before a node that is down would be back.
+// soon returns a context that ends after a second: before a node that is down would be back.
 func soon(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// asked makes a call that is not answered, and gives it up once something is so.
+// asked makes a call that is not answered, and ends it once is returns true; the answer then is ErrUnavailable.
 func (w *environment) asked(what string, call func(context.Context) error, is func() bool) {
 	w.Helper()
 	ctx, cancel := context.WithCancel(w.ctx)
@@ -396,7 +394,7 @@ func (w *environment) asked(what string, call func(context.Context) error, is fu
 	fails(w, <-answer, errdefs.ErrUnavailable)
 }
 
-// waits makes a call that is given up before it is answered, until it had the time to say what it waits for.
+// waits repeats a call that fails with ErrUnavailable, until the error says what it waits for.
 func (w *environment) waits(call func() error, says string) {
 	w.Helper()
 	w.eventually("it waits, and says "+says, func() bool {
@@ -406,7 +404,7 @@ func (w *environment) waits(call func() error, says string) {
 	})
 }
 
-// written writes to an object again as long as others write to it too, and returns what else there is to say.
+// written repeats a write of an object until there is no conflict, and returns its error.
 func (w *environment) written(write func() error) (err error) {
 	w.Helper()
 	w.eventually("it is written", func() bool {
@@ -416,7 +414,7 @@ func (w *environment) written(write func() error) (err error) {
 	return err
 }
 
-// places waits until a store knows which nodes are cordoned, of all there are: that is, which are not.
+// places waits until a store returns these places (Places).
 func (w *environment) places(s *store.Store, label string, want map[string]string) {
 	w.Helper()
 	w.eventually(fmt.Sprint("the store knows the places ", want), func() bool {
@@ -425,7 +423,7 @@ func (w *environment) places(s *store.Store, label string, want map[string]strin
 	})
 }
 
-// TestStore: Store and Agent together keep every clause of volume.Store.
+// TestStore: a store and an agent together keep the contract of volume.Store.
 func TestStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) storetest.Fixture {
 		w, m, s := newPortedCluster(t)
@@ -434,7 +432,7 @@ func TestStore(t *testing.T) {
 	})
 }
 
-// tally: the objects of a node and what is on its disks are the same.
+// tally shows that the objects of a node are those of the volumes and snapshots on its disks.
 func (w *environment) tally(m *machine) {
 	w.Helper()
 	if w.Failed() {
@@ -454,7 +452,7 @@ func (w *environment) tally(m *machine) {
 			keys = append(keys, s.ID())
 		}
 	}
-	for _, pool := range []string{"default", "b"} { // also what is left of those that are in the other one
+	for _, pool := range []string{"default", "b"} { // a volume that has moved to one pool may have left something in the other
 		vs, err := m.local.InPool(w.ctx, pool)
 		check.OK(w, err)
 		for _, v := range vs {

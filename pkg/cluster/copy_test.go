@@ -21,12 +21,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// slowPool copies for as long as it is let.
+// slowPool is a pool whose copies wait until the test lets them end.
 type slowPool struct {
 	*memory.Pool
 	let     chan struct{} // one for each copy, or closed
 	begun   atomic.Int32
-	bounded atomic.Bool // a copy was given an end
+	bounded atomic.Bool // a copy had a time limit
 }
 
 func (p *slowPool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
@@ -44,7 +44,7 @@ func (p *slowPool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Rec
 	return p.Pool.Create(ctx, spec)
 }
 
-// slowCluster is a cluster of one node, whose pool copies slowly.
+// slowCluster returns a cluster of one node with a slowPool.
 func slowCluster(t *testing.T) (*environment, *store.Store, *slowPool, *keylock.Table) {
 	t.Helper()
 	w := newEnvironment(t)
@@ -66,8 +66,7 @@ func slowCluster(t *testing.T) (*environment, *store.Store, *slowPool, *keylock.
 	return w, s, p, locks
 }
 
-// TestLongCopy: a copy takes as long as it takes, whoever asks for it how often: it has no end,
-// and is not begun anew.
+// TestLongCopy: a copy has no time limit, and is not started over, however often it is asked for.
 func TestLongCopy(t *testing.T) {
 	w, s, p, _ := slowCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -92,7 +91,7 @@ func TestLongCopy(t *testing.T) {
 	}
 }
 
-// TestCopiesHoldNothingUp: any number of long copies leaves the node's other volumes alone.
+// TestCopiesHoldNothingUp: however many long copies there are on a node, its other volumes can be made, changed and deleted.
 func TestCopiesHoldNothingUp(t *testing.T) {
 	w, s, p, _ := slowCluster(t)
 	const copies = 20
@@ -113,8 +112,7 @@ func TestCopiesHoldNothingUp(t *testing.T) {
 	}
 }
 
-// TestCopyGivesWay: a call that needs the volume that is being copied has it at its next try,
-// and the copy goes on afterwards.
+// TestCopyGivesWay: a call that needs the volume which is being copied gets its lock, and the copy goes on afterwards.
 func TestCopyGivesWay(t *testing.T) {
 	w, s, p, locks := slowCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))

@@ -237,7 +237,7 @@ func TestUntoldLeaves(t *testing.T) {
 	f.current("a")
 }
 
-// TestUntoldAlone: if no leg can be told that another one has left, no further leg leaves, and writes wait.
+// TestUntoldAlone: if no record of a leg can be written, so that no leg can be told of a new list, the list stays as it is, and writes wait.
 func TestUntoldAlone(t *testing.T) {
 	f := newTended(t, 3, "a", "b", "c")
 	known := make(chan struct{})
