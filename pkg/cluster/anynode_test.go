@@ -30,13 +30,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// given is to whom a node gives volumes.
+// given has the exports of a node: it stands for what exports volumes (agent.Options.Exporter).
 type given struct {
 	mu    sync.Mutex
 	to    map[volume.ID]volume.Grant
-	stuck error // what comes of ending one
+	stuck error // the error of Unexport; nil: it succeeds
 
-	readers map[volume.ID][]int64 // generations
+	readers map[volume.ID][]int64 // generations of the claims of readers
 }
 
 func (g *given) ExportOf(_ context.Context, id volume.ID) (volume.Grant, bool, error) {
@@ -55,7 +55,7 @@ func (g *given) Unexport(_ context.Context, id volume.ID, generation int64) erro
 	return g.stuck
 }
 
-// Export is what the agent does for a node that opens a volume.
+// gives exports a volume, as the agent does when a node opens it.
 func (g *given) gives(_ context.Context, id volume.ID, to volume.Grant) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -68,7 +68,7 @@ func (g *given) fail(err error) {
 	g.stuck = err
 }
 
-// networked starts a machine that is in a network; empty: in none.
+// networked starts a machine in a network; empty: in none.
 func (w *environment) networked(name, network string) (*machine, *given) {
 	w.Helper()
 	g := &given{to: map[volume.ID]volume.Grant{}}
@@ -79,7 +79,7 @@ func (w *environment) networked(name, network string) (*machine, *given) {
 	}}), g
 }
 
-// knowing is a store that knows the pools of machines.
+// knowing starts a store, and waits until it knows the pools of machines.
 func (w *environment) knowing(machines ...*machine) *store.Store {
 	w.Helper()
 	s, _ := w.store()
@@ -95,7 +95,7 @@ func anyNode(name string, nodes ...string) volume.Spec {
 	return s
 }
 
-// touched has the agent of a volume look at it.
+// touched makes the agent of a volume look at it.
 func (w *environment) touched(name string) {
 	w.Helper()
 	o := w.object(name)
@@ -104,7 +104,7 @@ func (w *environment) touched(name string) {
 	check.OK(w, w.Patch(w.ctx, o, client.MergeFrom(before)))
 }
 
-// exported waits until the object of a volume says to whom it is given; nil: to nobody.
+// exported waits until the object of a volume has an export (status.export); nil: none.
 func (w *environment) exported(name string, want *volume.Grant) {
 	w.Helper()
 	w.eventually(fmt.Sprintf("volume %s is given to %v", name, want), func() bool {
@@ -115,7 +115,7 @@ func (w *environment) exported(name string, want *volume.Grant) {
 
 func on(node string) volume.Claim { return volume.Claim{Node: node, Mode: "m"} }
 
-// generation of the claim that a volume has.
+// generation returns the generation of a volume's claim; 0 if it has none.
 func (w *environment) generation(name string) int64 {
 	w.Helper()
 	if c := w.object(name).Spec.Claim; c != nil {
@@ -124,7 +124,7 @@ func (w *environment) generation(name string) int64 {
 	return 0
 }
 
-// TestAnyNodeClaimed: who may claim a volume that other nodes can use, and how its claims are counted.
+// TestAnyNodeClaimed: which nodes may claim a volume that other nodes can use, and how its claims are counted.
 func TestAnyNodeClaimed(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "storage")
@@ -152,7 +152,7 @@ func TestAnyNodeClaimed(t *testing.T) {
 	fails(t, s.Claim(w.ctx, v.ID, on("nowhere")), errdefs.ErrNotFound)
 
 	for want, node := range []string{b.name, a.name, b.name} {
-		for range 2 { // asked twice, it is one
+		for range 2 { // a repeated call does not make another claim
 			check.OK(t, s.Claim(w.ctx, v.ID, on(node)))
 			if have := w.generation("v"); have != int64(want+1) {
 				t.Errorf("claimed for %s with generation %d, want %d", node, have, want+1)
@@ -171,7 +171,7 @@ func TestAnyNodeClaimed(t *testing.T) {
 	}
 }
 
-// TestAnyNodeRace: of two nodes that claim a volume at once one has it, whatever controllers they ask; and no generation comes twice.
+// TestAnyNodeRace: if a volume is claimed for two nodes at once, by two controllers, one of them gets it; and no generation is used twice.
 func TestAnyNodeRace(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "storage")
@@ -197,7 +197,7 @@ func TestAnyNodeRace(t *testing.T) {
 	}
 }
 
-// TestAnyNodeReleased: a volume is released when its home gives it to nobody any more, and until then it is not deleted.
+// TestAnyNodeReleased: a release waits until the home has ended the export, and until then the volume is not deleted.
 func TestAnyNodeReleased(t *testing.T) {
 	w := newEnvironment(t)
 	a, home := w.networked("node-a", "storage")
@@ -212,7 +212,7 @@ func TestAnyNodeReleased(t *testing.T) {
 	w.exported("v", &first)
 
 	home.fail(fmt.Errorf("%w: the target hangs", errdefs.ErrUnavailable))
-	for range 2 { // the attacher asks again
+	for range 2 { // external-attacher repeats the call
 		w.waits(func() error { return s.Release(soon(t), v.ID, b.name) }, "wait for its node node-a to end what it gives to node node-b (claim 1)")
 		if w.object("v").Spec.Claim != nil {
 			t.Error("it is claimed still")
@@ -221,7 +221,7 @@ func TestAnyNodeReleased(t *testing.T) {
 	if err := s.Delete(w.ctx, v.ID); !errors.Is(err, errdefs.ErrInUse) || !strings.Contains(err.Error(), "given to node node-b") {
 		t.Errorf("deleted: %v", err)
 	}
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) // meanwhile: by a generation that is not the one which ends
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) // meanwhile it may be claimed again, with another generation than the one that ends
 	if have := w.generation("v"); have != 2 {
 		t.Errorf("claimed with generation %d", have)
 	}
@@ -232,8 +232,8 @@ func TestAnyNodeReleased(t *testing.T) {
 	w.tally(a)
 }
 
-// TestAnyNodeAlone: a home that is in no network any more says what it gives, and that it does not any more, as of what it gave before its machine started. What it cannot end keeps its
-// agent from nothing else.
+// TestAnyNodeAlone: a home that is in no network any more still reports its exports, and when they have ended. An export that it cannot end does not keep
+// its agent from other work.
 func TestAnyNodeAlone(t *testing.T) {
 	w := newEnvironment(t)
 	a, home := w.networked("node-a", "storage")
@@ -263,7 +263,8 @@ func TestAnyNodeAlone(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestAnyNodeCounted: a home cannot have claims counted to where they end, by what it says of them; and what an older object lacks it says.
+// TestAnyNodeCounted: a node cannot use up the generations of claims by what it reports about exports. It can report a somewhat later one, as after a
+// restore of the object, and the next claim has that.
 func TestAnyNodeCounted(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "storage")
@@ -293,12 +294,12 @@ func TestAnyNodeCounted(t *testing.T) {
 	}
 	check.OK(t, w.Patch(w.ctx, w.object("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claim":null}}`))))
 	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
-	if have := w.generation("v"); have != 1_000_000_001 { // which its user has, by its home
+	if have := w.generation("v"); have != 1_000_000_001 { // the one for which the home exports it to the same node
 		t.Errorf("claimed with generation %d", have)
 	}
 }
 
-// TestAnyNodeHomeGone: a home that is gone for good keeps no volume from being released, and one that is down does.
+// TestAnyNodeHomeGone: a release waits for a home that is down, but not for one that is gone for good.
 func TestAnyNodeHomeGone(t *testing.T) {
 	w := newEnvironment(t)
 	a, home := w.networked("node-a", "storage")
@@ -323,7 +324,8 @@ func TestAnyNodeHomeGone(t *testing.T) {
 	w.eventually("what was on it is given up", func() bool { return s.Delete(soon(t), v.ID) == nil })
 }
 
-// madeAnew makes the object of a volume anew, as a backup or an adoption has it: without its status, and with what edit leaves of its spec.
+// madeAnew deletes the object of a volume and creates it again, as a restore or an adoption does: without its status, and with the spec as edit changes
+// it. meanwhile is called in between.
 func (w *environment) madeAnew(name string, meanwhile func(), edit func(*v1alpha1.VolumeSpec)) {
 	w.Helper()
 	o := w.object(name)
@@ -337,8 +339,8 @@ func (w *environment) madeAnew(name string, meanwhile func(), edit func(*v1alpha
 	w.eventually("it is found", func() bool { return w.object(name).Status.Created != nil })
 }
 
-// TestAnyNodeRestored: what a home gives by a claim that an object does not know of, as that is one of before, goes on until somebody else claims the
-// volume, or it is released; and who claims it has a generation that no claim had.
+// TestAnyNodeRestored: a home exports a volume for a claim that its object, which was restored, does not know. The export stays until the volume is
+// claimed for another node, or released; and another claim gets a generation that no claim had before.
 func TestAnyNodeRestored(t *testing.T) {
 	w := newEnvironment(t)
 	a, home := w.networked("node-a", "storage")
@@ -352,7 +354,7 @@ func TestAnyNodeRestored(t *testing.T) {
 	for what, is := range map[string]struct {
 		restored func(*v1alpha1.VolumeSpec)
 		then     func()
-		want     int64 // generation of the claim afterwards
+		want     int64 // the generation of the claim afterwards
 		left     *volume.Grant
 	}{
 		"its user claims it again":  {forgotten, func() { check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) }, 5, &unknown},
@@ -384,7 +386,7 @@ func TestAnyNodeRestored(t *testing.T) {
 	}
 }
 
-// TestAnyNodeMoved: a disk that was put into the node which used a volume of it: its home gives that to nobody any more, and has it itself.
+// TestAnyNodeMoved: a disk is put into the node that used a volume on it. That node is now the home, and ends the export to itself.
 func TestAnyNodeMoved(t *testing.T) {
 	w := newEnvironment(t)
 	a, home := w.networked("node-a", "storage")
@@ -403,7 +405,7 @@ func TestAnyNodeMoved(t *testing.T) {
 	}
 }
 
-// TestAnyNodePlaced: a volume that other nodes can use is made on one that reaches others, and says who reaches it.
+// TestAnyNodePlaced: a volume that other nodes can use is made on a node that is in a network, and its topology says which nodes can use it.
 func TestAnyNodePlaced(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "")
@@ -421,7 +423,7 @@ func TestAnyNodePlaced(t *testing.T) {
 	}
 	node := func(name string) map[string]string { return map[string]string{csimap.TopologyKey: name} }
 	network := map[string]string{csimap.NetworkKey: "storage"}
-	at := func(name string) map[string]string { // as external-provisioner says it of a node that has both keys
+	at := func(name string) map[string]string { // as external-provisioner gives it for a node that has both keys
 		both := maps.Clone(network)
 		both[csimap.TopologyKey] = name
 		return both
@@ -435,7 +437,7 @@ func TestAnyNodePlaced(t *testing.T) {
 	}
 	for name, is := range map[string]struct {
 		where *csi.TopologyRequirement
-		homes string // one of them
+		homes string // nodes of which one is its home
 	}{
 		"anywhere": {nil, "node-b node-c"}, "strict": {in(at(c.name)), "node-c"}, "in the network": {in(network), "node-b node-c"}, "first": {in(node(c.name), network), "node-c"},
 		"some keys": {in(node(a.name), node(b.name)), "node-b"}, "all keys": {in(at(b.name), at(c.name)), "node-b"},
@@ -500,7 +502,7 @@ func TestAnyNodePlaced(t *testing.T) {
 	}
 }
 
-// TestAnyNodeCopied: a copy is on the node of its source, also for a pod elsewhere that can use it there.
+// TestAnyNodeCopied: a copy that other nodes can use is made on the node of its source, also for a pod on another node that reaches it there.
 func TestAnyNodeCopied(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "storage")
@@ -527,7 +529,7 @@ func TestAnyNodeCopied(t *testing.T) {
 	}
 }
 
-// Export is for those who ask for it over the port, which nobody does here.
+// Export is not used by these tests: no node opens a volume over the port.
 func (g *given) Export(context.Context, volume.ID, volume.Grant) (volume.Exported, error) {
 	return volume.Exported{}, errdefs.ErrUnsupported
 }

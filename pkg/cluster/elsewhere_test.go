@@ -36,7 +36,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// leftovers are those in the pools of a machine.
+// leftovers returns the leftovers in the pools of a machine.
 func (w *environment) leftovers(m *machine) (all []volume.Leftover) {
 	w.Helper()
 	for i, name := range []string{"default", "b"} {
@@ -47,13 +47,13 @@ func (w *environment) leftovers(m *machine) (all []volume.Leftover) {
 	return all
 }
 
-// TestLeftovers: what is left of a copy to another pool goes as soon as no object asks for the copy.
+// TestLeftovers: what is left of a copy to another pool is removed if no object asks for the copy.
 func TestLeftovers(t *testing.T) {
 	w, m, s := newCluster(t)
 	promised := m.capacity(t).Promised
 	v, err := s.Create(w.ctx, spec("source"))
 	check.OK(t, err)
-	w.eventually("the pool tells of the volume", func() bool { // so it is not looked at again until it is to be
+	w.eventually("the pool tells of the volume", func() bool { // so that the pool is not looked at again before Changed
 		return w.pool(m.name, "default").Status.Promised == promised+mib
 	})
 	from, err := m.local.OpenCut(w.ctx, v.ID, volume.KeyOf("copy"))
@@ -66,7 +66,7 @@ func TestLeftovers(t *testing.T) {
 	}
 	m.agent.Changed()
 	w.eventually("nothing is left", func() bool { return len(w.leftovers(m)) == 0 })
-	// One that is asked for is made of what is there.
+	// A copy that is asked for is made.
 	made, err := s.Create(w.ctx, copied)
 	check.OK(t, err)
 	if made.ID.Pool != "b" || made.Source != v.ID || made.ID.Kind != blockdev.Volume {
@@ -78,7 +78,7 @@ func TestLeftovers(t *testing.T) {
 	w.tally(m)
 }
 
-// TestLeftoverStays: what is left of a copy and cannot be removed keeps nothing else of its pool from being told; it goes when it can.
+// TestLeftoverStays: a leftover of a copy that cannot be removed does not keep its pool from being reported. It is removed when that is possible.
 func TestLeftoverStays(t *testing.T) {
 	w := newEnvironment(t)
 	var broken atomic.Bool
@@ -109,7 +109,7 @@ func TestLeftoverStays(t *testing.T) {
 	w.eventually("nothing is left", func() bool { return len(w.leftovers(m)) == 0 })
 }
 
-// twoNodes is a cluster of two nodes, whose agents have ports, and a store.
+// twoNodes returns a cluster of two nodes, whose agents have ports, and a store.
 func twoNodes(t *testing.T) (w *environment, a, b *machine, s *store.Store) {
 	t.Helper()
 	w = newEnvironment(t)
@@ -119,12 +119,12 @@ func twoNodes(t *testing.T) (w *environment, a, b *machine, s *store.Store) {
 	return w, a, b, s
 }
 
-// elsewhere is a copy that is to be on a node.
+// elsewhere returns the spec of a copy that is to be on a machine.
 func elsewhere(name string, source volume.ID, m *machine) volume.Spec {
 	return volume.Spec{Name: name, Source: source, Copies: volume.CopiesAnywhere, Nodes: []string{m.name}, Size: volume.Range{Required: 80 * mib}}
 }
 
-// content is what a volume or snapshot of a machine holds.
+// content returns the bytes of a volume or snapshot of a machine.
 func (w *environment) content(m *machine, id volume.ID) []byte {
 	w.Helper()
 	pool := id.Pool
@@ -138,8 +138,8 @@ func (w *environment) content(m *machine, id volume.ID) []byte {
 	return all
 }
 
-// TestCopyElsewhere: snapshots are restored, and volumes cloned, on another node, with all bytes; where nobody wants them elsewhere they are on
-// the node of their source.
+// TestCopyElsewhere: snapshots are restored, and volumes cloned, on another node, with all bytes. If another node is not required, copies are on the node
+// of their source.
 func TestCopyElsewhere(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	v, snapshot := w.snapshotOf(s, a, "v", 3, 17, 1000)
@@ -178,8 +178,8 @@ func TestCopyElsewhere(t *testing.T) {
 	w.tally(b)
 }
 
-// TestCopyElsewhereCutShort: a copy on another node goes on after either agent was away, and its source stays as long as it is made; a copy that
-// nobody wants any more leaves nothing.
+// TestCopyElsewhereCutShort: a copy on another node goes on after either agent was stopped, and its source cannot be deleted meanwhile. A copy that is not
+// wanted any more leaves nothing.
 func TestCopyElsewhereCutShort(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	v, snapshot := w.snapshotOf(s, a, "v", 3)
@@ -219,7 +219,7 @@ func TestCopyElsewhereCutShort(t *testing.T) {
 	}
 }
 
-// halting is a pool that lists what its snapshots have as far as it is let.
+// halting is a pool that lists a range of its snapshots' data only when the test lets it.
 type halting struct {
 	*memory.Pool
 	let chan struct{} // one for each range, or closed
@@ -236,7 +236,8 @@ func (h *halting) Allocated(ctx context.Context, ref blockdev.Ref, from int64, y
 	})
 }
 
-// TestCopyElsewhereTold: how far a copy on another node is, that it waits and why, and that it is whole, its object says, and events on its claim.
+// TestCopyElsewhereTold: the object of a copy on another node, and events on it and its claim, tell that it waits and why, that it goes on, and that it is
+// complete.
 func TestCopyElsewhereTold(t *testing.T) {
 	w := newEnvironment(t)
 	let := make(chan struct{}, 1)
@@ -271,7 +272,7 @@ func TestCopyElsewhereTold(t *testing.T) {
 	check.OK(t, second(s.Create(w.ctx, of)))
 }
 
-// TestCopyElsewherePlaced: a copy that may be anywhere is on another node if that of its source has no room, or takes no pods.
+// TestCopyElsewherePlaced: a copy that may be anywhere is on another node if the node of its source has no room, or is cordoned.
 func TestCopyElsewherePlaced(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	_, snapshot := w.snapshotOf(s, a, "v", 3)
@@ -303,8 +304,9 @@ func TestCopyElsewherePlaced(t *testing.T) {
 	anywhere("full", b)
 }
 
-// TestCopyElsewhereTakenBack: a copy whose node goes down in the middle is made on another one once that node is down for longer than it had copied, or
-// its Node is deleted; until then it is waited for. What it had copied goes when it is back, also if it was only cut off from the API server and went on.
+// TestCopyElsewhereTakenBack: the node of a copy goes down in the middle. When it is down for longer than it had copied, or its Node is deleted, the copy
+// is made on another node; until then it is waited for. When the node is back, it removes what it had copied, also if it was only cut off from the API
+// server and has completed the copy.
 func TestCopyElsewhereTakenBack(t *testing.T) {
 	for _, how := range []string{"dead", "deleted", "cut off"} {
 		t.Run(how, func(t *testing.T) { copyElsewhereTakenBack(t, how) })
@@ -378,17 +380,17 @@ func copyElsewhereTakenBack(t *testing.T, how string) {
 	}
 }
 
-// badNetwork is a network on which connections come to harm, one after the other: after so many bytes, by what a test says of each.
+// badNetwork is a network that harms connections, one after the other, each in its own way.
 type badNetwork struct {
 	*testing.T
-	harm  []func(to, from net.Conn, next []byte) // of a connection, with what comes next; those after the last are good
-	after int64
+	harm  []func(to, from net.Conn, next []byte) // what happens to the first connections, with the bytes that come next; later ones are good
+	after int64                                  // how many bytes a connection carries before that
 
 	mu sync.Mutex
-	n  int
+	n  int // how many connections have carried so much
 }
 
-// via opens another way to an address, and returns where it begins.
+// via returns an address that leads to another one over the network.
 func (b *badNetwork) via(address string) string {
 	b.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -412,7 +414,7 @@ func (b *badNetwork) via(address string) string {
 	return listener.Addr().String()
 }
 
-// carry carries what the other side sends.
+// carry carries the bytes of one direction of a connection.
 func (b *badNetwork) carry(to, from net.Conn) {
 	defer to.Close()
 	defer from.Close()
@@ -432,8 +434,8 @@ func (b *badNetwork) carry(to, from net.Conn) {
 	_, _ = io.Copy(to, from)
 }
 
-// TestCopyElsewhereNetwork: over a network that is cut, changes what it carries, and loses it without a word, a copy goes on where it was, and has all
-// bytes in the end.
+// TestCopyElsewhereNetwork: over a network that breaks a connection, changes bytes, and does not deliver any more, a copy goes on where it was, and has
+// all bytes in the end.
 func TestCopyElsewhereNetwork(t *testing.T) {
 	w := newEnvironment(t)
 	silent := make(chan struct{})
@@ -472,7 +474,7 @@ func TestCopyElsewhereNetwork(t *testing.T) {
 	}
 }
 
-// TestCopyElsewhereHangs: what is fetched from a node that does not go on leaves the makers that there are to what is made here.
+// TestCopyElsewhereHangs: copies from a node that does not send do not use all makers: other volumes are made meanwhile.
 func TestCopyElsewhereHangs(t *testing.T) {
 	w := newEnvironment(t)
 	let := make(chan struct{})
@@ -517,8 +519,8 @@ func TestCopyElsewhereHangs(t *testing.T) {
 	asking.Wait()
 }
 
-// TestCopyElsewhereWhole: a copy that is whole needs its source's node no more, also if its agent died before it could say so, or the API server has
-// forgotten it: it is found, and not made again, nor refused and deleted.
+// TestCopyElsewhereWhole: a complete copy does not need the node of its source any more, also if its agent died before it could report it, or the object
+// was restored to before that: the copy is found, and neither made again nor deleted.
 func TestCopyElsewhereWhole(t *testing.T) {
 	for _, gone := range []bool{false, true} {
 		t.Run(fmt.Sprint("source gone: ", gone), func(t *testing.T) { copyElsewhereWhole(t, gone) })
@@ -536,7 +538,7 @@ func copyElsewhereWhole(t *testing.T, gone bool) {
 	whole, err := b.local.Import(w.ctx, volume.Spec{Name: of.Name, Pool: "default", Source: snapshot.ID, Size: of.Size}, from)
 	check.OK(t, err)
 	check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, whole.ID, 0, []byte("of a pod")))
-	if gone { // it was deleted when the copy had been reported, which the API server has forgotten
+	if gone { // as if the copy had been reported, its source deleted, and then the object of the copy restored
 		check.OK(t, a.local.DeleteSnapshot(w.ctx, snapshot.ID))
 	} else {
 		a.stop()
@@ -553,12 +555,12 @@ func copyElsewhereWhole(t *testing.T, gone bool) {
 	check.OK(t, errors.Join(s.Delete(w.ctx, copied.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
 }
 
-// TestCopyElsewhereCallers: an agent gives bytes to the agent of the node that is to copy them, as long as it is, and to nobody else.
+// TestCopyElsewhereCallers: an agent sends bytes only to the agent of the node that is to make the copy, and only until that is made.
 func TestCopyElsewhereCallers(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	_, snapshot := w.snapshotOf(s, a, "v", 3)
 	_, other := w.snapshotOf(s, a, "other", 3)
-	b.stop() // it would make it
+	b.stop() // otherwise it makes the copy
 	spec := elsewhere("copy", snapshot.ID, b)
 	w.asked("the copy is begun", func(ctx context.Context) error { return second(s.Create(ctx, spec)) }, func() bool { return w.object("copy") != nil })
 	ask := func(config *rest.Config, key string) error {
@@ -595,7 +597,7 @@ func TestCopyElsewhereCallers(t *testing.T) {
 	}
 }
 
-// TestGroupCopied: a group of which a snapshot is being copied on another node is not deleted meanwhile, as no other snapshot is.
+// TestGroupCopied: a group is not deleted while one of its snapshots is being copied to another node.
 func TestGroupCopied(t *testing.T) {
 	w, _, s := newCluster(t)
 	v := w.created(s, spec("v"))
@@ -604,14 +606,14 @@ func TestGroupCopied(t *testing.T) {
 	o := volumeOn("node-2", "copy")
 	o.Spec.Make, o.Spec.Source = true, &v1alpha1.Source{Kind: string(blockdev.Snapshot), Key: group.Snapshots[0].ID.Key, NodeName: nodeName}
 	check.OK(t, w.Create(w.ctx, o))
-	w.created(s, spec("later")) // so the store knows of the copy
+	w.created(s, spec("later")) // when the store knows of this volume, it knows of the copy too
 	fails(t, s.DeleteGroup(w.ctx, group.ID), errdefs.ErrInUse)
 	check.OK(t, second(s.GetGroup(w.ctx, group.ID)))
 	check.OK(t, w.Delete(w.ctx, o))
 	w.eventually("it can be deleted", func() bool { return s.DeleteGroup(w.ctx, group.ID) == nil })
 }
 
-// scheduled is what the provisioner asks for a claim whose pod the scheduler wants on a machine, with a class that may be there.
+// scheduled returns what external-provisioner asks for a claim of a class whose pod is scheduled to a machine. The class need not exist.
 func (w *environment) scheduled(name, class string, m *machine) volume.Spec {
 	w.Helper()
 	claim := w.claim(name)
@@ -623,8 +625,8 @@ func (w *environment) scheduled(name, class string, m *machine) volume.Spec {
 	return one
 }
 
-// TestCopyWithoutClassOrNode: that the class of a claim, or the node of what is copied, is not there is no word on what is copied: the answer says what is missing. And what was to be
-// copied on a node that is gone is taken back, whoever has scheduled what since.
+// TestCopyWithoutClassOrNode: if the class of a claim, or the node of the source, does not exist, a copy is not answered with NotFound, as if the source
+// did not exist: the error says what is missing. A copy that was begun on a node that is gone is withdrawn, wherever the claim is scheduled now.
 func TestCopyWithoutClassOrNode(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	v, snapshot := w.snapshotOf(s, a, "v", 3)

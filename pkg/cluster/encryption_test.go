@@ -31,7 +31,7 @@ func encrypted(name string) volume.Spec {
 	return s
 }
 
-// keeps waits until a store knows that volumes of a machine can be encrypted.
+// keeps waits until a store knows that a machine can encrypt volumes.
 func (w *environment) keeps(s *store.Store, m *machine) {
 	w.Helper()
 	w.eventually("the store knows what "+m.name+" can", func() bool {
@@ -40,7 +40,7 @@ func (w *environment) keeps(s *store.Store, m *machine) {
 	})
 }
 
-// TestEncryptedPlaced: an encrypted volume is asked of a node that says that it can encrypt, and of no other one.
+// TestEncryptedPlaced: an encrypted volume is made only on a node that reports that it can encrypt.
 func TestEncryptedPlaced(t *testing.T) {
 	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.begin(&machine{name: "node-b", schemes: []volume.Scheme{volume.LUKS2}})
@@ -66,7 +66,7 @@ func TestEncryptedPlaced(t *testing.T) {
 		on := encrypted("v" + strings.Join(nodes, ""))
 		on.Nodes = nodes
 		v, err := s.Create(w.ctx, on)
-		if len(volume.SchemesHere()) == 0 { // it cannot, in truth, and says so
+		if len(volume.SchemesHere()) == 0 { // this machine cannot encrypt, so its node refuses
 			if fails(t, err, errdefs.ErrUnsupported); !strings.Contains(err.Error(), b.name) {
 				t.Error(err)
 			}
@@ -84,7 +84,7 @@ func TestEncryptedPlaced(t *testing.T) {
 	w.tally(b)
 }
 
-// keptFor puts an encrypted volume into a pool of a machine as a driver that can encrypt has it, and waits until its object is there.
+// keptFor puts an encrypted volume into a pool of a machine, as a driver makes it that can encrypt, has it adopted, and returns it.
 func (w *environment) keptFor(m *machine, s *store.Store, name string) volume.Volume {
 	w.Helper()
 	ref := blockdev.Ref{Kind: blockdev.Volume, Key: volume.KeyOf(name)}
@@ -103,8 +103,8 @@ func (w *environment) keptFor(m *machine, s *store.Store, name string) volume.Vo
 	return v
 }
 
-// TestEncryptedAdopted: what an object says of the encryption of a volume is what its pool says, and the object of a snapshot says the same; nobody
-// changes it, and no copy is less encrypted.
+// TestEncryptedAdopted: an adopted volume has the encryption that its record in the pool has, and its snapshots have the same. It cannot be changed, and
+// copies cannot be without it.
 func TestEncryptedAdopted(t *testing.T) {
 	w, m, s := newCluster(t)
 	v := w.keptFor(m, s, "kept")
@@ -140,13 +140,13 @@ func TestEncryptedAdopted(t *testing.T) {
 	w.tally(m)
 }
 
-// TestMadeUnencrypted: a volume that the agent of an older driver made, which knows of no encryption, is not handed out as one that is encrypted.
+// TestMadeUnencrypted: the agent of an older driver, which does not know encryption, makes a volume that was to be encrypted. Create does not return it.
 func TestMadeUnencrypted(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.begin(&machine{name: nodeName, schemes: []volume.Scheme{volume.LUKS2}})
 	s, _ := w.store()
 	w.keeps(s, m)
-	m.stop() // its driver is replaced by the older one
+	m.stop() // the test takes the part of the older agent
 	answer := make(chan error, 1)
 	go func() { answer <- second(s.Create(w.ctx, encrypted("v"))) }()
 	w.eventually("it is asked for", func() bool { return w.object("v") != nil })
@@ -166,8 +166,7 @@ func TestMadeUnencrypted(t *testing.T) {
 	fails(t, second(s.Create(w.ctx, encrypted("v"))), errdefs.ErrExists)
 }
 
-// TestOlderDefinitions: with definitions that know of no encryption, no volume is made that was to be encrypted; nor one that others were to use, with
-// those that do not know of that.
+// TestOlderDefinitions: with definitions that have neither the field encryption nor access, volumes that need them are not made.
 func TestOlderDefinitions(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.begin(&machine{name: nodeName, schemes: []volume.Scheme{volume.LUKS2}, with: func(o *agent.Options) { o.Network = &v1alpha1.Network{Name: "storage"} }})
@@ -200,8 +199,8 @@ func TestOlderDefinitions(t *testing.T) {
 	w.tally(m)
 }
 
-// TestEncryptedElsewhereLVM: copies on another node, of what is encrypted, are what their source is, and open with its key. (It needs no LVM, but a
-// kernel that can encrypt.)
+// TestEncryptedElsewhereLVM: copies of encrypted volumes and snapshots on another node have the bytes of their source, and are opened by its key. (The
+// test needs no LVM, but a kernel that can encrypt.)
 func TestEncryptedElsewhereLVM(t *testing.T) {
 	drivertest.NeedLVM(t)
 	w := newEnvironment(t)
@@ -213,7 +212,7 @@ func TestEncryptedElsewhereLVM(t *testing.T) {
 	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: 32 * mib}, Encryption: luks2, Nodes: []string{a.name}})
 	check.OK(t, err)
 	some, uuid := drivertest.Content{Seed: "some", Size: 5 * mib}, "6f1c6b4e-0000-4000-8000-000000000001"
-	w.device(a, v.ID, func(path string) { // as a first stage leaves it
+	w.device(a, v.ID, func(path string) { // as NodeStageVolume does
 		check.OK(t, luks.Format(w.ctx, path, uuid, volume.Key("key")))
 		w.opened(path, "key", func(path string) { check.OK(t, some.Write(path)) })
 	})
@@ -248,7 +247,7 @@ func TestEncryptedElsewhereLVM(t *testing.T) {
 	w.tally(b)
 }
 
-// device has a volume of a machine's default pool as a device for a moment.
+// device attaches a volume of a machine's default pool while use runs.
 func (w *environment) device(m *machine, id volume.ID, use func(path string)) {
 	w.Helper()
 	pool, ref := m.disks[0].Open("default", nil), blockdev.Ref{Kind: id.Kind, Key: id.Key}
@@ -258,10 +257,10 @@ func (w *environment) device(m *machine, id volume.ID, use func(path string)) {
 	check.OK(w, errors.Join(device.Close(), pool.Detach(w.ctx, ref)))
 }
 
-// opened is the name of a device that shows what is behind a header.
+// opened is the name of the device over an opened LUKS header.
 const opened = "ashlar-cluster-test"
 
-// opened opens a header, and closes it again.
+// opened opens a LUKS header while use runs.
 func (w *environment) opened(path, key string, use func(path string)) {
 	w.Helper()
 	check.OK(w, luks.Open(w.ctx, path, opened, volume.Key(key), false))

@@ -33,7 +33,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// eventsOn returns the events that kubectl describe shows of an object, by the fields that it asks for.
+// eventsOn returns the events of a reason (empty: all) that kubectl describe shows for an object, by the fields that it asks for.
 func (w *environment) eventsOn(o client.Object, reason string) []corev1.Event {
 	w.Helper()
 	kind, err := w.GroupVersionKindFor(o)
@@ -48,7 +48,8 @@ func (w *environment) eventsOn(o client.Object, reason string) []corev1.Event {
 	return slices.DeleteFunc(list.Items, func(e corev1.Event) bool { return reason != "" && e.Reason != reason })
 }
 
-// told waits until there is one event with a reason on each of some objects. It is as the table says, and leads on.
+// told waits until there is an event with a reason on each of some objects. It shows that there is only one, which is as the table says, and that a
+// warning ends with the address of its runbook.
 func (w *environment) told(reason, says string, on ...client.Object) {
 	w.Helper()
 	for _, o := range on {
@@ -71,7 +72,7 @@ func (w *environment) told(reason, says string, on ...client.Object) {
 	}
 }
 
-// claimed makes a volume with a PersistentVolume and a claim, as the provisioner does, and says so to Kubernetes.
+// claimed creates a claim, a volume for it, and the PersistentVolume, bound to each other, as external-provisioner and Kubernetes do.
 func (w *environment) claimed(s *store.Store, name string) (volume.Volume, *corev1.PersistentVolumeClaim, *corev1.PersistentVolume) {
 	w.Helper()
 	claim := w.claim(name)
@@ -90,7 +91,7 @@ func (w *environment) claimed(s *store.Store, name string) (volume.Volume, *core
 	return v, claim, pv
 }
 
-// claim makes a claim that is not bound.
+// claim creates a PersistentVolumeClaim that is not bound.
 func (w *environment) claim(name string) *corev1.PersistentVolumeClaim {
 	w.Helper()
 	claim := &corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name}, Spec: corev1.PersistentVolumeClaimSpec{
@@ -106,7 +107,7 @@ func (w *environment) claim(name string) *corev1.PersistentVolumeClaim {
 	return claim
 }
 
-// specOf is what the provisioner asks for.
+// specOf returns what external-provisioner asks for a claim.
 func (w *environment) specOf(claim *corev1.PersistentVolumeClaim) volume.Spec {
 	one := spec("pvc-" + string(claim.UID))
 	one.For = volume.Requester{Namespace: claim.Namespace, Name: claim.Name, PersistentVolume: one.Name}
@@ -115,8 +116,8 @@ func (w *environment) specOf(claim *corev1.PersistentVolumeClaim) volume.Spec {
 
 func ref(v volume.Volume) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key} }
 
-// TestEventsOfVolumes: what is wrong with a volume is said once on it, its PersistentVolume and its claim, whoever looks how
-// often; that it is well again too; and when it is not again, that is news.
+// TestEventsOfVolumes: a problem of a volume causes one event on it, on its PersistentVolume and on its claim, however many controllers look at it how
+// often. So does its end; and if the problem comes back, there is a new event.
 func TestEventsOfVolumes(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -146,7 +147,7 @@ func TestEventsOfVolumes(t *testing.T) {
 		_, stopSecond = w.store()
 		w.touch(w.object(v.Name))
 	}
-	// After what is said in the order of its finding nothing more is to be said.
+	// Events are written in order: after that of the other volume, none of the first one is left to be written.
 	m.disks[0].Ail(ref(other), bad)
 	w.touch(w.object(other.Name))
 	w.told("FilesystemErrors", "recorded 7 errors", cluster.VolumeNamed(other.ID.Key), otherPV, otherClaim)
@@ -159,7 +160,7 @@ func TestEventsOfVolumes(t *testing.T) {
 	m.disks[0].Ail(ref(v))
 	w.touch(w.object(v.Name))
 	w.told(events.Recovered, "what was: FilesystemReadOnly", object, pv, claim)
-	time.Sleep(time.Second) // so exact is when something began
+	time.Sleep(time.Second) // the beginning of a problem is known in whole seconds
 	m.disks[0].Ail(ref(v), bad)
 	w.touch(w.object(v.Name))
 	w.eventually("it is said again", func() bool { return len(w.eventsOn(claim, "FilesystemErrors")) == 2 })
@@ -172,8 +173,8 @@ func TestEventsOfVolumes(t *testing.T) {
 	}
 }
 
-// TestEventsByHand: a volume whose PersistentVolume somebody wrote by hand has its events there, and on who is bound to that;
-// the claim that it was made for is another one's by now.
+// TestEventsByHand: the PersistentVolume of a volume was written by hand, and is bound to another claim than the one that the volume was made for. The
+// events are on these two.
 func TestEventsByHand(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, claim, pv := w.claimed(s, "data")
@@ -195,8 +196,8 @@ func TestEventsByHand(t *testing.T) {
 	}
 }
 
-// TestEventsByHandBeside: of two PersistentVolumes of a volume the one that is bound counts, also if the volume was made for the other one, or
-// that is listed later.
+// TestEventsByHandBeside: of several PersistentVolumes of a volume, the events are on the one that is bound, also if the volume was made for another one,
+// and whatever their order in a list.
 func TestEventsByHandBeside(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, claim, pv := w.claimed(s, "data")
@@ -209,7 +210,7 @@ func TestEventsByHandBeside(t *testing.T) {
 		return one
 	}
 	check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(pv), pv))
-	pv.Status.Phase = corev1.VolumeReleased // it was kept when its claim was deleted
+	pv.Status.Phase = corev1.VolumeReleased // its claim was deleted, and it was retained
 	check.OK(t, w.Status().Update(w.ctx, pv))
 	now := w.claim("now")
 	byHand := add("by-hand", corev1.VolumeBound, now)
@@ -222,7 +223,7 @@ func TestEventsByHandBeside(t *testing.T) {
 	}
 }
 
-// TestEventsOfPools: what is wrong with a pool is said on it and on its node.
+// TestEventsOfPools: a problem of a pool causes an event on it and on its node.
 func TestEventsOfPools(t *testing.T) {
 	w, m, s := newCluster(t)
 	pool, node := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName(nodeName, "default")}}, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}
@@ -249,7 +250,7 @@ func TestEventsOfPools(t *testing.T) {
 	})
 }
 
-// TestEventsOfNodes: a volume that waits for its node says so, and why; so does the node whose agent is silent.
+// TestEventsOfNodes: events on a volume tell that it waits for its node, and why; those on a node that its agent is silent.
 func TestEventsOfNodes(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.beating(nodeName)
@@ -266,7 +267,7 @@ func TestEventsOfNodes(t *testing.T) {
 
 	m.stop()
 	w.told(events.AgentSilent, "nothing is heard of the driver on node "+nodeName, node)
-	fails(t, second(s.Expand(w.ctx, used.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable) // which writes nothing down
+	fails(t, second(s.Expand(w.ctx, used.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable) // without a write to the object
 	v := w.object(idle.Name)
 	before := v.DeepCopy()
 	v.Spec.Size = 2 * mib
@@ -283,7 +284,7 @@ func TestEventsOfNodes(t *testing.T) {
 	w.told(events.NodeGone, "is gone for good", cluster.VolumeNamed(idle.ID.Key), idleClaim, idlePV)
 }
 
-// TestEventsOfRefusals: what a node refuses is said once, however often it is asked for, and though the object goes each time.
+// TestEventsOfRefusals: what a node refuses causes one event, however often it is asked for, and although the object is deleted each time.
 func TestEventsOfRefusals(t *testing.T) {
 	var refuse atomic.Bool
 	w := newEnvironment(t)
@@ -312,8 +313,7 @@ func TestEventsOfRefusals(t *testing.T) {
 	check.OK(t, second(s.Create(w.ctx, clone)))
 }
 
-// TestEventsLast: the event of a state that lasts is written again, as the same one, and comes back when the API server has
-// forgotten it.
+// TestEventsLast: the event of a state that lasts is renewed as a series, and is written anew when the API server has deleted it.
 func TestEventsLast(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -350,8 +350,8 @@ func TestEventsLast(t *testing.T) {
 	})
 }
 
-// TestEventsRefused: where nobody may write events, or the API server does not answer to them, all else goes on as ever; and what
-// still lasts is said when it can be.
+// TestEventsRefused: if events must not be written, or the API server does not answer such requests, nothing else is held up. Events of what still lasts
+// are written when that is possible.
 func TestEventsRefused(t *testing.T) {
 	w := newEnvironment(t)
 	var cut atomic.Bool
@@ -419,7 +419,7 @@ func TestEventsRefused(t *testing.T) {
 	}
 }
 
-// TestRoles: the rights that the parts have here are those of the manifests.
+// TestRoles: the rights of the controller in these tests are those of the manifests.
 func TestRoles(t *testing.T) {
 	files := map[string][]string{"controller": {"rbac-controller.yaml", "startup-taint/rights.yaml"}}
 	for user, granted := range roles {
@@ -430,13 +430,13 @@ func TestRoles(t *testing.T) {
 			for document := range strings.SplitSeq(string(text), "\n---\n") {
 				var one rbacv1.ClusterRole
 				check.OK(t, yaml.Unmarshal([]byte(document), &one))
-				if one.Kind == "ClusterRole" { // the driver's is the first
+				if one.Kind == "ClusterRole" { // the first one is the driver's
 					manifests = append(manifests, one.Rules...)
 					break
 				}
 			}
 		}
-		// Leases are in their namespace: there the roles are not cluster-wide.
+		// Leases have a namespace: the manifests have a Role for them, not the ClusterRole.
 		want := slices.DeleteFunc(slices.Clone(granted), func(r rbacv1.PolicyRule) bool { return slices.Equal(r.Resources, []string{"leases"}) })
 		normal := func(rules []rbacv1.PolicyRule) []string {
 			var lines []string
