@@ -44,8 +44,7 @@ func (w *environment) object(name string) *v1alpha1.Volume {
 	return v
 }
 
-// TestAgentDown: what a store asks of a node whose agent is down is carried out when it is
-// back, and the store's retry finds it.
+// TestAgentDown: what a store asks of a node whose agent is down is carried out when the agent is back, and a repeated call finds it.
 func TestAgentDown(t *testing.T) {
 	w, m, s := newCluster(t)
 	old, err := s.Create(w.ctx, spec("old"))
@@ -57,7 +56,7 @@ func TestAgentDown(t *testing.T) {
 	fails(t, second(s.CreateSnapshot(soon(t), "s", old.ID)), errdefs.ErrUnavailable)
 	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{old.ID})), errdefs.ErrUnavailable)
 	fails(t, second(s.Expand(soon(t), old.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
-	check.OK(t, s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"})) // which needs no node
+	check.OK(t, s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"})) // a claim waits for no node
 	check.OK(t, s.Release(w.ctx, old.ID, nodeName))
 	if left, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(left) != 1 {
 		t.Errorf("half-made volumes are listed: %v, %v", left, err)
@@ -78,8 +77,7 @@ func TestAgentDown(t *testing.T) {
 	w.tally(m)
 }
 
-// TestControllerKilled: a store that ends in the middle of a call leaves nothing that the
-// next one's retry does not find.
+// TestControllerKilled: when a store ends in the middle of a call, the repeated call of another store finds all that it has begun.
 func TestControllerKilled(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -113,7 +111,8 @@ func TestControllerKilled(t *testing.T) {
 	w.tally(m)
 }
 
-// TestExpandedBehind: a volume that another store has grown by more than is asked for, which the cache does not know yet, is as large as that.
+// TestExpandedBehind: another store has just grown a volume to more than is asked for, which the cache of this one does not know yet: the volume keeps
+// that size.
 func TestExpandedBehind(t *testing.T) {
 	w, _, s := newCluster(t)
 	behind, _ := w.store()
@@ -127,7 +126,7 @@ func TestExpandedBehind(t *testing.T) {
 	}
 }
 
-// TestModifiedBeside: what a node refuses of one change is not the answer to another one, which another store has asked for at the same time.
+// TestModifiedBeside: two stores change a volume at the same time, and its node refuses one of the changes. The other call succeeds.
 func TestModifiedBeside(t *testing.T) {
 	w, _, s := newCluster(t)
 	beside, _ := w.store()
@@ -152,7 +151,7 @@ func TestModifiedBeside(t *testing.T) {
 	}
 }
 
-// TestRefusedInPart: what a node refuses of a change does not keep it from the rest.
+// TestRefusedInPart: a node that refuses one part of a change carries out the rest.
 func TestRefusedInPart(t *testing.T) {
 	w, _, s := newCluster(t)
 	w.created(s, spec("v"))
@@ -174,7 +173,8 @@ func TestRefusedInPart(t *testing.T) {
 	}
 }
 
-// TestRefusedBeside: a change that is carried out leaves nothing behind in the spec of what was refused with it: who asked for that may have looked before the node had answered.
+// TestRefusedBeside: a change was refused together with one that is carried out, and its caller has given up before the answer. The other call takes the
+// refused change out of the spec.
 func TestRefusedBeside(t *testing.T) {
 	w, m, s := newCluster(t)
 	v := w.created(s, spec("v"))
@@ -191,7 +191,8 @@ func TestRefusedBeside(t *testing.T) {
 	}
 }
 
-// TestCutNeverMade: what an earlier try has asked a node to cut, which was away, goes when its volume has gone before: nobody asks for it again.
+// TestCutNeverMade: snapshots were asked of a node that was away, and their volume is deleted before it is back. Repeated calls answer NotFound, and leave
+// no objects.
 func TestCutNeverMade(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, other := w.created(s, spec("v")), w.created(s, spec("other"))
@@ -205,7 +206,7 @@ func TestCutNeverMade(t *testing.T) {
 	w.asked("a group is", func(ctx context.Context) error { return second(s.CreateGroup(ctx, "g", []volume.ID{v.ID, other.ID})) }, func() bool { return cuts() == 3 })
 	w.asked("to go", func(ctx context.Context) error { return s.Delete(ctx, v.ID) }, func() bool { return v1alpha1.Going(w.object("v")) })
 	fails(t, second(s.CreateSnapshot(w.ctx, "s", other.ID)), errdefs.ErrExists)
-	check.OK(t, m.local.Delete(w.ctx, v.ID)) // as its agent does, if that comes first
+	check.OK(t, m.local.Delete(w.ctx, v.ID)) // as if the agent deleted the volume first
 	w.start(m)
 	w.eventually("the volume is gone", func() bool { return w.object("v") == nil })
 	w.eventually("the store knows that", func() bool {
@@ -221,8 +222,7 @@ func TestCutNeverMade(t *testing.T) {
 	w.tally(m)
 }
 
-// TestNodeNotReady: calls that need a node that is not ready fail at once, those for other
-// nodes do not notice, and those under way end.
+// TestNodeNotReady: calls that need a node that is not ready fail at once, and those under way end. Calls for other nodes succeed.
 func TestNodeNotReady(t *testing.T) {
 	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
@@ -242,7 +242,7 @@ func TestNodeNotReady(t *testing.T) {
 	w.node("node-a", false)
 	fails(t, <-waiting, errdefs.ErrNoSpace)
 
-	refused := func(want error, call func(context.Context) error) { // by what is known, not by waiting
+	refused := func(want error, call func(context.Context) error) { // at once, not by a time limit
 		t.Helper()
 		ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
 		defer cancel()
@@ -286,8 +286,7 @@ func TestNodeNotReady(t *testing.T) {
 	w.tally(b)
 }
 
-// TestNodeGone: what was deleted of a node that is gone is given up after the grace period,
-// and nothing else.
+// TestNodeGone: objects of a node that is gone for good are removed after the grace period if their deletion was asked for, and no others.
 func TestNodeGone(t *testing.T) {
 	for _, tainted := range []bool{true, false} {
 		t.Run(fmt.Sprint("tainted ", tainted), func(t *testing.T) {
@@ -322,9 +321,9 @@ func TestNodeGone(t *testing.T) {
 			if took := time.Since(began); took < grace/2 {
 				t.Errorf("given up after %s", took)
 			}
-			// What is deleted later goes too.
+			// A later deletion is carried out too.
 			w.eventually("the snapshot is given up", func() bool {
-				_ = s.DeleteSnapshot(soon(t), snapshot.ID) // it may be gone before it is looked at
+				_ = s.DeleteSnapshot(soon(t), snapshot.ID) // the error does not matter: it may be gone already
 				_, err := s.GetSnapshot(w.ctx, snapshot.ID)
 				return errors.Is(err, errdefs.ErrNotFound)
 			})
@@ -337,7 +336,7 @@ func TestNodeGone(t *testing.T) {
 				check.OK(t, w.List(w.ctx, &pools))
 				return len(pools.Items) == 0
 			})
-			for range 20 { // until the store knows that, too
+			for range 20 { // before and after the store knows that
 				fails(t, second(s.Expand(w.ctx, kept.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
 				time.Sleep(20 * time.Millisecond)
 			}
@@ -345,7 +344,7 @@ func TestNodeGone(t *testing.T) {
 	}
 }
 
-// TestPlacement: the first of the allowed nodes that has room, or the one with most.
+// TestPlacement: a volume is made on the first of the given nodes that has room, or if none are given, on the one with the most room.
 func TestPlacement(t *testing.T) {
 	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
@@ -359,11 +358,11 @@ func TestPlacement(t *testing.T) {
 		{100 * mib, nil, "node-a"},
 		{300 * mib, []string{"node-a", "node-b"}, "node-a"},
 		{100 * mib, nil, "node-b"},                           // 624 and 724 MiB are left
-		{650 * mib, []string{"node-a", "node-b"}, ""},        // nowhere, now
-		{620 * mib, []string{"node-b", "node-a"}, "node-b"},  // which has 624
+		{650 * mib, []string{"node-a", "node-b"}, ""},        // no node has that much
+		{620 * mib, []string{"node-b", "node-a"}, "node-b"},  // it has 624
 		{600 * mib, []string{"node-b", "node-a"}, "node-a"},  // the second choice
 		{600 * mib, []string{"elsewhere", "node-a"}, ""},     // full
-		{4 * mib, []string{"elsewhere", "node-b"}, "node-b"}, // just
+		{4 * mib, []string{"elsewhere", "node-b"}, "node-b"}, // all that is left
 	} {
 		spec := volume.Spec{Name: fmt.Sprint("v", i), Size: volume.Range{Required: c.size}, Nodes: c.nodes}
 		v, err := s.Create(w.ctx, spec)
@@ -377,7 +376,7 @@ func TestPlacement(t *testing.T) {
 			t.Errorf("%d: on node %s, error %v; want %s", i, v.Node, err, c.want)
 		}
 	}
-	// A pool that the node does not have, and one that none has.
+	// A pool that the given node does not have, and one that no node has.
 	missing := spec("missing")
 	missing.Pool, missing.Nodes = "b", []string{"elsewhere"}
 	fails(t, second(s.Create(w.ctx, missing)), errdefs.ErrNoSpace)
@@ -391,7 +390,7 @@ func TestPlacement(t *testing.T) {
 	w.tally(b)
 }
 
-// TestGroupOfTwoNodes: it is refused, and nothing of it is left.
+// TestGroupOfTwoNodes: a group snapshot of volumes on two nodes is refused, and leaves nothing.
 func TestGroupOfTwoNodes(t *testing.T) {
 	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
@@ -410,7 +409,7 @@ func TestGroupOfTwoNodes(t *testing.T) {
 	}
 }
 
-// TestTwoStores: two replicas at once make one volume of a name, and let one claim through.
+// TestTwoStores: two controllers that are asked at once make one volume of a name, and one of two different claims succeeds.
 func TestTwoStores(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -453,8 +452,8 @@ func TestTwoStores(t *testing.T) {
 	w.tally(m)
 }
 
-// TestClaimsAtOnce: claims that are on their way at the same moment count once each, so that a node gets all that
-// it can have; and who waits for another's to be counted waits no longer than he wants to.
+// TestClaimsAtOnce: claims that are written at the same time count once each, so that a node gets as many as it can have. A call that waits for another
+// one to be counted ends with its context.
 func TestClaimsAtOnce(t *testing.T) {
 	var hang atomic.Bool
 	hung, let := make(chan struct{}), make(chan struct{})
@@ -498,7 +497,7 @@ func TestClaimsAtOnce(t *testing.T) {
 	answers := make(chan error, 2)
 	go func() { answers <- s.Claim(w.ctx, ids[0], claim) }()
 	w.comes(hung, "a claim is written")
-	go func() { answers <- s.Claim(w.ctx, ids[1], claim) }() // which waits until that is counted
+	go func() { answers <- s.Claim(w.ctx, ids[1], claim) }() // waits until the first one is counted
 	time.Sleep(100 * time.Millisecond)
 	given := make(chan error, 1)
 	go func() { given <- s.Claim(soon(t), ids[2], claim) }()
@@ -512,7 +511,7 @@ func TestClaimsAtOnce(t *testing.T) {
 	check.OK(t, errors.Join(<-answers, <-answers))
 }
 
-// TestDeletedWhileMade: an object that goes while its node works on it takes the volume along.
+// TestDeletedWhileMade: a volume that is deleted while its node makes it is gone afterwards.
 func TestDeletedWhileMade(t *testing.T) {
 	w := newEnvironment(t)
 	release := make(chan struct{})
@@ -538,7 +537,7 @@ func TestDeletedWhileMade(t *testing.T) {
 	check.OK(t, second(s.Create(w.ctx, spec("v"))))
 }
 
-// TestBytesMissing: what was there once is reported lost, and not made again.
+// TestBytesMissing: a volume and a snapshot whose bytes are gone are reported as lost, and not made again.
 func TestBytesMissing(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -559,13 +558,13 @@ func TestBytesMissing(t *testing.T) {
 		c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.Ready)
 		return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "DataLoss"
 	})
-	check.OK(t, second(s.Create(w.ctx, spec("v")))) // it is there, as far as it is
+	check.OK(t, second(s.Create(w.ctx, spec("v")))) // its object still exists
 	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), errdefs.ErrDataLoss)
 	fails(t, second(m.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
 	check.OK(t, errors.Join(s.Delete(w.ctx, v.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
 }
 
-// TestStrays: a volume without an object is reported and left alone.
+// TestStrays: a volume without an object is reported, and stays; an ephemeral one is not reported.
 func TestStrays(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -585,7 +584,7 @@ func TestStrays(t *testing.T) {
 	check.OK(t, second(m.local.Get(w.ctx, stray.ID)))
 }
 
-// TestBusy: while a call of the node has a volume, the agent waits.
+// TestBusy: while a call of the node holds the lock of a volume, the agent waits.
 func TestBusy(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -596,7 +595,7 @@ func TestBusy(t *testing.T) {
 	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
 }
 
-// TestNoAPIServer: parts that start without an API server are ready once it answers.
+// TestNoAPIServer: a store and an agent that start while the API server does not answer work when it does.
 func TestNoAPIServer(t *testing.T) {
 	w := newEnvironment(t)
 	server := apitest.Get(t)
@@ -616,8 +615,8 @@ func TestNoAPIServer(t *testing.T) {
 	check.OK(t, second(s.Create(w.ctx, spec("v"))))
 }
 
-// TestUnfinishedGroup: what a controller has written down of a group before it died goes when
-// nobody has asked again for long; groups that are whole stay, and can be asked for.
+// TestUnfinishedGroup: a controller died after it had created some members of a group. They are deleted if nobody asks for the group again for long.
+// Complete groups stay.
 func TestUnfinishedGroup(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -636,7 +635,7 @@ func TestUnfinishedGroup(t *testing.T) {
 	w.eventually("the part is gone", func() bool {
 		return apierrors.IsNotFound(w.Get(w.ctx, client.ObjectKeyFromObject(part), &v1alpha1.Snapshot{}))
 	})
-	if age := time.Since(began); age < abandonGrace-time.Second { // the API server's clock has seconds
+	if age := time.Since(began); age < abandonGrace-time.Second { // creation times have whole seconds
 		t.Errorf("it went after %v", age)
 	}
 	again, err := s.GetGroup(w.ctx, whole.ID)
@@ -644,13 +643,13 @@ func TestUnfinishedGroup(t *testing.T) {
 	if len(again.Snapshots) != 2 {
 		t.Errorf("the whole group has %d members", len(again.Snapshots))
 	}
-	stop() // before it finds the next one half written down
+	stop() // so that it does not find the next group incomplete
 	check.OK(t, second(s.CreateGroup(w.ctx, "part", []volume.ID{v.ID, v2.ID})))
 	w.tally(m)
 }
 
-// TestAbandoned: a volume that nobody knows of goes if its node finds it blank, and stays
-// if it does not.
+// TestAbandoned: a volume that was made for a claim, and that no PersistentVolume, claim or user has, is deleted if its node finds it blank, and stays if
+// not.
 func TestAbandoned(t *testing.T) {
 	w, m, s := newCluster(t)
 	provisioned := func(name string) volume.ID {
@@ -684,7 +683,8 @@ func TestAbandoned(t *testing.T) {
 	w.tally(m)
 }
 
-// TestRefusedAndStuck: what a node could not make, and cannot remove now either, is told with why, and not only that the node has not answered.
+// TestRefusedAndStuck: a node could not make a volume, and cannot remove what is left of it either. The error says why it could not make it, and not only
+// that the node has not answered.
 func TestRefusedAndStuck(t *testing.T) {
 	w := newEnvironment(t)
 	var broken atomic.Bool
@@ -703,7 +703,7 @@ func TestRefusedAndStuck(t *testing.T) {
 	})
 	s, _ := w.store()
 	w.pooled(s, m)
-	for range 2 { // who asks again is told too
+	for range 2 { // a repeated call says it too
 		w.waits(func() error { return second(s.Create(soon(t), spec("v"))) }, "input/output error")
 	}
 	broken.Store(false)
@@ -711,7 +711,8 @@ func TestRefusedAndStuck(t *testing.T) {
 	w.tally(m)
 }
 
-// TestMadeAnewMeanwhile: that an agent of an older version has made a volume is written down of that one, and not of another one of its name that is to be made still.
+// TestMadeAnewMeanwhile: an agent of an older version has made a volume, and the store takes spec.make off its object. It does not do so to another object
+// of that name, which was created meanwhile.
 func TestMadeAnewMeanwhile(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)

@@ -24,11 +24,11 @@ func (w *environment) cordoned(name string, is bool) {
 	check.OK(w, w.Patch(w.ctx, n, client.MergeFrom(before)))
 }
 
-// TestFollow: a volume that is to be where it is used is asked to move there, once it has been used there for a while, and not before; nor to a node that is
-// cordoned. One that stays stays, until somebody changes that.
+// TestFollow: a volume that is to follow its pod is asked to move when it has been used on another node for some time, and not before; nor to a cordoned
+// node. A volume that is to stay is not moved, until its parameter is changed.
 func TestFollow(t *testing.T) {
 	w, a, b := twoOf(t)
-	w.follow = 6 * time.Second // in which what comes before is known
+	w.follow = 6 * time.Second // longer than the steps before that take
 	s := w.calling(a)
 	w.pooled(s, b)
 	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Access: volume.AccessAny, Nodes: []string{a.name}, Filesystem: "ext4", Size: volume.Range{Required: 64 * mib},
@@ -45,7 +45,7 @@ func TestFollow(t *testing.T) {
 	if was.Since == nil || time.Since(was.Since.Time) > time.Minute {
 		t.Fatalf("the claim is since %v", was.Since)
 	}
-	check.OK(t, s.Claim(w.ctx, v.ID, claim)) // again: it is the same
+	check.OK(t, s.Claim(w.ctx, v.ID, claim)) // repeated
 	if now := w.object("v").Spec.Claim; !now.Since.Equal(was.Since) || now.Generation != was.Generation {
 		t.Errorf("the claim is %+v, it was %+v", now, was)
 	}
@@ -53,7 +53,7 @@ func TestFollow(t *testing.T) {
 		t.Fatalf("it is asked for on %s at once", m.Node)
 	}
 	w.cordoned(b.name, true)
-	time.Sleep(w.follow + time.Second) // nothing tells that it was looked at
+	time.Sleep(w.follow + time.Second) // nothing shows that the mover has looked at it
 	if m := w.object("v").Spec.Move; m != nil {
 		t.Fatalf("it is asked for on %s, which is cordoned", m.Node)
 	}
@@ -84,7 +84,7 @@ func TestFollow(t *testing.T) {
 	o.Spec.Move = &v1alpha1.Move{Node: b.name}
 	check.OK(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
 	w.claimFor(stays.ID, a.name)
-	time.Sleep(time.Second) // nothing tells that it was looked at
+	time.Sleep(time.Second) // nothing shows that the mover has looked at it
 	if !asked() {
 		t.Error("what somebody has asked for was taken back")
 	}

@@ -19,7 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Parts of what guard.yaml says to an agent that it refuses, and of what the definitions say to everybody.
+// Parts of the messages by which guard.yaml refuses writes of agents, and the definitions any writes.
 const (
 	poolOfMove   = "a volume moves only to the pool of spec.move"
 	movesNot     = "a volume moves only to the node of spec.move"
@@ -47,18 +47,18 @@ const (
 type attempt struct {
 	name    string
 	write   func(c client.Client) error
-	refused string // part of the reason; empty: it is carried out
+	refused string // part of the message; empty: the write succeeds
 }
 
-// guarded has the objects that agents try to write: those of node-1 and of node-2.
+// guarded has the objects that agents try to write, of node-1 and of node-2.
 type guarded struct {
 	*environment
 	mine, others, shared, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
-	coming, leaving                                                   *v1alpha1.Volume // to and from node-1
-	used, read                                                        *v1alpha1.Volume // of node-2, by node-1; and by node-3 beside it
-	carried, gone                                                     *v1alpha1.Volume // from node-2 to node-3, by node-1; and after that
-	still                                                             *v1alpha1.Volume // of node-2, used by node-1, and not to move
-	came, went                                                        *v1alpha1.Volume // to and from node-1, where it is by now
+	coming, leaving                                                   *v1alpha1.Volume // they move to node-1, and from there
+	used, read                                                        *v1alpha1.Volume // of node-2: used by node-1; read by node-1 and node-3
+	carried, gone                                                     *v1alpha1.Volume // used by node-1: moves from node-2 to node-3; has moved
+	still                                                             *v1alpha1.Volume // of node-2, used by node-1, and does not move
+	came, went                                                        *v1alpha1.Volume // they have moved to node-1, and from there
 	snapshot, snapshotOfOthers                                        *v1alpha1.Snapshot
 	pool, poolOfOthers                                                *v1alpha1.Pool
 }
@@ -147,7 +147,7 @@ func newGuarded(t *testing.T) *guarded {
 	return w
 }
 
-// try makes each attempt as the agent of a node, without consequences; with none as one that says no node.
+// try makes each attempt as the agent of a node, as a dry run; with an empty node as one whose token names no node.
 func (w *guarded) try(t *testing.T, node string, attempts []attempt) {
 	w.tryAs(t, apitest.Get(t).Agent(t, node), attempts)
 }
@@ -168,7 +168,7 @@ func (w *guarded) tryAs(t *testing.T, config *rest.Config, attempts []attempt) {
 	}
 }
 
-// changed is the attempt to change an object.
+// changed returns the attempt to change an object.
 func changed[T client.Object](w *guarded, name string, of T, edit func(T), refused string) attempt {
 	return attempt{name, func(c client.Client) error {
 		o := of.DeepCopyObject().(T)
@@ -181,7 +181,7 @@ func changed[T client.Object](w *guarded, name string, of T, edit func(T), refus
 	}, refused}
 }
 
-// reported is the attempt to change the status of an object.
+// reported returns the attempt to change the status of an object.
 func reported(w *guarded, name string, of client.Object, status, refused string) attempt {
 	return attempt{name, func(c client.Client) error {
 		return c.Status().Patch(w.ctx, of.DeepCopyObject().(client.Object), client.RawPatch(types.MergePatchType, []byte(`{"status":`+status+`}`)))
@@ -198,8 +198,8 @@ func removed(w *guarded, name string, o client.Object, refused string) attempt {
 
 func edited[T any](o T, edit func(T)) T { edit(o); return o }
 
-// TestGuardVolumes: what an agent may write of volumes and snapshots, and nothing else. That the rest is enough for all
-// that agents do, the other tests of this package show: their agents have such accounts.
+// TestGuardVolumes: an agent may make these writes of Volumes and Snapshots, and no others. The other tests of this package, whose agents have such
+// accounts, show that these are enough for all that agents do.
 func TestGuardVolumes(t *testing.T) {
 	w := newGuarded(t)
 	type v = *v1alpha1.Volume
@@ -331,7 +331,7 @@ func TestGuardVolumes(t *testing.T) {
 	})
 }
 
-// TestGuardPools: what an agent may write of pools and Leases.
+// TestGuardPools: what an agent may write to Pools and Leases.
 func TestGuardPools(t *testing.T) {
 	w := newGuarded(t)
 	w.identity("default", "")
@@ -387,7 +387,7 @@ func TestGuardPools(t *testing.T) {
 	})
 	w.identity("default", v1alpha1.NewPool)
 	w.try(t, nodeName, []attempt{changed(w, "replaced on purpose", w.pool, func(o p) { o.Spec.UUID = "two" }, "")})
-	// Whoever grants more than rbac-node.yaml does, grants no deletions.
+	// More rights than those of rbac-node.yaml do not allow deletions.
 	config := apitest.Get(t).Config(apitest.Admin)
 	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + apitest.Namespace + ":ashlar-node", Groups: []string{"system:masters"},
 		Extra: map[string][]string{"authentication.kubernetes.io/node-name": {nodeName}}}
@@ -398,7 +398,7 @@ func TestGuardPools(t *testing.T) {
 	})
 }
 
-// TestMoveRules: what the definition says of moves to everybody.
+// TestMoveRules: which writes about moves the definition of Volumes allows, to anybody.
 func TestMoveRules(t *testing.T) {
 	w := newGuarded(t)
 	type v = *v1alpha1.Volume

@@ -12,7 +12,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestGuardReplicatedVolumes: an agent writes the status of a replicated volume that is claimed for its node, and nothing else, whatever rights it is given.
+// TestGuardReplicatedVolumes: an agent may write the status of a ReplicatedVolume that is claimed for its node, and nothing else, whatever rights it is
+// granted.
 func TestGuardReplicatedVolumes(t *testing.T) {
 	w := newGuarded(t)
 	made := func(name, node string) *v1alpha1.ReplicatedVolume {
@@ -36,7 +37,7 @@ func TestGuardReplicatedVolumes(t *testing.T) {
 		reported(w, "that of nobody's", free, `{"summary":"0 of 2"}`, ofAnother),
 	})
 	w.try(t, "", []attempt{reported(w, "without a node", mine, opened, nameless)})
-	// Whoever grants more than rbac-node.yaml does, grants nothing of the spec.
+	// More rights than those of rbac-node.yaml do not allow writes of the spec.
 	config := apitest.Get(t).Config(apitest.Admin)
 	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + apitest.Namespace + ":ashlar-node", Groups: []string{"system:masters"},
 		Extra: map[string][]string{"authentication.kubernetes.io/node-name": {nodeName}}}

@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
-// cutsOnTheMove are snapshots that move to node-1 and from there, and that have done so, of which the last has arrived.
+// cutsOnTheMove returns snapshots that move to node-1 and from there, and that have moved to node-1 and from there, of which the last has arrived.
 func cutsOnTheMove(t *testing.T) (w *guarded, coming, leaving, came, went *v1alpha1.Snapshot) {
 	t.Helper()
 	w = newGuarded(t)
@@ -36,7 +36,7 @@ func cutsOnTheMove(t *testing.T) (w *guarded, coming, leaving, came, went *v1alp
 	return w, coming, leaving, came, went
 }
 
-// TestGuardSnapshotMoves: what an agent may write of snapshots that move, and nothing else.
+// TestGuardSnapshotMoves: which writes about moves of snapshots an agent may make.
 func TestGuardSnapshotMoves(t *testing.T) {
 	w, coming, leaving, came, went := cutsOnTheMove(t)
 	type s = *v1alpha1.Snapshot
@@ -65,7 +65,7 @@ func TestGuardSnapshotMoves(t *testing.T) {
 	})
 }
 
-// TestSnapshotMoveRules: what the definition says of moves of snapshots to everybody.
+// TestSnapshotMoveRules: which writes about moves the definition of Snapshots allows, to anybody.
 func TestSnapshotMoveRules(t *testing.T) {
 	w, _, leaving, came, went := cutsOnTheMove(t)
 	type s = *v1alpha1.Snapshot

@@ -34,16 +34,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// A heartbeat that tests can wait for, and that a slow machine does not miss.
+// Times of a heartbeat that are short enough for tests, and long enough for a slow machine.
 const (
 	leases      = apitest.Namespace
 	heartbeat   = 500 * time.Millisecond
 	silentAfter = 12 * time.Second
-	// briefly is a shorter silentAfter. An agent that lives may be taken to be silent.
+	// briefly is a shorter silentAfter, for tests that may take an agent to be silent that is not.
 	briefly = 4 * time.Second
 )
 
-// listening starts a store that listens for heartbeats.
+// listening starts a store that looks at heartbeats.
 func (w *environment) listening(silentAfter time.Duration) *store.Store {
 	w.Helper()
 	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver,
@@ -54,7 +54,7 @@ func (w *environment) listening(silentAfter time.Duration) *store.Store {
 	return s
 }
 
-// beating starts a machine whose agent has a heartbeat; start does so again.
+// beating starts a machine whose agent has a heartbeat, also after it is started again (start).
 func (w *environment) beating(name string) *machine {
 	w.Helper()
 	m := w.machine(name)
@@ -64,7 +64,7 @@ func (w *environment) beating(name string) *machine {
 	return m
 }
 
-// created makes a volume as the CO does, which asks again when a machine is slow and its agent not heard.
+// created creates a volume as the CO does, which repeats a call that fails, as when a machine is slow and its agent not heard.
 func (w *environment) created(s *store.Store, one volume.Spec) (v volume.Volume) {
 	w.Helper()
 	w.eventually("it is made: "+one.Name, func() (made bool) {
@@ -85,9 +85,8 @@ func (w *environment) available(s *store.Store, node string) int64 {
 	return c.Available
 }
 
-// TestHeartbeat: a node whose agent is down offers no room, whatever its Pools say and though
-// it is ready, and is not asked for anything; what is mounted there is not in danger. Once
-// it is back, so is its room. The clock of the node does not matter.
+// TestHeartbeat: a node that is ready, and whose agent is down, offers no room, whatever its Pools say, and is not asked for anything; the health of its
+// volumes is only degraded. When the agent is back, so is the room. The clock of the node does not matter.
 func TestHeartbeat(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.beating(nodeName)
@@ -121,7 +120,7 @@ func TestHeartbeat(t *testing.T) {
 		})
 		w.eventually("and then is not any more", func() bool { return w.available(s, nodeName) == 0 })
 	}
-	check.OK(t, w.Delete(w.ctx, lease)) // as with its node, which comes back under its name
+	check.OK(t, w.Delete(w.ctx, lease)) // as Kubernetes does when the Node is deleted
 	w.start(m)
 	w.eventually("its room is back", func() bool { return w.available(s, nodeName) > 0 })
 	w.created(s, one)
@@ -129,7 +128,7 @@ func TestHeartbeat(t *testing.T) {
 	w.tally(m)
 }
 
-// TestLeaseEdited: an agent does not fall silent because somebody has edited its Lease.
+// TestLeaseEdited: an agent whose Lease was edited by somebody else writes it again, and does not count as silent.
 func TestLeaseEdited(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.beating(nodeName)
@@ -159,8 +158,8 @@ func TestLeaseEdited(t *testing.T) {
 	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })
 }
 
-// TestTakenBack: a volume that was asked of a node which went down before it began is another's
-// to make at once, in whatever way it went down; nothing of it is left when the node is back.
+// TestTakenBack: a volume was asked of a node that went down before it began, in whatever way. Another node can make it at once, and when the first one is
+// back, nothing is left there.
 func TestTakenBack(t *testing.T) {
 	for what, down := range map[string]func(w *environment, m *machine){
 		"not ready": func(w *environment, m *machine) { m.stop(); w.node(m.name, false) },
@@ -198,8 +197,8 @@ func TestTakenBack(t *testing.T) {
 	}
 }
 
-// TestTakenBackToo: what a node was asked to make, and is to be deleted again as it is wanted elsewhere, does not wait for that node when it is down: neither what nobody has asked to go yet, nor
-// what a store has that died since. When the node is back it removes what it had begun.
+// TestTakenBackToo: a node has made a volume, and went down before it reported that. The volume can be made on another node, without waiting for the first
+// one, also if a controller had asked to delete it, and died. When the first node is back, it removes what it had made.
 func TestTakenBackToo(t *testing.T) {
 	for what, goes := range map[string]bool{"stays": false, "goes": true} {
 		t.Run(what, func(t *testing.T) {
@@ -210,7 +209,7 @@ func TestTakenBackToo(t *testing.T) {
 			one := spec("v")
 			one.Nodes = []string{"node-a"}
 			w.asked("its object is there", func(ctx context.Context) error { return second(s.Create(ctx, one)) }, func() bool { return w.object("v") != nil })
-			check.OK(t, second(a.local.Create(w.ctx, one))) // as its agent did just before it died
+			check.OK(t, second(a.local.Create(w.ctx, one))) // as if its agent did that just before it died
 			if goes {
 				w.edited(volume.KeyOf("v"), func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
 			}
@@ -231,8 +230,8 @@ func TestTakenBackToo(t *testing.T) {
 	}
 }
 
-// TestBegunAfterAll: a node that had begun, and could not say so, removes what it made when it
-// finds that the volume is another's: also if it died meanwhile. What holds anything stays.
+// TestBegunAfterAll: a node has made a volume, and could not report that. When it finds that another node was asked for it, it removes what it made, also
+// if its agent died meanwhile. A volume that was formatted stays.
 func TestBegunAfterAll(t *testing.T) {
 	for what, dies := range map[string]bool{"goes on": false, "dies": true} {
 		t.Run(what, func(t *testing.T) {
@@ -251,7 +250,7 @@ func TestBegunAfterAll(t *testing.T) {
 			go func() { asked <- second(s.Create(w.ctx, one)) }()
 			if dies {
 				w.eventually("it was asked for", func() bool { return w.object("v") != nil })
-				check.OK(t, second(a.local.Create(w.ctx, one))) // as its agent did just before it died
+				check.OK(t, second(a.local.Create(w.ctx, one))) // as if its agent did that just before it died
 				check.OK(t, second(a.local.Create(w.ctx, spec("used"))))
 				check.OK(t, a.local.SetFormat(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")}, volume.Format{State: volume.Formatted, Type: "ext4"}))
 			} else {
@@ -286,8 +285,7 @@ func TestBegunAfterAll(t *testing.T) {
 	}
 }
 
-// TestNodeDeletedUnderAgent: the Pools of a node whose object was deleted stay while its agent lives, and know
-// whose they are; they go when it is silent.
+// TestNodeDeletedUnderAgent: the Pools of a node whose Node was deleted stay while its agent is heard, and are deleted when it is silent.
 func TestNodeDeletedUnderAgent(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.beating(nodeName)
@@ -311,8 +309,7 @@ func TestNodeDeletedUnderAgent(t *testing.T) {
 	w.eventually("its Pools are gone", func() bool { return !there(nodeName) })
 }
 
-// line is the network to the API server, which can be cut. Whoever connects then is refused, or waits, as some load
-// balancers let their clients.
+// line is the network to the API server, which can be cut. Then connections are refused, or with waits they wait, as with some load balancers.
 type line struct {
 	waits bool
 	mu    sync.Mutex
@@ -356,8 +353,7 @@ func (l *line) set(cut bool) {
 	l.open = nil
 }
 
-// creationHeld is a hook (machine.hook) that holds up the creation of a volume: begun is closed when it begins, and it goes on once
-// it is released.
+// creationHeld returns a hook (machine.hook) that blocks the creation of a volume. begun is closed when the creation begins; it goes on after release.
 func creationHeld(t testing.TB, name string) (hook func(operation string, ref blockdev.Ref) error, begun <-chan struct{}, release func()) {
 	began, let := make(chan struct{}), make(chan struct{})
 	begin := sync.OnceFunc(func() { close(began) })
@@ -370,12 +366,12 @@ func creationHeld(t testing.TB, name string) (hook func(operation string, ref bl
 	}, began, sync.OnceFunc(func() { close(let) })
 }
 
-// TestServerAway: while the API server is down no agent is heard, and once it is back each has its time
-// again: the nodes keep their room, and what they were asked for.
+// TestServerAway: while the API server is down, no agent is heard, and when it is back, each has the whole time again: the nodes keep their room, and what
+// they were asked for.
 func TestServerAway(t *testing.T) {
 	w := newEnvironment(t)
 	l := &line{}
-	answered := make(chan struct{}) // the creation of an object, in full
+	answered := make(chan struct{}) // closed when the creation of an object is answered in full
 	tell := sync.OnceFunc(func() { close(answered) })
 	wrap(t, func(c *rest.Config) {
 		c.Dial = l.dial
@@ -406,7 +402,7 @@ func TestServerAway(t *testing.T) {
 	asked := make(chan error, 1)
 	go func() { asked <- second(s.Create(ctx, spec("v"))) }()
 	w.comes(begun, "it is being made")
-	<-answered // the node may be faster than the answer to who asked it
+	<-answered // the node may be faster than the answer to the store
 	l.set(true)
 	back := time.Now().Add(silentAfter + silentAfter/4)
 	for end := back.Add(silentAfter / 2); time.Now().Before(end); time.Sleep(heartbeat / 2) {
@@ -426,8 +422,8 @@ func TestServerAway(t *testing.T) {
 	w.tally(m)
 }
 
-// TestServerHangs: an API server hangs for longer than an agent may be silent, and nobody's connection breaks. When
-// it answers again, what an agent was asked for is not taken back before that one had time to be heard.
+// TestServerHangs: the API server hangs for longer than an agent may be silent, and no connection breaks. When it answers again, what an agent was asked
+// for is not taken back before the agent had time to be heard.
 func TestServerHangs(t *testing.T) {
 	w := newEnvironment(t)
 	var pausing atomic.Bool // the agent is between two tries to renew its Lease
@@ -463,7 +459,7 @@ func TestServerHangs(t *testing.T) {
 	pausing.Store(false)
 	var err error
 	select {
-	case err = <-asked: // the store had heard nothing for too long, and could not tell
+	case err = <-asked: // the store has heard nothing for too long, and cannot tell whether the agent is down
 	case <-time.After(silentAfter): // the agent was faster than the store
 		cancel()
 		err = <-asked
@@ -479,8 +475,7 @@ func TestServerHangs(t *testing.T) {
 	w.tally(m)
 }
 
-// TestServerBusy: an API server that is too busy to tell a controller of the Leases says nothing of the agents: the
-// nodes keep their room.
+// TestServerBusy: while the API server is too busy to answer requests for the Leases, the agents do not count as silent: the nodes keep their room.
 func TestServerBusy(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.beating(nodeName)
@@ -514,7 +509,7 @@ func TestServerBusy(t *testing.T) {
 	w.pooled(s, m)
 	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })
 	_, of := w.viewer(s, apitest.Admin)
-	left := func() bool { // what a viewer leaves out says that all may be old
+	left := func() bool { // reports whether a viewer says that all it shows may be old
 		o, _ := of("")
 		return o.Blind && slices.ContainsFunc(o.Missing, func(one string) bool { return strings.Contains(one, "may be old") })
 	}
@@ -538,8 +533,7 @@ func TestServerBusy(t *testing.T) {
 	w.eventually("that the agent is down is heard again", func() bool { return w.available(s, nodeName) == 0 })
 }
 
-// TestIdleAgent: an agent that has nothing to do asks the API server for nothing but its Lease: one
-// write each time.
+// TestIdleAgent: an agent that has nothing to do sends no requests to the API server but a write of its Lease for each heartbeat.
 func TestIdleAgent(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -558,7 +552,7 @@ func TestIdleAgent(t *testing.T) {
 		count.take()
 		began := beats()
 		w.eventually("it goes on", func() bool {
-			m.agent.Samples() // who scrapes it costs the API server nothing
+			m.agent.Samples() // a scrape of its metrics costs no request
 			return beats() >= began+8
 		})
 		writes, reads, pools := count.take()

@@ -23,7 +23,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestReachedMarks: a volume that becomes a leg is one at its home, and whichever node uses it asks that for its marks. A pool in memory keeps none, so all of it counts as written.
+// TestReachedMarks: a volume becomes a leg at its home, and whichever node uses it asks the home for its marks. A pool in memory keeps no marks, so all of
+// it counts as written since an era, and its data as written ever.
 func TestReachedMarks(t *testing.T) {
 	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 16 * mib}})
 	o := &v1alpha1.Volume{}
@@ -73,7 +74,7 @@ func TestReachedMarks(t *testing.T) {
 	w.claimFor(v.ID, "")
 }
 
-// answering answers a call as an agent that knows it, or does not.
+// answering is a connection to an agent whose answer is always the same.
 type answering struct {
 	grpc.ClientConnInterface
 	text string
@@ -85,7 +86,7 @@ func (a answering) Invoke(_ context.Context, _ string, _, reply any, _ ...grpc.C
 	return a.err
 }
 
-// TestMarksOfOlderHomes: a home that does not know of marks is told from one that does not answer, and one that says what cannot be is not believed.
+// TestMarksOfOlderHomes: a home of a version without marks is told apart from one that does not answer, and impossible answers are refused.
 func TestMarksOfOlderHomes(t *testing.T) {
 	for what, home := range map[string]struct {
 		answering
@@ -113,7 +114,7 @@ func is(err, want error) bool {
 	return want == nil && err == nil || len(kinds) == 1 && errors.Is(kinds[0], want)
 }
 
-// telling is a home that has marks.
+// telling is a home that keeps marks.
 type telling struct {
 	export.Home
 	written []blockdev.Extent
@@ -128,7 +129,7 @@ func (h telling) Marks(_ context.Context, _ volume.ID, generation int64, since u
 
 func (h telling) BeginEra(context.Context, volume.ID, int64) (uint32, error) { return 1<<20 + 6, nil }
 
-// TestMarksTold: what a home tells comes as it was told.
+// TestMarksTold: the answers of a home about marks arrive as they were sent.
 func TestMarksTold(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	check.OK(t, err)

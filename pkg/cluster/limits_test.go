@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// parameters has the object of a volume wish for mutable parameters, and say which are in force.
+// parameters writes which mutable parameters a volume is to have, and which are in force, into its object.
 func (w *environment) parameters(name string, wished, inForce map[string]string) {
 	w.Helper()
 	o := w.object(name)
@@ -28,8 +28,8 @@ func (w *environment) parameters(name string, wished, inForce map[string]string)
 	check.OK(w, w.Status().Patch(w.ctx, o, client.MergeFrom(before)))
 }
 
-// TestLimitsAfterStart: a driver that starts sets the limits of the volumes of other nodes that are used there, once, as their objects have them; not before a change of them is through, nor while a call has the volume, and nothing after what the home itself said, or the
-// claim's end.
+// TestLimitsAfterStart: a driver that starts sets the limits of the volumes of other nodes that are used on its node, once, as their objects have them:
+// not while a change of them is under way, or a call holds the volume, and not after the home has told the node itself, or after the claim has ended.
 func TestLimitsAfterStart(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, spec("claimed"))
 	limits := map[string]string{"readIOPS": "100"}
@@ -39,13 +39,13 @@ func TestLimitsAfterStart(t *testing.T) {
 		check.OK(t, err)
 		made[name] = v.ID
 	}
-	check.OK(t, s.Claim(w.ctx, made["read"], manyOn(b.name))) // before the node has as many as it can have
+	check.OK(t, s.Claim(w.ctx, made["read"], manyOn(b.name))) // first, as the node will have as many as it can have
 	for name, id := range made {
 		if name != "read" && name != "unclaimed" {
 			w.claimFor(id, b.name)
 		}
 	}
-	a.stop() // its agent would say what this machine cannot keep
+	a.stop() // otherwise its agent reports that this machine cannot keep the limits
 	b.stop()
 	for name := range made {
 		switch name {
@@ -92,13 +92,13 @@ func TestLimitsAfterStart(t *testing.T) {
 	w.parameters("told", limits, limits)
 	w.claimFor(made["ended"], "")
 	w.parameters("ended", limits, limits)
-	w.parameters("claimed", nil, nil) // which its home has it told of
+	w.parameters("claimed", nil, nil) // a later change, of which the home tells the node itself
 	w.parameters("claimed", limits, limits)
 	set()
 }
 
-// TestReadersModified: what is changed of a volume reaches all who read it beside others when the object has it in force, once, also one that a call has for itself; and
-// nobody whose claim has ended.
+// TestReadersModified: a change of a volume's parameters reaches all of several readers once, when the object says that it is in force; also a reader
+// where a call holds the volume, after that. It does not reach a reader whose claim has ended.
 func TestReadersModified(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, spec("v"))
 	c, gone := w.begin(&machine{name: "node-3", ported: true, network: a.network}), w.begin(&machine{name: "node-4", ported: true, network: a.network})

@@ -30,9 +30,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// BenchmarkMemory measures what the heap of a controller grows by with each volume, and with each node and its two pools. The objects are those of a real
-// API server (of one volume that was made for a claim and is in use, as many times as there are to be volumes), and come
-// as from one.
+// BenchmarkMemory measures by how much the heap of a controller grows with each volume, and with each node with two pools. The objects come from a server
+// that answers as an API server does. They are copies of those of a real one: of a volume that was made for a claim and is in use.
 func BenchmarkMemory(b *testing.B) {
 	like := sample(b)
 	for _, volumes := range []int{10000, 100000} {
@@ -48,13 +47,13 @@ func BenchmarkMemory(b *testing.B) {
 	}
 }
 
-// objects are the JSON of one of each kind, as an API server gives it.
+// objects has one object of each kind as JSON, as an API server gives it.
 type objects struct{ volume, pool, node []byte }
 
-// sampleUID is what all UIDs are made like.
+// sampleUID is the UID in the sample that each copy replaces by its own.
 const sampleUID = "9f1b2c3d-4e5f-4a6b-8c7d-0e9f8a7b6c5d"
 
-// sample makes a volume in a cluster, has it claimed, and returns the objects.
+// sample creates a volume in a cluster, claims it, and returns the objects.
 func sample(b testing.TB) objects {
 	w, m, s := newCluster(b)
 	v, err := s.Create(w.ctx, volume.Spec{Name: cluster.ProvisionedPrefix + sampleUID, Size: volume.Range{Required: 64 * mib}, Filesystem: filesystem.Ext4, Nodes: []string{m.name},
@@ -63,7 +62,7 @@ func sample(b testing.TB) objects {
 	check.OK(b, s.Claim(w.ctx, v.ID, volume.Claim{Node: m.name, Mode: "mount/SINGLE_NODE_WRITER"}))
 	node := &corev1.Node{}
 	check.OK(b, w.Get(w.ctx, client.ObjectKey{Name: m.name}, node))
-	for i := range 50 { // what the kubelet tells of by default
+	for i := range 50 { // as many as the kubelet reports by default (nodeStatusMaxImages)
 		image := fmt.Sprintf("registry.example.com/organization/image-%d", i)
 		node.Status.Images = append(node.Status.Images, corev1.ContainerImage{Names: []string{image + "@sha256:" + strings.Repeat("0", 64), image + ":v1.2.3"}, SizeBytes: 1 << 26})
 	}
@@ -89,7 +88,7 @@ func sample(b testing.TB) objects {
 	return objects{volume: raw, pool: get("/apis/ashlar.dev/v1alpha1/pools/" + overview.PoolName(m.name, "b")), node: get("/api/v1/nodes/" + m.name)}
 }
 
-// heap returns what a controller has on its heap that watches a cluster with so many nodes, two pools on each, and volumes.
+// heap returns the bytes on the heap of a controller of a cluster with some nodes, two pools on each, and some volumes.
 func (o objects) heap(b *testing.B, nodes, volumes int) uint64 {
 	s, stop := o.controller(b, nodes, volumes)
 	defer stop()
@@ -98,7 +97,7 @@ func (o objects) heap(b *testing.B, nodes, volumes int) uint64 {
 	return used
 }
 
-// controller is one that watches a cluster with so many nodes, two pools on each, and volumes, until it is stopped.
+// controller starts a controller of a cluster with some nodes, two pools on each, and some volumes; it runs until stop.
 func (o objects) controller(t testing.TB, nodes, volumes int) (s *store.Store, stop func()) {
 	server := httptest.NewServer(o.serve(nodes, volumes))
 	s, err := store.New(&rest.Config{Host: server.URL}, store.Options{AbandonGrace: time.Second, GoneGrace: time.Hour, Driver: cluster.DefaultDriver})
@@ -118,14 +117,14 @@ func (o objects) controller(t testing.TB, nodes, volumes int) (s *store.Store, s
 	}
 }
 
-// TestAllInLittle: what goes through all volumes again and again, as whoever reads the metrics and who lists the volumes in pages has the controller do, does not need the memory
-// for all of them at once.
+// TestAllInLittle: metrics, and lists of volumes in pages, have the controller go through all volumes again and again. That does not need memory for all
+// of them, unpacked, at once.
 func TestAllInLittle(t *testing.T) {
 	const volumes, limit = 10000, 1000
 	s, stop := sample(t).controller(t, 10, volumes)
 	defer stop()
 	settled()
-	defer debug.SetGCPercent(debug.SetGCPercent(10)) // what is garbage counts little
+	defer debug.SetGCPercent(debug.SetGCPercent(10)) // so that garbage counts little
 	for what, do := range map[string]func(){
 		"the metrics": func() {
 			if len(s.Samples()) == 0 {
@@ -144,7 +143,7 @@ func TestAllInLittle(t *testing.T) {
 	}
 }
 
-// most returns by how much the heap grows at most while something is done.
+// most returns by how many bytes the heap grows at most while do runs.
 func most(do func()) (used uint64) {
 	heap := func() uint64 {
 		var is runtime.MemStats
@@ -170,20 +169,20 @@ func most(do func()) (used uint64) {
 	return used
 }
 
-// settled waits until the heap stays as it is, and returns what is on it.
+// settled waits until the heap does not change any more, and returns its bytes.
 func settled() uint64 {
 	var is runtime.MemStats
 	for was := uint64(0); ; was = is.HeapAlloc {
-		time.Sleep(time.Second) // handlers have their turn
+		time.Sleep(time.Second) // so that event handlers run
 		runtime.GC()
-		runtime.GC() // what pools of the first one kept
+		runtime.GC() // a sync.Pool keeps its content for one more cycle
 		if runtime.ReadMemStats(&is); is.HeapAlloc < was+was/100 && was < is.HeapAlloc+was/100 {
 			return is.HeapAlloc
 		}
 	}
 }
 
-// serve stands for the API server: it has the objects, and tells a watch of them. It keeps none, so that it takes no memory itself.
+// serve stands for the API server: it answers lists and watches. It makes each object when it is sent, so that it needs no memory for them.
 func (o objects) serve(nodes, volumes int) http.Handler {
 	none := func(int) []byte { return nil }
 	kinds := map[string]struct {
@@ -204,8 +203,8 @@ func (o objects) serve(nodes, volumes int) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		kind, known := kinds[r.URL.Path]
 		w.Header().Set("Content-Type", "application/json")
-		say := func(format string, args ...any) { _, _ = fmt.Fprintf(w, format+"\n", args...) } // nobody may listen any more
-		if !known {                                                                             // what is listed once
+		say := func(format string, args ...any) { _, _ = fmt.Fprintf(w, format+"\n", args...) } // the client may be gone
+		if !known {                                                                             // kinds that are only listed
 			say(`{"kind":"List","apiVersion":"v1","metadata":{"resourceVersion":"1"},"items":[]}`)
 			return
 		}

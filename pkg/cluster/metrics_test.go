@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
-// TestMetrics: what the controller and the agent say of objects is how they are.
+// TestMetrics: the metrics of the controller and of the agent about objects.
 func TestMetrics(t *testing.T) {
 	w := newEnvironment(t)
 	var failing atomic.Pointer[error]
@@ -52,7 +52,7 @@ func TestMetrics(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, made.ID))
 	w.eventually("it is gone", func() bool { return volumes("ready") == 0 })
 
-	// What is wrong though nobody reports the pool any more: the node's driver was started without it, or the node is gone.
+	// Pools that are not reported any more: the node's driver was started without one, or the node is gone.
 	elsewhere := volumeOn(nodeName, "of a pool that is not served")
 	elsewhere.Spec.Pool = "fast"
 	check.OK(t, w.Create(w.ctx, elsewhere))

@@ -29,7 +29,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// movesTo asks for a volume to be moved to a node; empty: not any more.
+// movesTo asks for a volume to be moved to a node; with an empty node it takes the move back.
 func (w *environment) movesTo(name, node string) {
 	w.Helper()
 	w.movesToPool(name, node, "")
@@ -46,7 +46,7 @@ func (w *environment) movesToPool(name, node, pool string) {
 	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
 }
 
-// moved waits until a volume has moved to a machine, and its old node has given its bytes back.
+// moved waits until a volume has moved to a machine, and its old node has given its bytes back. It shows that nothing is left.
 func (w *environment) moved(name string, from, to *machine) {
 	w.Helper()
 	w.eventually("volume "+name+" has moved", func() bool {
@@ -61,7 +61,7 @@ func (w *environment) moved(name string, from, to *machine) {
 	}
 }
 
-// movesays waits until the object of a volume says something of its move.
+// movesays waits until the message about its move in the object of a volume (status.move) has some text.
 func (w *environment) movesays(name, part string) {
 	w.Helper()
 	w.eventually("the move of "+name+" says "+part, func() bool {
@@ -70,7 +70,8 @@ func (w *environment) movesays(name, part string) {
 	})
 }
 
-// TestMove: a volume that nobody uses moves to another node, with all that it is, and back; it can be used wherever it is, and deleted.
+// TestMove: a volume that nobody uses moves to another node, with its bytes and all its properties, and back. It can be used wherever it is, from each of
+// the nodes, and deleted.
 func TestMove(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
 	was := w.object("v")
@@ -97,7 +98,7 @@ func TestMove(t *testing.T) {
 	if now := w.object("v"); !now.Status.Created.Equal(was.Status.Created) || now.UID != was.UID || now.Status.Size != was.Status.Size {
 		t.Errorf("its object says %+v, before %+v", now.Status, was.Status)
 	}
-	for _, at := range []*machine{b, a} { // at home, and from where it was
+	for _, at := range []*machine{b, a} { // on its new home, and on its old one
 		w.claimFor(v.ID, at.name)
 		target = w.staged(at, dir, v.ID, mounted)
 		if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "from node-1" {
@@ -124,7 +125,7 @@ func (p thinly) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record
 	return p.Pool.Create(ctx, spec)
 }
 
-// TestMoveThin: a volume that moves to a pool of the other kind is thin there, and thick where it moves back, and says so.
+// TestMoveThin: a volume that moves to a pool of thin volumes is thin there, and thick again where it moves back; its object says so.
 func TestMoveThin(t *testing.T) {
 	w, network := newEnvironment(t), &remotetest.Network{}
 	a := w.begin(&machine{name: "node-1", ported: true, network: network})
@@ -146,7 +147,8 @@ func TestMoveThin(t *testing.T) {
 	}
 }
 
-// slowly is a cluster of two nodes in a network, of which the first lists what a volume has as far as it is let, and a volume of it with data at some MiB.
+// slowly returns a cluster of two nodes in a network, and a volume of the first with data at some MiB. The pool of the first node is a halting one, which
+// waits for let.
 func slowly(t *testing.T, at ...int64) (w *environment, a, b *machine, s *store.Store, v volume.Volume, let chan struct{}, dir string) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -163,7 +165,7 @@ func slowly(t *testing.T, at ...int64) (w *environment, a, b *machine, s *store.
 	return w, a, b, s, v, let, drivertest.Dir(t)
 }
 
-// write writes to a volume of a machine, as its user did.
+// write writes to a volume of a machine at some MiB.
 func (w *environment) write(m *machine, id volume.ID, at ...int64) {
 	w.Helper()
 	for _, offset := range at {
@@ -171,7 +173,7 @@ func (w *environment) write(m *machine, id volume.ID, at ...int64) {
 	}
 }
 
-// TestMoveClaimed: who claims a volume while it is copied has it at once, and what is written then moves too.
+// TestMoveClaimed: a volume that is claimed while it is copied can be used at once, and what is written then moves too.
 func TestMoveClaimed(t *testing.T) {
 	w, a, b, s, v, let, dir := slowly(t, 8, 40)
 	w.movesTo("v", b.name)
@@ -195,7 +197,7 @@ func TestMoveClaimed(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestMoveWaitsForUser: a move of a volume that somebody uses says so, whenever it is asked for.
+// TestMoveWaitsForUser: the move of a volume that is used says so each time that it is asked for.
 func TestMoveWaitsForUser(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
 	w.claimFor(v.ID, a.name)
@@ -209,14 +211,15 @@ func TestMoveWaitsForUser(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestMoveUndone: a move that nobody wants any more leaves nothing on the new node, and the volume as it was; so does one of a volume that is deleted.
+// TestMoveUndone: a move that is taken back leaves nothing on the new node, and the volume as it was. The move of a volume that is deleted leaves nothing
+// either.
 func TestMoveUndone(t *testing.T) {
 	w, a, b, s, v, let, dir := slowly(t, 8, 40)
 	copying := func() {
 		t.Helper()
 		w.movesTo("v", b.name)
 		let <- struct{}{}
-		w.eventually("what it was let is copied", func() bool { return len(let) == 0 }) // or the next copy has two
+		w.eventually("what it was let is copied", func() bool { return len(let) == 0 }) // otherwise the next copy may copy two ranges
 		w.movesays("v", "are copied from node node-1")
 		if left := w.leftovers(b); len(left) != 1 {
 			t.Fatalf("node-2 has %v", left)
@@ -236,7 +239,8 @@ func TestMoveUndone(t *testing.T) {
 	w.tally(b)
 }
 
-// TestMoveUndoneUnseals: when a move is taken back the old home finds that out by itself, and can use the volume from then on without the API server; not while it is asked for.
+// TestMoveUndoneUnseals: when a move is taken back, the old home unseals the volume by itself, so that it can be used without the API server from then on.
+// It does not unseal it while the move is asked for.
 func TestMoveUndoneUnseals(t *testing.T) {
 	w, a, b, s, v, let, dir := slowly(t, 8, 40)
 	sealed := func() bool {
@@ -248,7 +252,7 @@ func TestMoveUndoneUnseals(t *testing.T) {
 	let <- struct{}{}
 	w.movesays("v", "are copied from node node-1")
 	w.touched("v")
-	time.Sleep(200 * time.Millisecond) // it stays sealed
+	time.Sleep(200 * time.Millisecond) // so that the agent can do what is wrong
 	if !sealed() {
 		t.Error("it is not sealed while it moves")
 	}
@@ -268,7 +272,8 @@ func TestMoveUndoneUnseals(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestMoveLeftNetwork: a node that a volume has left, and that is in no network any more when it starts again, gives its bytes back all the same; nothing comes to it.
+// TestMoveLeftNetwork: a node that a volume has left, and that is in no network any more after a restart, gives the bytes back all the same. No volume
+// moves to it.
 func TestMoveLeftNetwork(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	a.stop()
@@ -293,8 +298,8 @@ func TestMoveLeftNetwork(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestMoveFenced: a node that a volume has left does not use its own bytes of it any more, whatever it has not been told; and it has them until the new one says that it
-// has taken over.
+// TestMoveFenced: a node that a volume has left does not use the bytes that it still has, although it was not told that the volume has left. It keeps them
+// until the new node has taken the volume over.
 func TestMoveFenced(t *testing.T) {
 	drivertest.NeedRoot(t)
 	w, network := newEnvironment(t), &remotetest.Network{}
@@ -309,7 +314,7 @@ func TestMoveFenced(t *testing.T) {
 	w.movesays("v", "all bytes are on node node-2")
 	here, err := a.local.Get(w.ctx, v.ID)
 	check.OK(t, err)
-	_, err = a.local.Attach(w.ctx, here, nil) // nobody claims it
+	_, err = a.local.Attach(w.ctx, here, nil) // without a claim
 	fails(t, err, errdefs.ErrUnavailable)
 	a.stop()
 	b.stop()
@@ -327,7 +332,7 @@ func TestMoveFenced(t *testing.T) {
 	w.claimFor(v.ID, "")
 	w.eventually("the store knows of its end", func() bool { return errors.Is(s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable) })
 	w.start(a)
-	time.Sleep(time.Second) // it does not go
+	time.Sleep(time.Second) // so that the agent can do what is wrong
 	check.OK(t, second(a.local.Get(w.ctx, v.ID)))
 	w.start(b)
 	w.moved("v", a, b)
@@ -335,11 +340,12 @@ func TestMoveFenced(t *testing.T) {
 	w.tally(b)
 }
 
-// breaking cuts one part of the driver off from the API server at one of the writes of all parts, for good: as if it had died there.
+// breaking counts the writes of all parts of the driver, and cuts the part that makes a certain one off from the API server for good, as if it had died
+// there.
 type breaking struct {
 	mu    sync.Mutex
-	left  int    // writes until it breaks; 0: it does not
-	after bool   // it breaks after the write has been done, else before
+	left  int    // how many writes are left until that one, which counts; 0: no part is cut off
+	after bool   // the part is cut off after that write is done, else before
 	dead  string // the part that is cut off
 	hit   chan string
 }
@@ -350,7 +356,7 @@ func (b *breaking) arm(n int, after bool) {
 	b.left, b.after, b.dead, b.hit = n, after, "", make(chan string, 1)
 }
 
-// of is how a part connects.
+// of returns how the connection of a part is changed (wrap).
 func (b *breaking) of(part string) func(*rest.Config) {
 	return func(c *rest.Config) {
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
@@ -391,16 +397,17 @@ type tripper func(*http.Request) (*http.Response, error)
 
 func (t tripper) RoundTrip(r *http.Request) (*http.Response, error) { return t(r) }
 
-// onTheWay is what moves between two machines.
+// onTheWay is a volume or snapshot that moves between two machines.
 type onTheWay struct {
 	id    volume.ID
-	ask   func(to *machine)
-	over  func(to *machine) bool  // its move has ended there
-	moved func(from, to *machine) // waits for that, and makes sure of it
+	ask   func(to *machine)       // asks for its move
+	over  func(to *machine) bool  // reports whether it has moved, and the move has ended
+	moved func(from, to *machine) // waits for that, and shows that nothing is left
 }
 
-// cutShort makes something on one of two nodes, and moves it there and back as often as its move has writes, before or after which the part of the driver that does it dies. Each move ends when that
-// part is back, and all bytes are there. It returns where it is then.
+// cutShort makes a volume or snapshot (begin) on one of two nodes, and moves it to and fro, once for each write of a move: before or after that write the
+// part of the driver that makes it dies. It shows that each move ends when that part is back, and that all bytes are there. It returns on which machine it
+// is then.
 func cutShort(t *testing.T, network *remotetest.Network, begin func(w *environment, s *store.Store, at *machine) onTheWay) (w *environment, s *store.Store, at, other *machine, what onTheWay) {
 	t.Helper()
 	w, cut := newEnvironment(t), &breaking{}
@@ -451,7 +458,8 @@ func cutShort(t *testing.T, network *remotetest.Network, begin func(w *environme
 	return w, s, from, to, what
 }
 
-// TestMoveCutShort: whatever part of the driver dies at whichever write of a move, before or after it is done, the move ends when that part is back, and the volume has all its bytes.
+// TestMoveCutShort: at whichever write of a move the part of the driver dies that makes it, before or after it is done, the move ends when that part is
+// back, and the volume has all its bytes.
 func TestMoveCutShort(t *testing.T) {
 	drivertest.NeedRoot(t)
 	w, s, at, other, v := cutShort(t, &remotetest.Network{}, func(w *environment, s *store.Store, at *machine) onTheWay {
@@ -472,7 +480,7 @@ func TestMoveCutShort(t *testing.T) {
 	w.tally(other)
 }
 
-// TestMoveTold: that a volume moves, why that does not go on, and that it has moved, events on its claim say.
+// TestMoveTold: events on a volume and its claim tell that it moves, why that does not go on, and that it has moved.
 func TestMoveTold(t *testing.T) {
 	w, network := newEnvironment(t), &remotetest.Network{}
 	let := make(chan struct{}, 1)

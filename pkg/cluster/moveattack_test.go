@@ -25,7 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// atHome is a cluster of two nodes in a network, and a volume of the first with data. The controller is stopped.
+// atHome returns a cluster of two nodes in a network, and a volume of the first with data (want). The controller is stopped.
 func atHome(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want []byte) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -41,7 +41,7 @@ func atHome(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want 
 	return w, a, b, v, want
 }
 
-// aboutToMove is atHome, with all of the volume on the second node as well, which the controller would name.
+// aboutToMove is atHome, but the volume is to move, and the second node has a full copy: the next step is the controller's.
 func aboutToMove(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want []byte) {
 	t.Helper()
 	w, a, b, v, want = atHome(t)
@@ -50,7 +50,7 @@ func aboutToMove(t *testing.T) (w *environment, a, b *machine, v volume.Volume, 
 	return w, a, b, v, want
 }
 
-// copied waits until the new node of a volume says that all bytes are there.
+// copied waits until the object of a volume says that its new node has all bytes.
 func (w *environment) copied(name string) {
 	w.Helper()
 	w.eventually("all bytes of "+name+" are there", func() bool {
@@ -59,7 +59,7 @@ func (w *environment) copied(name string) {
 	})
 }
 
-// flipped starts a controller, and waits until it has named the new node of a volume.
+// flipped starts a controller, and waits until it has written the new node into the object of a volume.
 func (w *environment) flipped(name string, to *machine) *store.Store {
 	w.Helper()
 	s, _ := w.store()
@@ -67,7 +67,7 @@ func (w *environment) flipped(name string, to *machine) *store.Store {
 	return s
 }
 
-// TestMoveUndoneTooLate: a move is taken back by somebody who has not seen yet that the volume has moved. The bytes that the new node has are the volume then, and stay.
+// TestMoveUndoneTooLate: a move that is taken back after the volume has changed its node is refused: the bytes on the new node are the volume, and stay.
 func TestMoveUndoneTooLate(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	b.stop()
@@ -85,8 +85,8 @@ func TestMoveUndoneTooLate(t *testing.T) {
 	}
 }
 
-// TestMoveAskedAgain: a move is taken back, and asked for again before everybody has heard of the first: what the new node said of the copy then is not true of
-// the one now.
+// TestMoveAskedAgain: a move is taken back, and asked for again. What the new node has reported of the first copy, which it has removed, does not count
+// for the second move.
 func TestMoveAskedAgain(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	a.stop()
@@ -106,7 +106,8 @@ func TestMoveAskedAgain(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestMoveUnclaimed: what is about to move nobody uses without a claim, also before all bytes are on the new node: that is told of it by claims alone.
+// TestMoveUnclaimed: a volume that is to move cannot be used without a claim, also before all bytes are on the new node: claims alone show that node that
+// the volume is used.
 func TestMoveUnclaimed(t *testing.T) {
 	w, a, b, s, v, let, _ := slowly(t, 8, 40)
 	w.movesTo("v", b.name)
@@ -121,8 +122,8 @@ func TestMoveUnclaimed(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestMoveCopyLost: what the new node has of a volume that has moved, and not arrived, is gone, or is not what the old node has by now (the API server went back to a move of
-// before, and the volume was used since): then the old node has all there is, and it is brought again.
+// TestMoveCopyLost: a volume has moved, and not arrived. The copy on the new node is gone, or is older than what the old node has (the object was restored
+// to an earlier move, and the volume was used since). Then the bytes of the old node are copied again.
 func TestMoveCopyLost(t *testing.T) {
 	for _, lost := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
@@ -148,8 +149,8 @@ func TestMoveCopyLost(t *testing.T) {
 	}
 }
 
-// TestMoveBroughtAgain: the new node of a volume that has moved brings all bytes again, as they are sealed by now, and dies at one of the writes after that. The old one gives its
-// bytes back all the same.
+// TestMoveBroughtAgain: the new node of a volume that has moved copies all bytes again, with a later seal, and dies at one of the writes after that. The
+// old node gives its bytes back all the same.
 func TestMoveBroughtAgain(t *testing.T) {
 	for n := 1; n <= 2; n++ {
 		t.Run(fmt.Sprintf("write %d", n), func(t *testing.T) {
@@ -176,8 +177,8 @@ func TestMoveBroughtAgain(t *testing.T) {
 	}
 }
 
-// TestMoveHomeDies: the old node dies as soon as the volume has moved. The new one has all of it, and takes it over; the old one gives its bytes back when it is there again, if
-// those are what has moved.
+// TestMoveHomeDies: the old node dies when the volume has moved. The new one has a full copy, and takes the volume over. When the old node is back, it
+// keeps bytes that have another seal than those that have moved.
 func TestMoveHomeDies(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	a.stop()
@@ -186,15 +187,15 @@ func TestMoveHomeDies(t *testing.T) {
 	if have := w.content(b, v.ID); string(have) != string(want) {
 		t.Error("its bytes are others")
 	}
-	check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9))) // for another move, of which the API server does not know any more
+	check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9))) // as for another move, which the API server does not know any more
 	w.start(a)
 	w.movesays("v", "its bytes stay here")
 	check.OK(t, second(a.local.Get(w.ctx, v.ID)))
 	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable)
 }
 
-// TestMoveObjectDeleted: somebody deletes the object of a volume that has moved, and not arrived, or is about to. The copy goes, the old node keeps what it has, and its adoption
-// makes a volume of that again.
+// TestMoveObjectDeleted: the object of a volume is deleted when the volume is about to move, or has moved and not arrived. The copy is removed, and the
+// old node keeps its bytes, which can be adopted.
 func TestMoveObjectDeleted(t *testing.T) {
 	for _, flipped := range []bool{false, true} {
 		t.Run(fmt.Sprintf("moved=%v", flipped), func(t *testing.T) {
@@ -240,19 +241,19 @@ func TestMoveObjectDeleted(t *testing.T) {
 	}
 }
 
-// leftGone has the volume of aboutToMove move to b while a is down, and a be taken for gone, so that the move ends.
+// leftGone moves the volume of aboutToMove to b while a is down, and deletes the Node of a, so that the move ends.
 func (w *environment) leftGone(v volume.Volume, a, b *machine) {
 	w.Helper()
 	a.stop()
 	w.flipped("v", b)
 	w.movesays("v", "node-1 is to give its bytes back")
 	check.OK(w, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
-	w.claimFor(v.ID, b.name) // whatever happens to the object has it looked at
+	w.claimFor(v.ID, b.name) // a change of the object, so that the mover looks at it
 	w.claimFor(v.ID, "")
 	w.eventually("the move is over", func() bool { return w.object("v").Spec.Move == nil })
 }
 
-// comesBack starts a machine that was taken for gone, and waits until its pool says that it has a stray.
+// comesBack creates the Node of a machine again, starts its agent, and waits until its pool reports a stray.
 func (w *environment) comesBack(m *machine) {
 	w.Helper()
 	w.node(m.name, true)
@@ -260,7 +261,8 @@ func (w *environment) comesBack(m *machine) {
 	w.eventually("node "+m.name+" has a stray", func() bool { return w.pool(m.name, "default").Status.StrayCount == 1 })
 }
 
-// forgets waits until a machine has nothing of a volume any more that was taken for gone when that left it. While the new node does not answer yet it asks again after minutes, or when it starts.
+// forgets waits until a machine, whose Node was deleted when a volume left it, has nothing of that any more. It restarts the agent meanwhile: if the new
+// node does not answer, the agent asks again only after minutes, or when it starts.
 func (w *environment) forgets(m *machine, id volume.ID) {
 	w.Helper()
 	w.eventually("its old bytes are gone", func() bool {
@@ -274,8 +276,8 @@ func (w *environment) forgets(m *machine, id volume.ID) {
 	})
 }
 
-// TestMoveNodeGone: a volume leaves a node that dies, and is taken for gone. It comes back with its old bytes, which nobody uses, and which go once the new node says that it has the volume.
-// The volume can move back there.
+// TestMoveNodeGone: a volume leaves a node that dies, and whose Node is deleted. The node comes back with the old bytes, which cannot be used, and deletes
+// them when the new node says that it has the volume. The volume can move back there.
 func TestMoveNodeGone(t *testing.T) {
 	w, a, b, v, _ := aboutToMove(t)
 	before := w.object("v")
@@ -298,7 +300,7 @@ func TestMoveNodeGone(t *testing.T) {
 	}
 }
 
-// TestMoveNodeGoneMovedOn: what a node has left goes too if the volume has moved on to a third one meanwhile.
+// TestMoveNodeGoneMovedOn: such a node deletes the old bytes also if the volume has moved on to a third node meanwhile.
 func TestMoveNodeGoneMovedOn(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	w.leftGone(v, a, b)
@@ -313,8 +315,8 @@ func TestMoveNodeGoneMovedOn(t *testing.T) {
 	}
 }
 
-// TestMoveNodeGoneOnlyCopy: what a node that was taken for gone has of a volume stays if the new node has lost it, or has another one than came from there: the API server went back to an
-// earlier move.
+// TestMoveNodeGoneOnlyCopy: such a node keeps the old bytes if the new node has lost the volume, or has one that did not come from these bytes (the object
+// was restored to an earlier move).
 func TestMoveNodeGoneOnlyCopy(t *testing.T) {
 	for _, lost := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
@@ -332,7 +334,7 @@ func TestMoveNodeGoneOnlyCopy(t *testing.T) {
 				check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9)))
 			}
 			w.comesBack(a)
-			time.Sleep(time.Second) // it does not go
+			time.Sleep(time.Second) // so that the agent can do what is wrong
 			if have := w.content(a, v.ID); string(have) != string(want) {
 				t.Error("its bytes are others")
 			}
@@ -343,7 +345,8 @@ func TestMoveNodeGoneOnlyCopy(t *testing.T) {
 	}
 }
 
-// TestMoveRounds: both directions, and a third node, one quickly after the other: whatever is asked for next ends as it was asked for last, with all bytes.
+// TestMoveRounds: moves between three nodes are asked for, and taken back, quickly one after the other. In the end the volume is on one node, with all
+// bytes, and nothing is left on the others.
 func TestMoveRounds(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	c := w.begin(&machine{name: "node-3", ported: true, network: a.network})
@@ -352,7 +355,7 @@ func TestMoveRounds(t *testing.T) {
 	ask := func(m *machine) bool {
 		o := w.object("v")
 		if o.Spec.Move != nil && o.Spec.Move.Left {
-			return false // what has moved ends by itself
+			return false // such a move ends by itself
 		}
 		before := o.DeepCopy()
 		if o.Spec.Move = nil; m != nil && o.Spec.NodeName != m.name {
@@ -381,7 +384,8 @@ func TestMoveRounds(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestMoveUsedMeanwhile: a volume is used on one node after the other, for a moment, while it is asked onto one node after the other: each user finds what the one before has written.
+// TestMoveUsedMeanwhile: a volume is used on one node after the other, for a moment each, while moves of it are asked for. Each user finds what the one
+// before has written.
 func TestMoveUsedMeanwhile(t *testing.T) {
 	w, a, b, s, v, let, dir := slowly(t, 8, 40)
 	close(let)
@@ -389,7 +393,7 @@ func TestMoveUsedMeanwhile(t *testing.T) {
 	nodes := []*machine{a, b}
 	last := ""
 	for i := range 12 {
-		for range i % 3 { // two moves that are asked for at once end as one
+		for range i % 3 { // a second move that is asked for at once has no effect of its own
 			o := w.object("v")
 			before := o.DeepCopy()
 			if o.Spec.Move == nil {
