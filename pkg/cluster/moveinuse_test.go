@@ -33,11 +33,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// consumer stands for the node that uses a volume while it moves: it asks the two others over their ports, as its account may, and writes the object as that.
-// Its kernel's part, the mirror, is a copy of what the old node has.
+// consumer stands for the node that uses a volume while it moves: it calls the two homes over their ports, and writes the object, with the account of that
+// node's agent. In place of the kernel's mirror it copies the bytes of the old home.
 type consumer struct {
 	*environment
-	as      client.Client // of its account
+	as      client.Client // with that account
 	name    string        // of the node
 	old     move.Old
 	fresh   move.New
@@ -47,14 +47,14 @@ type consumer struct {
 	id      volume.ID
 }
 
-// newConsumer is a cluster of two nodes in a network, and a volume of the first that a third one uses, which moves it to the second. The controller, which
-// would name that, is stopped.
+// newConsumer returns a consumer: a volume of the first of two nodes is used by a third one, and is to move to the second. The controller, which writes
+// the new node into the object, is stopped.
 func newConsumer(t *testing.T) (c *consumer, stop func()) {
 	t.Helper()
 	return newConsumerTo(t, "")
 }
 
-// newConsumerTo is newConsumer of a volume that moves to a pool of another name.
+// newConsumerTo is newConsumer for a volume that moves to a pool of another name.
 func newConsumerTo(t *testing.T, pool string) (c *consumer, stop func()) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -84,7 +84,7 @@ func newConsumerTo(t *testing.T, pool string) (c *consumer, stop func()) {
 	return c, stop
 }
 
-// call connects to the two nodes, which are asked patiently.
+// call connects to the two nodes; a busy one is asked again (patient).
 func (c *consumer) call() {
 	c.Helper()
 	calls, err := port.NewCallers(wrapped(apitest.Get(c).Agent(c, c.name)))
@@ -97,7 +97,7 @@ func (c *consumer) call() {
 	c.old, c.fresh, c.home, c.newHome = move.OldAt(patient{old}), move.NewAt(patient{fresh}), export.HomeAt(patient{old}), export.HomeAt(patient{fresh})
 }
 
-// of is the move as the object says it now.
+// of returns the move for which calls are made, by the present object.
 func (c *consumer) of() move.Of {
 	c.Helper()
 	v := c.object("v")
@@ -108,7 +108,7 @@ func (c *consumer) of() move.Of {
 	return of
 }
 
-// prepare has the new node make room.
+// prepare calls Describe of the old home, and Prepare of the new one.
 func (c *consumer) prepare() (from volume.Origin, room export.Opened) {
 	c.Helper()
 	from, err := c.old.Describe(c.ctx, c.of())
@@ -118,7 +118,7 @@ func (c *consumer) prepare() (from volume.Origin, room export.Opened) {
 	return from, room
 }
 
-// mirror copies what the old node has into the room.
+// mirror copies the bytes of the old home to what the new one has prepared.
 func (c *consumer) mirror(room export.Opened) {
 	c.Helper()
 	ranges, err := c.old.Ranges(c.ctx, c.of())
@@ -141,7 +141,7 @@ func (c *consumer) mirror(room export.Opened) {
 	}
 }
 
-// complete has what was mirrored sealed, and made a volume.
+// complete calls Seal of the old home, and Complete of the new one.
 func (c *consumer) complete(room export.Opened) (sealed volume.Origin) {
 	c.Helper()
 	sealed, err := c.old.Seal(c.ctx, c.of())
@@ -150,7 +150,7 @@ func (c *consumer) complete(room export.Opened) (sealed volume.Origin) {
 	return sealed
 }
 
-// pin writes that all of it is there, into the object as it was read.
+// pin writes into the object, as it was read, that the new home has all bytes.
 func (c *consumer) pin(v *v1alpha1.Volume, sealed volume.Origin) error {
 	before := v.DeepCopy()
 	if v.Status.Move == nil {
@@ -161,7 +161,7 @@ func (c *consumer) pin(v *v1alpha1.Volume, sealed volume.Origin) error {
 	return c.as.Status().Patch(c.ctx, v, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 }
 
-// pinned is all that comes before the controller's turn.
+// pinned takes all steps before that of the controller.
 func (c *consumer) pinned() (room export.Opened, sealed volume.Origin) {
 	c.Helper()
 	_, room = c.prepare()
@@ -169,7 +169,7 @@ func (c *consumer) pinned() (room export.Opened, sealed volume.Origin) {
 	c.eventually("all of it is there", func() bool {
 		now := c.object("v")
 		sealed = c.complete(room)
-		return c.pin(now, sealed) == nil // the agents write too
+		return c.pin(now, sealed) == nil // agents may have written the object meanwhile
 	})
 	return room, sealed
 }
@@ -192,7 +192,7 @@ func (c *consumer) unpin() bool {
 	return done
 }
 
-// over waits until the move is, and all of the volume is on its new node.
+// over waits until the move is over, and shows that the new node has all bytes.
 func (c *consumer) over(want []byte) {
 	c.Helper()
 	c.moved("v", c.a, c.b)
@@ -201,7 +201,7 @@ func (c *consumer) over(want []byte) {
 	}
 }
 
-// released takes the claim off, and deletes the volume.
+// released releases the volume, and deletes it.
 func (c *consumer) released(s *store.Store) {
 	c.Helper()
 	c.again("it is released", func(ctx context.Context) error { return s.Release(ctx, c.id, c.name) })
@@ -211,7 +211,8 @@ func (c *consumer) released(s *store.Store) {
 	c.tally(c.b)
 }
 
-// TestMoveInUse: a volume moves while a third node uses it. That goes on by the next generation of its claim, over the export that was prepared, and finds what it has noted in the record.
+// TestMoveInUse: a volume moves while a third node uses it. That node goes on with the next generation of its claim, over the export that was prepared,
+// and the labels that it has written are in the record.
 func TestMoveInUse(t *testing.T) {
 	c, _ := newConsumer(t)
 	check.OK(t, second(c.home.SetLabels(c.ctx, c.id, 1, nil, map[string]string{"target": "/pod"})))
@@ -232,7 +233,7 @@ func TestMoveInUse(t *testing.T) {
 	if names := c.a.network.Exported(); len(names) != 1 || names[0] != room.NQN {
 		t.Errorf("exported are %v", names)
 	}
-	// What comes late is refused.
+	// Late calls are refused.
 	late := move.Of{ID: c.id, Claim: 1, Object: now.Generation}
 	_, err = c.old.Seal(c.ctx, late)
 	fails(t, err, errdefs.ErrPrecondition)
@@ -243,7 +244,7 @@ func TestMoveInUse(t *testing.T) {
 	c.released(s)
 }
 
-// TestMoveInUseSteps: each step may be taken again, and is refused to others, and by an object of before.
+// TestMoveInUseSteps: each call may be repeated. It is refused to other nodes, and for another claim or an earlier object.
 func TestMoveInUseSteps(t *testing.T) {
 	c, _ := newConsumer(t)
 	of := c.of()
@@ -277,7 +278,7 @@ func TestMoveInUseSteps(t *testing.T) {
 	fails(t, second(stranger.old.Sealed(c.ctx, c.id)), errdefs.ErrNotFound) // it has not moved
 	larger := from
 	larger.Created, larger.Size = time.Now(), 64*mib
-	fails(t, second(c.fresh.Prepare(c.ctx, of, larger)), errdefs.ErrUnavailable) // whatever its user says of it
+	fails(t, second(c.fresh.Prepare(c.ctx, of, larger)), errdefs.ErrUnavailable) // the object has another size
 	for range 2 {
 		again, err := c.fresh.Prepare(c.ctx, of, from)
 		if check.OK(t, err); again.NQN != room.NQN || again.Secret != room.Secret {
@@ -291,7 +292,7 @@ func TestMoveInUseSteps(t *testing.T) {
 		if left := c.leftovers(c.b); len(left) != 0 {
 			t.Errorf("dropped, node-2 has %v", left)
 		}
-		fails(t, c.fresh.Complete(c.ctx, of, room.NQN, sealed), errdefs.ErrNotFound) // its copy is lost before anybody says that it is there
+		fails(t, c.fresh.Complete(c.ctx, of, room.NQN, sealed), errdefs.ErrNotFound) // the copy is gone
 		from, room = c.prepare()
 	}
 	want := c.content(c.a, c.id)
@@ -303,7 +304,8 @@ func TestMoveInUseSteps(t *testing.T) {
 	c.released(s)
 }
 
-// TestMoveInUsePinned: from when all of it is said to be there until the controller has named the new node, or that is taken back, nothing of the volume changes at its old node.
+// TestMoveInUsePinned: from when the object says that the new home has all bytes (pinned), until the controller has changed the node or that is taken
+// back, nothing of the volume changes at its old home.
 func TestMoveInUsePinned(t *testing.T) {
 	c, _ := newConsumer(t)
 	room, _ := c.pinned()
@@ -330,7 +332,7 @@ func TestMoveInUsePinned(t *testing.T) {
 	stale := c.object("v")
 	sealed, err := c.old.Seal(c.ctx, c.of())
 	check.OK(t, err)
-	check.OK(t, swap("", "/pod")) // whoever is about to say that all is there does not know of it
+	check.OK(t, swap("", "/pod")) // a change after the seal, so that the pin below is refused
 	if err := c.pin(stale, sealed); err == nil {
 		t.Error("what was changed since is said to be there")
 	}
@@ -341,7 +343,7 @@ func TestMoveInUsePinned(t *testing.T) {
 	if now := c.object("v"); now.Status.Move.Undone < 3 {
 		t.Errorf("its object says %+v", now.Status.Move)
 	}
-	// Growth makes what was said untrue, also if it is asked for meanwhile.
+	// A pinned volume that is to grow does not move.
 	c.eventually("all of it is there", func() bool {
 		now := c.object("v")
 		return c.pin(now, c.complete(room)) == nil
@@ -363,7 +365,8 @@ func TestMoveInUsePinned(t *testing.T) {
 	c.released(s)
 }
 
-// TestMoveInUseReleased: the claim goes at each step before the new node is named. What was prepared is not used; the volume moves as one that nobody uses, or is claimed anew and moved by that.
+// TestMoveInUseReleased: the volume is released after each of the steps before the controller's. What was prepared is not used. The volume moves as one
+// that nobody uses, or is claimed anew, and moves in use by that claim.
 func TestMoveInUseReleased(t *testing.T) {
 	for step, reach := range map[string]func(c *consumer) export.Opened{
 		"prepared": func(c *consumer) export.Opened { _, room := c.prepare(); return room },
@@ -384,7 +387,7 @@ func TestMoveInUseReleased(t *testing.T) {
 				if claimed {
 					c.claimFor(c.id, c.name)
 				}
-				// What is written since is in the old node's bytes alone.
+				// Only the old home has what is written from now on.
 				check.OK(t, c.a.local.Unexport(c.ctx, c.id, 1))
 				c.write(c.a, c.id, 0)
 				want := c.content(c.a, c.id)
@@ -412,7 +415,8 @@ func TestMoveInUseReleased(t *testing.T) {
 	}
 }
 
-// TestMoveInUseTakenBack: the move is taken back at each step, and asked for again: what was prepared goes, unless nobody has seen that, and who says late that all is there is refused.
+// TestMoveInUseTakenBack: the move is taken back before or after the volume is pinned, and asked for again. What was prepared is removed, and late calls
+// and writes for the first move are refused.
 func TestMoveInUseTakenBack(t *testing.T) {
 	c, _ := newConsumer(t)
 	for _, pin := range []bool{false, true} {
@@ -445,7 +449,8 @@ func TestMoveInUseTakenBack(t *testing.T) {
 	c.released(s)
 }
 
-// TestMoveInUseTakenBackAtStart: the move is taken back while the new node starts, after that has looked at what it has, and before it watches what moves there: what was prepared goes at once.
+// TestMoveInUseTakenBackAtStart: the move is taken back while the agent of the new node starts, after it has looked at its leftovers, and before it
+// watches moves. What was prepared is removed soon all the same.
 func TestMoveInUseTakenBackAtStart(t *testing.T) {
 	c, _ := newConsumer(t)
 	c.prepare()
@@ -461,7 +466,7 @@ func TestMoveInUseTakenBackAtStart(t *testing.T) {
 				if strings.HasSuffix(q.URL.Path, "/volumes/"+c.id.Key) {
 					select {
 					case looked <- struct{}{}:
-					default: // it was told
+					default: // not the first time
 					}
 				}
 				return answer, err
@@ -474,18 +479,18 @@ func TestMoveInUseTakenBackAtStart(t *testing.T) {
 	close(watch)
 	began := time.Now()
 	c.eventually("nothing is left", func() bool { return len(c.leftovers(c.b)) == 0 })
-	if took := time.Since(began); took > 45*time.Second { // else it is looked at after a minute
+	if took := time.Since(began); took > 45*time.Second { // the regular look is after a minute
 		t.Errorf("that took %v", took)
 	}
 }
 
-// TestMoveInUseTakenBackBusy: what was prepared goes soon, also if something else is being done to the volume when the new node looks.
+// TestMoveInUseTakenBackBusy: what was prepared is removed soon, also if the lock of the volume is held when the new node looks.
 func TestMoveInUseTakenBackBusy(t *testing.T) {
 	c, _ := newConsumer(t)
 	c.prepare()
 	unlock := check.Locked(t, c.b.locks, keylock.Volume(c.id.Key))
 	c.movesTo("v", "")
-	time.Sleep(3 * time.Second) // it looks, and cannot have the lock
+	time.Sleep(3 * time.Second) // meanwhile it looks, and does not get the lock
 	unlock()
 	for end := time.Now().Add(45 * time.Second); len(c.leftovers(c.b)) > 0; time.Sleep(50 * time.Millisecond) {
 		if time.Now().After(end) {
@@ -494,7 +499,8 @@ func TestMoveInUseTakenBackBusy(t *testing.T) {
 	}
 }
 
-// TestMoveInUseEnds: the claim goes, or the new node starts anew, right after that was named: the volume is there, whatever comes first, and is released when that gives it to nobody.
+// TestMoveInUseEnds: a volume is released right after its node has changed, while the agent of the new node is down. The release waits until that has
+// taken the volume over and ended its export.
 func TestMoveInUseEnds(t *testing.T) {
 	c, _ := newConsumer(t)
 	want := c.content(c.a, c.id)
@@ -507,7 +513,7 @@ func TestMoveInUseEnds(t *testing.T) {
 		if c.object("v").Spec.Claim != nil {
 			return false
 		}
-		time.Sleep(time.Second) // nor is it released then: the new node may give it to its user
+		time.Sleep(time.Second) // the release does not end meanwhile: the new node may export the volume
 		return true
 	})
 	c.start(c.b)
@@ -515,7 +521,8 @@ func TestMoveInUseEnds(t *testing.T) {
 	c.released(s)
 }
 
-// TestMoveInUseOldNodeAway: the old node dies when the new one is named. The new one takes the volume over, and its user goes on; the old one gives its bytes back when it is there again.
+// TestMoveInUseOldNodeAway: the old node dies when the volume changes its node. The new one takes the volume over, and the user goes on. The old one gives
+// its bytes back when it is back.
 func TestMoveInUseOldNodeAway(t *testing.T) {
 	c, _ := newConsumer(t)
 	want := c.content(c.a, c.id)
@@ -524,14 +531,15 @@ func TestMoveInUseOldNodeAway(t *testing.T) {
 	s := c.flipped("v", c.b)
 	c.exported("v", &volume.Grant{Generation: 2, Node: c.name})
 	if names := c.a.network.Exported(); len(names) != 2 {
-		t.Errorf("exported are %v", names) // the old one's leads nowhere that counts
+		t.Errorf("exported are %v", names) // that of the old node is not used any more
 	}
 	c.start(c.a)
 	c.over(want)
 	c.released(s)
 }
 
-// TestMoveInUseCopyLost: what the new node has is gone when it is named. It is never brought from the old node, which has nothing of what was written since: it is lost, and said to be.
+// TestMoveInUseCopyLost: the copy on the new node is gone when the volume has changed its node. It is not copied from the old node again, which lacks what
+// was written since. The volume is reported as lost.
 func TestMoveInUseCopyLost(t *testing.T) {
 	c, _ := newConsumer(t)
 	c.pinned()
@@ -549,7 +557,7 @@ func TestMoveInUseCopyLost(t *testing.T) {
 	check.OK(t, second(c.a.local.Get(c.ctx, c.id)))
 }
 
-// usedSince has the volume move, with its new node's agent stopped, and its user write to what that has.
+// usedSince moves the volume while the agent of its new node is stopped, and writes to it there, as its user does.
 func (c *consumer) usedSince() *store.Store {
 	c.Helper()
 	c.pinned()
@@ -564,7 +572,7 @@ func (c *consumer) usedSince() *store.Store {
 	return s
 }
 
-// isStray waits until the volume is a stray of a node.
+// isStray waits until a node reports the volume as a stray.
 func (c *consumer) isStray(m *machine) {
 	c.Helper()
 	c.eventually("it is a stray of "+m.name, func() bool {
@@ -573,7 +581,7 @@ func (c *consumer) isStray(m *machine) {
 	})
 }
 
-// keptSince makes sure that the new node has what was written since the volume has moved, and that its user goes on. It returns all bytes.
+// keptSince shows that the new node has what was written since the volume has moved, and still exports it to its user. It returns all bytes.
 func (c *consumer) keptSince() []byte {
 	c.Helper()
 	have := c.content(c.b, c.id)
@@ -583,7 +591,8 @@ func (c *consumer) keptSince() []byte {
 	return have
 }
 
-// TestMoveInUseOlderAdopted: so do they, and adopt what the old node has before the agent of the new one is back. That keeps what was written since, and says so.
+// TestMoveInUseOlderAdopted: the object of a volume that has moved in use is deleted, and the older bytes of the old node are adopted before the agent of
+// the new node is back. The new node keeps what was written since, and says so.
 func TestMoveInUseOlderAdopted(t *testing.T) {
 	c, _ := newConsumer(t)
 	s := c.usedSince()
@@ -602,7 +611,7 @@ func TestMoveInUseOlderAdopted(t *testing.T) {
 		return said != nil && strings.Contains(said.Message, "its object says pool default of node node-1: if that is wrong, delete that object first") &&
 			strings.Contains(said.Message, "it has come here while it was used, and may have what was written last")
 	})
-	// The one that was adopted is to move there. Nobody makes room for it, not even its user who says that all has been claimed since.
+	// The adopted volume is to move there. The new node does not prepare it in place of its own, whatever the caller says about its claims.
 	c.call()
 	generation := c.claimFor(c.id, c.name)
 	check.OK(t, second(c.home.Open(c.ctx, c.id, generation)))
@@ -615,8 +624,8 @@ func TestMoveInUseOlderAdopted(t *testing.T) {
 	c.keptSince()
 }
 
-// TestMoveInUseObjectDeleted: somebody deletes the object of a volume that has moved while it was used, before the new node has taken it over. That has what was written since: it keeps
-// all of it, and its user goes on. Adopted there, it is the volume.
+// TestMoveInUseObjectDeleted: the object of a volume that has moved in use is deleted before the new node has taken the volume over. The new node keeps
+// all bytes, and its user goes on. It can be adopted there.
 func TestMoveInUseObjectDeleted(t *testing.T) {
 	c, _ := newConsumer(t)
 	s := c.usedSince()
@@ -637,16 +646,16 @@ func TestMoveInUseObjectDeleted(t *testing.T) {
 	c.call()
 	c.claimFor(c.id, c.name)
 	c.eventually("it is opened", func() bool { return second(c.newHome.Open(c.ctx, c.id, c.of().Claim)) == nil })
-	check.OK(t, second(c.a.local.Get(c.ctx, c.id))) // for a person to decide
+	check.OK(t, second(c.a.local.Get(c.ctx, c.id))) // a person decides about the old bytes
 }
 
-// TestMoveInUseRestored: the API server goes back to when all was said to be on the new node, which was taken back since, and the volume used at its old node. That is asked before the new one
-// takes over, and has the newer bytes.
+// TestMoveInUseRestored: the object is restored to when the volume was pinned, which was taken back since, and the volume was used at its old home. The
+// new node asks the old one before it takes the volume over, and does not, as the old one has newer bytes.
 func TestMoveInUseRestored(t *testing.T) {
 	c, _ := newConsumer(t)
 	_, sealed := c.pinned()
 	c.unpin()
-	check.OK(t, second(c.home.Open(c.ctx, c.id, 1))) // its user stages it anew
+	check.OK(t, second(c.home.Open(c.ctx, c.id, 1))) // as when its user stages it again
 	c.eventually("the API server is back where it was", func() bool { return c.pin(c.object("v"), sealed) == nil })
 	c.flipped("v", c.b)
 	c.movesays("v", "its bytes are newer")
@@ -658,7 +667,8 @@ func TestMoveInUseRestored(t *testing.T) {
 	}
 }
 
-// TestMovedAndStaged: a volume that has moved, and was not taken over yet, is staged later, on its new node and on others: it is not missing.
+// TestMovedAndStaged: a volume that has moved, and was not taken over yet, cannot be used on its new node or on others until then: ErrUnavailable, and not
+// as if it were missing.
 func TestMovedAndStaged(t *testing.T) {
 	w, a, b, v, _ := aboutToMove(t)
 	b.stop()

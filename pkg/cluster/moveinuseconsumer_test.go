@@ -39,29 +39,29 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// consumerVolume is a volume of the node "old" that the node "user" uses, with what the kernel there and both homes have of it: none of them is there.
+// consumerVolume is a volume of the node "old" that the node "user" uses. It stands for what the kernel of that node and both homes have of the volume.
 type consumerVolume struct {
 	*environment
 	name  string
 	id    volume.ID
-	moves func(part string) bool // whether its object ever said so of its move
+	moves func(part string) bool // reports whether the message about its move in its object ever had some text
 
 	mu    sync.Mutex
 	seat  bool
 	bare  bool                 // it has devices without a seat
-	told  *v1alpha1.MoveStatus // what the object said when the move began
+	told  *v1alpha1.MoveStatus // status.move when Describe was called
 	m     *volume.Mirrored
 	legs  []remotepool.Leg
-	said  []string       // what was done and asked
-	fails map[string]int // how often a step fails yet
+	said  []string       // the steps that were tried
+	fails map[string]int // how often a step still fails
 }
 
-// consumerVolumes are all of them. They stand for agent.MoveMirrors, agent.MoveConnections, move.Old, move.New and export.Home.
+// consumerVolumes are all such volumes. They stand for agent.MoveMirrors, agent.MoveConnections, move.Old, move.New and export.Home.
 type consumerVolumes struct {
 	mu      sync.Mutex
 	all     map[string]*consumerVolume
-	percent int      // of Throttle
-	user    *machine // that uses them
+	percent int      // the last one of Throttle
+	user    *machine // the node "user"
 }
 
 func (c *consumerVolumes) of(key string) *consumerVolume {
@@ -73,7 +73,7 @@ func (c *consumerVolumes) of(key string) *consumerVolume {
 	return &consumerVolume{}
 }
 
-// do notes a step, and fails it if it is to.
+// do notes a step, and calls work, unless the step is to fail.
 func (v *consumerVolume) do(step string, work func()) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -161,7 +161,7 @@ func (c *consumerVolumes) ReleaseMirror(_ context.Context, id volume.ID) error {
 	return v.do("release", func() { v.m.Held = false })
 }
 
-// over has one leg be all that is below the devices.
+// over ends the mirror: one leg is then below the devices.
 func (v *consumerVolume) over(number uint64) {
 	v.m = nil
 	for i := range v.legs {
@@ -228,7 +228,7 @@ func (c *consumerVolumes) Take(nqn, home string) {
 	_ = v.do("take "+home, func() {})
 }
 
-// keyOfNQN is the volume that a leg is of.
+// keyOfNQN returns the key of the volume that the NQN of a leg has at its end.
 func keyOfNQN(nqn string) string { return nqn[strings.LastIndexByte(nqn, ':')+1:] }
 
 func (c *consumerVolumes) Drop(_ context.Context, nqn string) error {
@@ -241,7 +241,7 @@ func (c *consumerVolumes) End(_ context.Context, nqn string) error {
 	return v.do("end "+nqn[:strings.LastIndexByte(nqn, ':')], func() { v.legs = slices.DeleteFunc(v.legs, func(l remotepool.Leg) bool { return l.NQN == nqn }) })
 }
 
-// fakeHomes are both homes, as the agent of the user calls them.
+// fakeHomes stands for both homes.
 type fakeHomes struct{ *consumerVolumes }
 
 func (h fakeHomes) Describe(_ context.Context, of move.Of) (volume.Origin, error) {
@@ -279,7 +279,7 @@ func (h fakeHomes) Complete(_ context.Context, of move.Of, nqn string, _ volume.
 	return v.do("complete", func() { v.m.Forgot = v.name == "forgets as it is pinned" && !slices.Contains(v.said, "unmirror") })
 }
 
-// fakeHome drops what was prepared: the other Drop is that of a leg.
+// fakeHome is fakeHomes with the Drop of move.New; that of consumerVolumes is for a leg.
 type fakeHome struct{ fakeHomes }
 
 func (h fakeHome) Drop(_ context.Context, of move.Of, _ string) error {
@@ -293,7 +293,7 @@ func (h fakeHome) Agent(string, v1alpha1.AgentEndpoint) (grpc.ClientConnInterfac
 
 var fakeConnection grpc.ClientConnInterface
 
-// serve has the homes answer.
+// serve starts a server that answers for the homes.
 func (h fakeHome) serve(t *testing.T) {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -309,7 +309,7 @@ func (h fakeHome) serve(t *testing.T) {
 	fakeConnection = connection
 }
 
-// fakeExports are the homes as those of volumes that are used.
+// fakeExports stands for the homes as an export.Home.
 type fakeExports struct{ *consumerVolumes }
 
 func (c fakeExports) Open(_ context.Context, id volume.ID, _ int64) (export.Opened, error) {
@@ -342,7 +342,7 @@ func (c fakeExports) Close(_ context.Context, id volume.ID, generation int64) er
 	return c.of(id.Key).do(fmt.Sprint("close ", generation), func() {})
 }
 
-// carrying is a cluster in which the node "user" carries volumes; again starts its agent anew, after what is done meanwhile.
+// carrying returns a cluster in which the agent of the node "user" moves the volumes that it uses. again stops that agent, calls meanwhile, and starts it.
 func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *consumerVolumes, again func(meanwhile func())) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -384,7 +384,7 @@ func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *
 	}
 }
 
-// movingInUse makes a volume that is used, and is to move.
+// movingInUse makes a volume that the node "user" uses, and that is to move. Some names make it special.
 func (w *environment) movingInUse(all *consumerVolumes, name string) *consumerVolume {
 	w.Helper()
 	o := cluster.VolumeNamed(volume.KeyOf(name))
@@ -411,7 +411,7 @@ func (w *environment) movingInUse(all *consumerVolumes, name string) *consumerVo
 	return v
 }
 
-// says waits until something is so of what was done, or of the object.
+// says waits until is returns true. If that fails it logs the steps, and what the object says.
 func (v *consumerVolume) says(what string, is func() bool) {
 	v.Helper()
 	defer func() {
@@ -422,7 +422,7 @@ func (v *consumerVolume) says(what string, is func() bool) {
 	v.eventually(v.name+": "+what, is)
 }
 
-// moves watches the object of a volume. What it says of its move for a moment, too, the function knows that it returns.
+// moves watches the object of a volume, and returns a function that reports whether the message about its move ever had some text, if only for a moment.
 func (w *environment) moves(o *v1alpha1.Volume) (said func(part string) bool) {
 	w.Helper()
 	c, err := client.NewWithWatch(apitest.Get(w).Config(apitest.Admin), client.Options{Scheme: w.Scheme()})
@@ -451,7 +451,7 @@ func (w *environment) moves(o *v1alpha1.Volume) (said func(part string) bool) {
 	}
 }
 
-// movesays waits until the object said something of the move.
+// movesays waits until the message about the move has had some text.
 func (v *consumerVolume) movesays(part string) {
 	v.Helper()
 	v.says("it moves: "+part, func() bool { return v.moves(part) })
@@ -463,10 +463,10 @@ func (v *consumerVolume) steps() []string {
 	return slices.Clone(v.said)
 }
 
-// has reports whether something was done.
+// has reports whether a step was tried.
 func (v *consumerVolume) has(step string) bool { return slices.Contains(v.steps(), step) }
 
-// kernel changes what the kernel says of the mirror, once there is one.
+// kernel waits until there is a mirror, and changes its state.
 func (v *consumerVolume) kernel(change func(*volume.Mirrored)) {
 	v.Helper()
 	v.says("it is mirrored", func() bool {
@@ -487,7 +487,7 @@ func forgot(m *volume.Mirrored)    { m.Synced, m.Forgot = m.Total, true }
 
 func pinnedNow(v *consumerVolume) bool { return v.object(v.name).Status.Move.Copied != nil }
 
-// pins waits until the object says that both homes have all.
+// pins waits until the object says that both homes have all bytes.
 func (v *consumerVolume) pins() {
 	v.Helper()
 	v.says("all is copied", func() bool {
@@ -496,7 +496,7 @@ func (v *consumerVolume) pins() {
 	})
 }
 
-// flips is the controller.
+// flips does what the controller does: it writes the new node into the object.
 func (v *consumerVolume) flips() {
 	v.Helper()
 	o := v.object(v.name)
@@ -508,7 +508,7 @@ func (v *consumerVolume) flips() {
 	check.OK(v, v.Patch(v.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})))
 }
 
-// switches waits until the volume is over its new home alone.
+// switches waits until the devices are over the leg of the new home alone.
 func (v *consumerVolume) switches() {
 	v.Helper()
 	v.says("it is at its new home", func() bool {
@@ -521,7 +521,8 @@ func (v *consumerVolume) switches() {
 	}
 }
 
-// stays waits until the volume was over its old home alone, and makes sure that nothing says anything else. Its copy may have begun anew.
+// stays waits until the devices were over the leg of the old home alone, and shows that the volume was not said to be copied. Its copy may have begun
+// again.
 func (v *consumerVolume) stays() {
 	v.Helper()
 	v.says("it is at its old home", func() bool { return v.has("unmirror") && v.has("drop "+newHomeNQN) })
@@ -530,7 +531,7 @@ func (v *consumerVolume) stays() {
 	}
 }
 
-// TestCarryShown: how far a volume is that moves while it is used, the overview says, which the page and describe show, and so do the metrics of the node that uses it.
+// TestCarryShown: the progress of a move in use is in the overview, which the page and describe show, and in the metrics of the node that uses the volume.
 func TestCarryShown(t *testing.T) {
 	w, all, _ := carrying(t)
 	v := w.movingInUse(all, "v")
@@ -572,7 +573,8 @@ func TestCarryShown(t *testing.T) {
 	shown("from node old: nodes old and new have all bytes", nil)
 }
 
-// TestCarry: a volume that is used moves through the node that uses it, whichever step fails once, and whichever leg.
+// TestCarry: the node that uses a volume moves it, whichever step fails once; and what happens if a leg fails, the claim ends or the object changes on the
+// way.
 func TestCarry(t *testing.T) {
 	w, all, _ := carrying(t)
 	each := map[string]func(*consumerVolume){
@@ -613,7 +615,7 @@ func TestCarry(t *testing.T) {
 			v.kernel(synced) // the next one
 			v.pins()
 		},
-		"new home is away": func(v *consumerVolume) { // nothing fails: who writes waits
+		"new home is away": func(v *consumerVolume) { // no I/O fails: writers wait
 			v.kernel(func(*volume.Mirrored) {
 				for i := range v.legs {
 					v.legs[i].Live = v.legs[i].Number != secondLeg
@@ -701,7 +703,7 @@ func TestCarry(t *testing.T) {
 			v.kernel(synced)
 			v.pins()
 			v.movesTo(v.name, "")
-			v.says("it is at its old home", func() bool { return v.has("unmirror") }) // that nobody moves it, its home says
+			v.says("it is at its old home", func() bool { return v.has("unmirror") }) // the old home takes the pin off
 		},
 		"claim ends": func(v *consumerVolume) {
 			v.kernel(func(*volume.Mirrored) {})
@@ -749,7 +751,7 @@ func TestCarry(t *testing.T) {
 			v.stays()
 			v.movesays("has grown")
 		},
-		"growth is refused": func(v *consumerVolume) { // by its home, which has no room: what is copied stays so
+		"growth is refused": func(v *consumerVolume) { // the old home has no room to grow: the mirror stays
 			v.kernel(func(*volume.Mirrored) {})
 			resized := func(size int64) {
 				o := v.object(v.name)
@@ -763,7 +765,7 @@ func TestCarry(t *testing.T) {
 			resized(movingSize)
 			v.pins()
 			v.flips()
-			v.switches() // by the one mirror that there was
+			v.switches() // with the same mirror
 		},
 		"has no seat": func(v *consumerVolume) {
 			v.movesays("not staged there yet")
@@ -806,7 +808,8 @@ func TestCarry(t *testing.T) {
 	})
 }
 
-// TestCarryOneByOne: volumes are copied one after another, each within the bandwidth that the node was given, and who waits says for what.
+// TestCarryOneByOne: volumes are copied one after another, within the bandwidth that the node was given, and the object of one that waits says what it
+// waits for.
 func TestCarryOneByOne(t *testing.T) {
 	w, all, _ := carrying(t, func(o *agent.Options) { o.MoveCopies, o.CopyBandwidth = 0, mib })
 	percent := func() int {
@@ -822,7 +825,7 @@ func TestCarryOneByOne(t *testing.T) {
 	if second.has("prepare") {
 		t.Errorf("%v", second.steps())
 	}
-	first.kernel(synced) // nothing is copied any more, also if it is not known for a while where it is
+	first.kernel(synced) // its copy is complete, and does not hold up the second one, although it has not moved yet
 	second.kernel(synced)
 	for _, v := range []*consumerVolume{first, second} {
 		v.pins()
@@ -831,7 +834,7 @@ func TestCarryOneByOne(t *testing.T) {
 	}
 }
 
-// TestCarrySoon: that a volume is whole is found soon, and not when it is looked at at the latest.
+// TestCarrySoon: that the copy of a volume is complete is noticed soon, and not only at the next regular look.
 func TestCarrySoon(t *testing.T) {
 	const every = 48 * time.Second
 	w, all, _ := carrying(t, func(o *agent.Options) { o.LookEvery = every })
@@ -844,7 +847,7 @@ func TestCarrySoon(t *testing.T) {
 	}
 }
 
-// TestCarryAgain: a driver that starts goes on from what the kernel and the object say, whatever became of the move meanwhile.
+// TestCarryAgain: a driver that is restarted goes on from the state of the kernel and the object, whatever has happened to the move meanwhile.
 func TestCarryAgain(t *testing.T) {
 	w, all, again := carrying(t)
 	begun := func(name string, prepare func(*consumerVolume)) *consumerVolume {
@@ -857,7 +860,7 @@ func TestCarryAgain(t *testing.T) {
 	forgets, held, claimed := begun("forgets", mirrored), begun("held", mirrored), begun("claimed anew", mirrored)
 	stays, flipped, lost := begun("stays pinned", mirrored), begun("flipped", mirrored), begun("pinned and failed", mirrored)
 	released, other := begun("released", mirrored), begun("flipped to another pool", mirrored)
-	// All are pinned at once, and last, as nobody waits long for the controller.
+	// All are pinned at once, and last, as the agent does not wait long for the controller.
 	pinned := []*consumerVolume{stays, flipped, lost, released, other}
 	for _, v := range pinned {
 		v.kernel(synced)
@@ -868,7 +871,7 @@ func TestCarryAgain(t *testing.T) {
 	again(func() {
 		failed.kernel(newFailed)
 		forgets.kernel(forgot)
-		held.kernel(func(m *volume.Mirrored) { m.Synced, m.Held = m.Total, true }) // and the word that all is copied was not written, or is on its way
+		held.kernel(func(m *volume.Mirrored) { m.Synced, m.Held = m.Total, true }) // the status that pins it was not written, or is on its way
 		back.movesTo(back.name, "")
 		flipped.flips()
 		other.flips()
@@ -876,7 +879,7 @@ func TestCarryAgain(t *testing.T) {
 		released.flips()
 		w.claimFor(released.id, "")
 		w.claimFor(claimed.id, "")
-		w.claimFor(claimed.id, "user") // at the old home, by the generation that the new one was to have
+		w.claimFor(claimed.id, "user") // at the old home, with the generation that was meant for the new one
 	})
 	goesOn.kernel(synced)
 	for _, v := range []*consumerVolume{goesOn, stays} {
@@ -899,7 +902,7 @@ func TestCarryAgain(t *testing.T) {
 	back.says("it is at its old home", func() bool { return back.has("unmirror") })
 	claimed.says("its home was asked", func() bool { return claimed.has("open") })
 	for _, v := range []*consumerVolume{released, claimed} {
-		if v.has("unmirror") || v.has("switch") { // at either home it may be lost what is acknowledged now
+		if v.has("unmirror") || v.has("switch") { // writes that are acknowledged at one home alone might be lost
 			t.Errorf("%v", v.steps())
 		}
 	}
@@ -908,7 +911,8 @@ func TestCarryAgain(t *testing.T) {
 	}
 }
 
-// TestCarryWithoutAPIServer: while the API server does not answer, both homes are written to, and a leg that fails is left by who knows that nobody says that all is copied.
+// TestCarryWithoutAPIServer: while the API server does not answer, a volume whose leg fails leaves that leg, unless it may be pinned: then it may have
+// moved already.
 func TestCarryWithoutAPIServer(t *testing.T) {
 	var cut atomic.Bool
 	wrap(t, func(c *rest.Config) {
