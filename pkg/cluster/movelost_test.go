@@ -26,7 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestMoveGrown: a volume grows when all of it is on the new node, and has not moved yet. What is there grows too: it is never smaller than its claim.
+// TestMoveGrown: a volume grows when all of it is on the new node, and it has not moved yet. The copy grows too: it is never smaller than the volume.
 func TestMoveGrown(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	o := w.object("v")
@@ -49,8 +49,8 @@ func TestMoveGrown(t *testing.T) {
 	}
 }
 
-// TestMoveNewNodeLoses: the old node was away when its volume moved, and comes back when the new one is away, or has lost what it had. What the old one has may be all there is: it is kept, and can be
-// adopted.
+// TestMoveNewNodeLoses: the old node was away when its volume moved, and comes back when the new one is away, or has lost the volume. The old bytes may be
+// all there is, so they are kept, and can be adopted.
 func TestMoveNewNodeLoses(t *testing.T) {
 	for _, away := range []bool{true, false} {
 		t.Run(fmt.Sprintf("away=%v", away), func(t *testing.T) {
@@ -89,7 +89,7 @@ func TestMoveNewNodeLoses(t *testing.T) {
 	}
 }
 
-// withoutStatus makes the object of a volume anew, as a backup has it.
+// withoutStatus deletes the object of a volume, and creates it again without its status, as when it is restored from a backup.
 func (w *environment) withoutStatus(name string) {
 	w.Helper()
 	o := w.object(name)
@@ -100,7 +100,8 @@ func (w *environment) withoutStatus(name string) {
 	check.OK(w, w.Create(w.ctx, again))
 }
 
-// TestMoveObjectRestored: the object of a volume that has moved is restored from a backup, without its status. The new node takes the volume over all the same, with all bytes.
+// TestMoveObjectRestored: the object of a volume that has moved is restored from a backup, without its status, before the new node has taken the volume
+// over. That does so all the same, with all bytes, also if its copy is gone.
 func TestMoveObjectRestored(t *testing.T) {
 	for _, have := range []string{"all", "nothing"} {
 		t.Run(have, func(t *testing.T) {
@@ -121,7 +122,8 @@ func TestMoveObjectRestored(t *testing.T) {
 	}
 }
 
-// TestMoveInUseObjectRestored: so does that of one which has moved while it was used, if it has all of it. If not, what the old node has is older than what its user went on with, and is not taken for the volume.
+// TestMoveInUseObjectRestored: the same with a volume that has moved in use. If the copy of the new node is gone, the bytes of the old one are older than
+// what the user has written since, and are not taken for the volume.
 func TestMoveInUseObjectRestored(t *testing.T) {
 	for _, lost := range []bool{false, true} {
 		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
@@ -130,7 +132,7 @@ func TestMoveInUseObjectRestored(t *testing.T) {
 			c.pinned()
 			c.b.stop()
 			s := c.flipped("v", c.b)
-			check.OK(t, c.a.local.Unexport(c.ctx, c.id, 0)) // its user has gone on
+			check.OK(t, c.a.local.Unexport(c.ctx, c.id, 0)) // the old node has ended its export
 			if lost {
 				check.OK(t, c.b.local.DropLeftover(c.ctx, c.leftovers(c.b)[0]))
 			}
@@ -148,10 +150,11 @@ func TestMoveInUseObjectRestored(t *testing.T) {
 	}
 }
 
-// TestMoveToNodeGone: the new node of a volume, or of a snapshot, is gone for good when all bytes are there. They stay where they are, and are used there when the move is taken back.
+// TestMoveToNodeGone: the new node of a volume, and of a snapshot, is gone for good when it has all bytes. They stay where they are, and can be deleted
+// there when the moves are taken back.
 func TestMoveToNodeGone(t *testing.T) {
 	w, a, b, v, _ := aboutToMove(t)
-	w.movesTo("v", "") // before a controller has it move
+	w.movesTo("v", "") // otherwise the controller, which starts now, changes its node
 	s, stop := w.store()
 	cut, err := s.CreateSnapshot(w.ctx, "cut", v.ID)
 	check.OK(t, err)
@@ -175,7 +178,7 @@ func TestMoveToNodeGone(t *testing.T) {
 	w.tally(a)
 }
 
-// rots has the disk of a machine, whose agent is stopped, fail all that is asked of a volume.
+// rots makes the disk of a machine, whose agent is stopped, fail all operations on a volume.
 func (m *machine) rots(id volume.ID) {
 	m.hook = func(_ string, ref blockdev.Ref) error {
 		if ref.Key == id.Key {
@@ -185,7 +188,8 @@ func (m *machine) rots(id volume.ID) {
 	}
 }
 
-// TestMoveOldDiskFails: the disk of the old node fails as soon as the volume has moved. The new one has all of it, and takes it over.
+// TestMoveOldDiskFails: the disk of the old node fails when the volume has moved. The new node takes the volume over, and the object says that the old
+// bytes are still there.
 func TestMoveOldDiskFails(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	a.stop()
@@ -200,7 +204,7 @@ func TestMoveOldDiskFails(t *testing.T) {
 	}
 }
 
-// TestMoveInUseOldDiskFails: so it does of one that moved while it was used.
+// TestMoveInUseOldDiskFails: the same with a volume that has moved in use.
 func TestMoveInUseOldDiskFails(t *testing.T) {
 	c, _ := newConsumer(t)
 	c.pinned()
@@ -218,7 +222,7 @@ func TestMoveInUseOldDiskFails(t *testing.T) {
 	c.moved("v", c.a, c.b)
 }
 
-// hanging is a pool whose disk does not answer for some volumes.
+// hanging is a pool whose disk does not answer when a record is written.
 type hanging struct {
 	*memory.Pool
 	t testing.TB
@@ -229,7 +233,7 @@ func (h *hanging) SetLabels(ctx context.Context, ref blockdev.Ref, change func(m
 	return h.Pool.SetLabels(ctx, ref, change)
 }
 
-// TestMoveHomeHangs: the disk of a node hangs, and volumes that are to leave it do not go on. Those of other nodes, and of its other disks, do.
+// TestMoveHomeHangs: the disk of a node hangs, and volumes that are to leave it do not go on. One of another disk of the node does.
 func TestMoveHomeHangs(t *testing.T) {
 	w, network := newEnvironment(t), &remotetest.Network{}
 	a := w.begin(&machine{name: "node-1", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { return &hanging{p, t} }})
@@ -274,7 +278,8 @@ func TestMoveHomeStalls(t *testing.T) {
 	}
 }
 
-// TestMoveEndsBeside: the disk of a new node hangs when many volumes have moved there, or that of the old one when it is to give them back. One of its other disk arrives, and is given back.
+// TestMoveEndsBeside: many volumes have moved, and the disk of the new node hangs when it takes them over, or that of the old node when it gives them
+// back. A volume of the node's other disk moves all the same.
 func TestMoveEndsBeside(t *testing.T) {
 	for hangs, of := range map[string]string{"SetLabels": "node-2", "Delete": "node-1"} {
 		t.Run(of, func(t *testing.T) {
@@ -315,9 +320,9 @@ func TestMoveEndsBeside(t *testing.T) {
 				w.eventually(name+" is of its new node", func() bool { return w.object(name).Spec.NodeName == b.name })
 			}
 			w.start(m)
-			t.Cleanup(func() { close(let) }) // before it is stopped
+			t.Cleanup(func() { close(let) }) // runs before the agent is stopped
 			w.eventually("they hang", func() bool { return hung.Load() >= 4 })
-			time.Sleep(time.Second) // as many as can
+			time.Sleep(time.Second) // so that more can hang, if more are tried at once
 			w.movesTo("v", b.name)
 			w.eventually("that of the other disk has moved", func() bool { o := w.object("v"); return o.Spec.NodeName == b.name && o.Spec.Move == nil })
 			if n := hung.Load(); n != 4 {
@@ -327,7 +332,7 @@ func TestMoveEndsBeside(t *testing.T) {
 	}
 }
 
-// TestMoveGivesBackBeside: what has left a node is given back there while as many volumes as can be are copied to it.
+// TestMoveGivesBackBeside: a node gives the bytes of a volume back while as many volumes as possible are being copied to it.
 func TestMoveGivesBackBeside(t *testing.T) {
 	w, network, let := newEnvironment(t), &remotetest.Network{}, make(chan struct{})
 	t.Cleanup(func() { close(let) })
@@ -351,7 +356,7 @@ func TestMoveGivesBackBeside(t *testing.T) {
 	w.eventually("the other one is given back", func() bool { o := w.object("v"); return o.Spec.NodeName == a.name && o.Spec.Move == nil })
 }
 
-// dying is a way to a port that leads nowhere when it is dead: connections are made, and nobody answers.
+// dying is a way to a port. When it is dead, connections are accepted, and nothing answers.
 type dying struct {
 	testing.TB
 	dead atomic.Bool
@@ -385,7 +390,8 @@ func (d *dying) via(address string) string {
 	return listener.Addr().String()
 }
 
-// TestMoveArrivesBeside: many volumes have moved from a node that died then, and is asked for them in vain. One of another node arrives in the same pool meanwhile.
+// TestMoveArrivesBeside: many volumes have moved from a node that died then, and which the new node asks in vain. A volume of another node arrives in the
+// same pool meanwhile.
 func TestMoveArrivesBeside(t *testing.T) {
 	w, network, way := newEnvironment(t), &remotetest.Network{}, &dying{TB: t}
 	a, b := w.begin(&machine{name: "node-1", ported: true, network: network, via: way.via}), w.begin(&machine{name: "node-2", ported: true, network: network})
@@ -423,7 +429,7 @@ func TestMoveArrivesBeside(t *testing.T) {
 		w.eventually(name+" is of its new node", func() bool { return w.object(name).Spec.NodeName == b.name })
 	}
 	began := time.Now()
-	if took := moves("v"); took > usual+9*time.Second { // a call of a dead node ends after ten
+	if took := moves("v"); took > usual+9*time.Second { // a call of a dead node takes ten seconds
 		t.Errorf("it took %s, and else %s", took, usual)
 	}
 	for _, name := range all {

@@ -24,7 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// cutObject is the object of a snapshot; nil if there is none.
+// cutObject returns the object of a snapshot; nil if there is none.
 func (w *environment) cutObject(id volume.ID) *v1alpha1.Snapshot {
 	w.Helper()
 	s := &v1alpha1.Snapshot{}
@@ -36,7 +36,7 @@ func (w *environment) cutObject(id volume.ID) *v1alpha1.Snapshot {
 	return s
 }
 
-// cutMovesTo asks for a snapshot to be moved to a node; empty: not any more.
+// cutMovesTo asks for a snapshot to be moved to a node; with an empty node it takes the move back.
 func (w *environment) cutMovesTo(id volume.ID, node string) {
 	w.Helper()
 	s := w.cutObject(id)
@@ -54,7 +54,7 @@ func (w *environment) hasMoved(id volume.ID, to *machine) bool {
 	return s.Spec.NodeName == to.name && s.Spec.Move == nil && s.Status.Move == nil
 }
 
-// cutMoved waits until a snapshot has moved to a machine, and its old node has given its bytes back.
+// cutMoved waits until a snapshot has moved to a machine, and its old node has given its bytes back. It shows that nothing is left.
 func (w *environment) cutMoved(id volume.ID, from, to *machine) {
 	w.Helper()
 	w.eventually(id.String()+" has moved to "+to.name, func() bool { return w.hasMoved(id, to) })
@@ -66,7 +66,7 @@ func (w *environment) cutMoved(id volume.ID, from, to *machine) {
 	}
 }
 
-// cutSays waits until the object of a snapshot says something of its move.
+// cutSays waits until the message about its move in the object of a snapshot (status.move) has some text.
 func (w *environment) cutSays(id volume.ID, part string) {
 	w.Helper()
 	w.eventually("the move of "+id.String()+" says "+part, func() bool {
@@ -75,7 +75,7 @@ func (w *environment) cutSays(id volume.ID, part string) {
 	})
 }
 
-// knows waits until a store knows where a snapshot is.
+// knows waits until a store knows that a snapshot is on a machine.
 func (w *environment) knows(s *store.Store, id volume.ID, m *machine) {
 	w.Helper()
 	w.eventually("the store knows that it is on "+m.name, func() bool {
@@ -84,7 +84,8 @@ func (w *environment) knows(s *store.Store, id volume.ID, m *machine) {
 	})
 }
 
-// TestSnapshotMove: a snapshot moves to another node, also without its volume, which may be gone, and back. It is what it was, and what is made from it is where it is.
+// TestSnapshotMove: a snapshot moves to another node, after its volume was deleted, and back. Nothing else of it changes, and volumes are restored where
+// it is.
 func TestSnapshotMove(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	v, snapshot := w.snapshotOf(s, a, "v", 3, 17, 1000)
@@ -103,7 +104,7 @@ func TestSnapshotMove(t *testing.T) {
 	if have, err := s.GetSnapshot(w.ctx, snapshot.ID); err != nil || have.Source != v.ID || have.Created != snapshot.Created {
 		t.Errorf("it is %+v, %v; before it was %+v", have, err, snapshot)
 	}
-	again, err := s.CreateSnapshot(w.ctx, snapshot.Name, v.ID) // as the snapshotter does, which does not know of moves
+	again, err := s.CreateSnapshot(w.ctx, snapshot.Name, v.ID) // as external-snapshotter does, which does not know of moves
 	if check.OK(t, err); again.ID != snapshot.ID || again.Node != b.name {
 		t.Errorf("asked for again it is %+v", again)
 	}
@@ -126,7 +127,7 @@ type coarse struct{ *memory.Pool }
 
 func (coarse) Granularity() int64 { return 48 * mib }
 
-// TestSnapshotMoveLarger: a snapshot that moves to a pool of larger steps is as large as that has it, and restored on other nodes all the same.
+// TestSnapshotMoveLarger: a snapshot that moves to a pool with coarser sizes becomes larger, and can be restored on other nodes all the same.
 func TestSnapshotMoveLarger(t *testing.T) {
 	w := newEnvironment(t)
 	a := w.begin(&machine{name: "node-1", ported: true})
@@ -150,7 +151,7 @@ func TestSnapshotMoveLarger(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveCutShort is TestMoveCutShort of a snapshot.
+// TestSnapshotMoveCutShort is TestMoveCutShort for a snapshot.
 func TestSnapshotMoveCutShort(t *testing.T) {
 	w, s, at, other, snapshot := cutShort(t, nil, func(w *environment, s *store.Store, at *machine) onTheWay {
 		_, cut := w.snapshotOf(s, at, "v", 3, 1000)
@@ -163,7 +164,7 @@ func TestSnapshotMoveCutShort(t *testing.T) {
 	w.tally(other)
 }
 
-// slowCuts is a cluster of two nodes, of which the first lists what its snapshots have as far as it is let, and a snapshot there.
+// slowCuts returns a cluster of two nodes, and a snapshot of the first, whose pool is a halting one, which waits for let.
 func slowCuts(t *testing.T) (w *environment, a, b *machine, s *store.Store, snapshot volume.Snapshot, let chan struct{}) {
 	t.Helper()
 	w, let = newEnvironment(t), make(chan struct{}, 1)
@@ -175,14 +176,15 @@ func slowCuts(t *testing.T) (w *environment, a, b *machine, s *store.Store, snap
 	return w, a, b, s, snapshot, let
 }
 
-// TestSnapshotMoveUndone: a move that nobody wants any more leaves nothing on the new node, and the snapshot as it was; so does one of a snapshot that is deleted.
+// TestSnapshotMoveUndone: a move that is taken back leaves nothing on the new node, and the snapshot as it was. The move of a snapshot that is deleted
+// leaves nothing either.
 func TestSnapshotMoveUndone(t *testing.T) {
 	w, a, b, s, snapshot, let := slowCuts(t)
 	copying := func() {
 		t.Helper()
 		w.cutMovesTo(snapshot.ID, b.name)
 		let <- struct{}{}
-		w.eventually("what it was let is copied", func() bool { return len(let) == 0 }) // or the next copy has two
+		w.eventually("what it was let is copied", func() bool { return len(let) == 0 }) // otherwise the next copy may copy two ranges
 		w.cutSays(snapshot.ID, "are copied from node node-1")
 		if left := w.leftovers(b); len(left) != 1 {
 			t.Fatalf("node-2 has %v", left)
@@ -200,7 +202,8 @@ func TestSnapshotMoveUndone(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveRead: who reads a snapshot at its old home goes on while it moves; a copy that was begun on another node keeps it there until it is made.
+// TestSnapshotMoveRead: a snapshot can be read on its old node while it moves. A copy of it that was begun on another node keeps it there until the copy
+// is made.
 func TestSnapshotMoveRead(t *testing.T) {
 	w, a, b, s, snapshot, let := slowCuts(t)
 	want := w.content(a, snapshot.ID)
@@ -224,7 +227,7 @@ func TestSnapshotMoveRead(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveWaitsForCopies: the controller does not name the new node of a snapshot as long as a copy of it is to be made of what the old one has.
+// TestSnapshotMoveWaitsForCopies: the controller does not change the node of a snapshot as long as a volume on another node is being copied from it.
 func TestSnapshotMoveWaitsForCopies(t *testing.T) {
 	w, a, b, s, snapshot, let := slowCuts(t)
 	c := w.begin(&machine{name: "node-3", ported: true})
@@ -238,7 +241,7 @@ func TestSnapshotMoveWaitsForCopies(t *testing.T) {
 	w.cutMovesTo(snapshot.ID, b.name)
 	close(let)
 	w.cutSays(snapshot.ID, "all bytes are on node node-2")
-	time.Sleep(time.Second) // it does not go
+	time.Sleep(time.Second) // so that the controller can do what is wrong
 	if now := w.cutObject(snapshot.ID); now.Spec.NodeName != a.name {
 		t.Errorf("it is on node %s", now.Spec.NodeName)
 	}
@@ -248,7 +251,8 @@ func TestSnapshotMoveWaitsForCopies(t *testing.T) {
 	w.cutMoved(snapshot.ID, a, b)
 }
 
-// flippedCut is a cluster of two nodes, and a snapshot that has moved from the first one, which is down, to the second, which is as well.
+// flippedCut returns a cluster of two nodes, and a snapshot that has moved from the first to the second, which has not taken it over. Both agents are
+// stopped.
 func flippedCut(t *testing.T) (w *environment, a, b *machine, s *store.Store, snapshot volume.Snapshot, want []byte) {
 	t.Helper()
 	w = newEnvironment(t)
@@ -271,8 +275,8 @@ func flippedCut(t *testing.T) (w *environment, a, b *machine, s *store.Store, sn
 	return w, a, b, s, snapshot, want
 }
 
-// TestSnapshotMoveNotArrived: between the moment at which a snapshot has moved and that at which its new node has taken it over, whoever comes for it is told to try again, and nobody takes
-// the move back. It is not deleted before the old node has given its bytes back.
+// TestSnapshotMoveNotArrived: from when a snapshot has moved until its new node has taken it over, calls for it fail with ErrUnavailable, and the move
+// cannot be taken back. The snapshot cannot be deleted before the old node has given its bytes back.
 func TestSnapshotMoveNotArrived(t *testing.T) {
 	w, a, b, s, snapshot, want := flippedCut(t)
 	fails(t, second(s.Create(w.ctx, volume.Spec{Name: "restored", Source: snapshot.ID, Size: volume.Range{Required: 64 * mib}})), errdefs.ErrUnavailable)
@@ -287,7 +291,7 @@ func TestSnapshotMoveNotArrived(t *testing.T) {
 	}
 	w.start(a)
 	a.agent.Changed()
-	time.Sleep(time.Second) // it does not go
+	time.Sleep(time.Second) // so that the agent can do what is wrong
 	check.OK(t, second(a.local.GetSnapshot(w.ctx, snapshot.ID)))
 	if p := w.pool(a.name, "default"); p.Status.StrayCount != 0 {
 		t.Errorf("strays are %+v", p.Status.Strays)
@@ -302,7 +306,7 @@ func TestSnapshotMoveNotArrived(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveCopyLost: what the new node has of a snapshot that has moved, and not arrived, is gone: the old node has all there is, and it is brought again.
+// TestSnapshotMoveCopyLost: the copy of a snapshot that has moved, and not arrived, is gone. It is copied again from the old node.
 func TestSnapshotMoveCopyLost(t *testing.T) {
 	w, a, b, _, snapshot, want := flippedCut(t)
 	for _, left := range w.leftovers(b) {
@@ -320,7 +324,7 @@ func TestSnapshotMoveCopyLost(t *testing.T) {
 	}
 }
 
-// cutArrived has the object of a snapshot that has moved say that its new node has taken it over.
+// cutArrived writes into the object of a snapshot that has moved that its new node has taken it over.
 func (w *environment) cutArrived(id volume.ID) {
 	w.Helper()
 	now := w.cutObject(id)
@@ -329,7 +333,8 @@ func (w *environment) cutArrived(id volume.ID) {
 	check.OK(w, w.Status().Patch(w.ctx, now, client.MergeFrom(before)))
 }
 
-// TestSnapshotMoveRestored: the object of a snapshot that has moved, and not arrived, comes back without its status: all of it is brought, and it arrives.
+// TestSnapshotMoveRestored: the object of a snapshot that has moved, and not arrived, is restored without its status. The snapshot is copied again, and
+// arrives.
 func TestSnapshotMoveRestored(t *testing.T) {
 	w, a, b, _, snapshot, want := flippedCut(t)
 	backup := w.cutObject(snapshot.ID)
@@ -345,8 +350,8 @@ func TestSnapshotMoveRestored(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveRolledBack: the API server goes back to a move of before, after which the snapshot had come back: what its old node has is all there is. It stays, whether the new one is
-// away or says that it has nothing, and is adopted once somebody has decided that.
+// TestSnapshotMoveRolledBack: the object was restored to an earlier move, after which the snapshot had moved back: the bytes of the old node are all there
+// is. They stay, whether the new node is away or says that it has nothing, and can be adopted by a person.
 func TestSnapshotMoveRolledBack(t *testing.T) {
 	w, a, b, s, snapshot, want := flippedCut(t)
 	for _, left := range w.leftovers(b) {
@@ -369,7 +374,8 @@ func TestSnapshotMoveRolledBack(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveNewHomeLoses: what the new node has of a snapshot that has arrived is lost before the old one has given its bytes back: that keeps them until the new one has them again.
+// TestSnapshotMoveNewHomeLoses: the new node loses a snapshot that has arrived, before the old one has given its bytes back. The old one keeps them until
+// the new one has the snapshot again.
 func TestSnapshotMoveNewHomeLoses(t *testing.T) {
 	w, a, b, _, snapshot, want := flippedCut(t)
 	w.start(b)
@@ -388,18 +394,19 @@ func TestSnapshotMoveNewHomeLoses(t *testing.T) {
 	w.cutMoved(snapshot.ID, a, b)
 }
 
-// leftForGood has the node that a snapshot has left be gone for good, and waits until the move is over.
+// leftForGood deletes the Node that a snapshot has left, and waits until the move is over.
 func (w *environment) leftForGood(id volume.ID, from, to *machine) {
 	w.Helper()
 	check.OK(w, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: from.name}}))
 	now := w.cutObject(id)
 	before := now.DeepCopy()
-	metav1.SetMetaDataAnnotation(&now.ObjectMeta, "example.com/touched", "it") // has it looked at
+	metav1.SetMetaDataAnnotation(&now.ObjectMeta, "example.com/touched", "it") // a change of the object, so that the mover looks at it
 	check.OK(w, w.Patch(w.ctx, now, client.MergeFrom(before)))
 	w.eventually("the move is over", func() bool { return w.hasMoved(id, to) })
 }
 
-// TestSnapshotMoveNodeGone: the node that a snapshot has left is gone for good. It comes back all the same with its old bytes, and when the snapshot moves back there, these are it.
+// TestSnapshotMoveNodeGone: the node that a snapshot has left is gone for good, and comes back all the same with the old bytes. When the snapshot moves
+// back there, it has all its bytes.
 func TestSnapshotMoveNodeGone(t *testing.T) {
 	w, a, b, s, snapshot, want := flippedCut(t)
 	w.start(b)
@@ -417,7 +424,7 @@ func TestSnapshotMoveNodeGone(t *testing.T) {
 	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
 }
 
-// TestSnapshotMoveNodeGoneStray: what such a node has of a snapshot goes once the new one says that it has it, and stays where that has lost it.
+// TestSnapshotMoveNodeGoneStray: such a node deletes the old bytes when the new node says that it has the snapshot, and keeps them if that has lost it.
 func TestSnapshotMoveNodeGoneStray(t *testing.T) {
 	for _, lost := range []bool{false, true} {
 		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
@@ -432,7 +439,7 @@ func TestSnapshotMoveNodeGoneStray(t *testing.T) {
 			w.start(a)
 			if lost {
 				w.eventually("node-1 has a stray", func() bool { return w.pool(a.name, "default").Status.StrayCount == 1 })
-				time.Sleep(time.Second) // it does not go
+				time.Sleep(time.Second) // so that the agent can do what is wrong
 				if have := w.content(a, snapshot.ID); string(have) != string(want) {
 					t.Error("its bytes are others")
 				}
@@ -449,7 +456,8 @@ func TestSnapshotMoveNodeGoneStray(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveObjectDeleted: the object of a snapshot is deleted, and not by the driver, before its move has ended: nothing of it is removed that is whole.
+// TestSnapshotMoveObjectDeleted: the object of a snapshot is deleted by hand before its move has ended. The copy that has not arrived is removed, and the
+// bytes of the old node stay.
 func TestSnapshotMoveObjectDeleted(t *testing.T) {
 	w, a, b, _, snapshot, want := flippedCut(t)
 	check.OK(t, w.Delete(w.ctx, w.cutObject(snapshot.ID)))
@@ -467,8 +475,8 @@ func TestSnapshotMoveObjectDeleted(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveGroup: the members of a group move one by one, and the group is there all the time: to be restored from, and to be deleted, wherever its members are. One that was adopted
-// belongs to it as well.
+// TestSnapshotMoveGroup: the members of a group move one by one, also one that was adopted. The group stays complete, and can be restored from and
+// deleted, wherever its members are.
 func TestSnapshotMoveGroup(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	var sources []volume.ID
@@ -504,7 +512,7 @@ func TestSnapshotMoveGroup(t *testing.T) {
 	w.cutMovesTo(group.Snapshots[0].ID, a.name)
 	w.cutMoved(group.Snapshots[0].ID, b, a)
 	whole()
-	check.OK(t, s.DeleteGroup(w.ctx, group.ID)) // of which each node has a part
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID)) // each node has one of its members
 	for _, m := range group.Snapshots {
 		if o := w.cutObject(m.ID); o != nil {
 			t.Errorf("%s is still there: %+v", m.ID, o)
@@ -514,7 +522,8 @@ func TestSnapshotMoveGroup(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveGroupStrays: members of a group that is on two nodes, whose objects are gone, are strays there, and adopted as what they are: when all are there, so is the group.
+// TestSnapshotMoveGroupStrays: the objects of a group that is on two nodes are deleted. Its members are strays there, and belong to the group again when
+// they are adopted; when all are there, so is the group.
 func TestSnapshotMoveGroupStrays(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	var sources []volume.ID
@@ -552,7 +561,7 @@ func TestSnapshotMoveGroupStrays(t *testing.T) {
 		return err == nil && len(have.Snapshots) == 2 && have.Created.Equal(group.Created)
 	})
 	b.stop()
-	x := w.takenOver(t, b.name) // who says that one more is of it
+	x := w.takenOver(t, b.name) // an attacker claims that another snapshot belongs to the group
 	fake := snapshotOn(b.name, "fake")
 	fake.Spec.Name, fake.Spec.Group = "group", &v1alpha1.Group{Key: group.ID.Key, Size: 2}
 	x.has(fake, mib)
@@ -567,8 +576,8 @@ func TestSnapshotMoveGroupStrays(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveGroupOneAdopted: a member of a group that is on two nodes, of which alone the object was deleted, is of the group again when it is adopted. What is not one of the members, by its
-// name, does not come to it instead.
+// TestSnapshotMoveGroupOneAdopted: the object of one member of a group that is on two nodes is deleted. When that is adopted, it belongs to the group
+// again. A snapshot that does not have the name of a member does not get into the group in its place.
 func TestSnapshotMoveGroupOneAdopted(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	var sources []volume.ID
@@ -584,11 +593,11 @@ func TestSnapshotMoveGroupOneAdopted(t *testing.T) {
 	w.cutMoved(id, a, b)
 	check.OK(t, w.Delete(w.ctx, w.cutObject(id)))
 	w.eventually("the group is not whole", func() bool { return errors.Is(second(s.GetGroup(w.ctx, group.ID)), errdefs.ErrNotFound) })
-	x := w.takenOver(t, b.name) // who says that something else is of it
+	x := w.takenOver(t, b.name) // an attacker claims that another snapshot belongs to the group
 	fake := snapshotOn(b.name, "fake")
 	fake.Spec.Name, fake.Spec.Group = "group", &v1alpha1.Group{Key: group.ID.Key, Size: 2}
 	x.has(fake, mib)
-	time.Sleep(time.Second) // nobody labels it
+	time.Sleep(time.Second) // so that the controller can do what is wrong
 	fails(t, second(s.GetGroup(w.ctx, group.ID)), errdefs.ErrNotFound)
 	check.OK(t, w.Delete(w.ctx, fake))
 	w.eventually("node-2 lists it", func() bool {
@@ -606,7 +615,7 @@ func TestSnapshotMoveGroupOneAdopted(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveGroupDeleted: a group of which a member has moved, and was not given back, is not deleted before that; one of which a member is about to move is deleted at once.
+// TestSnapshotMoveGroupDeleted: a group of which a member is about to move can be deleted at once, and leaves nothing.
 func TestSnapshotMoveGroupDeleted(t *testing.T) {
 	w, a, b, s, _, let := slowCuts(t)
 	group, err := s.CreateGroup(w.ctx, "group", []volume.ID{{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")}})
@@ -620,7 +629,7 @@ func TestSnapshotMoveGroupDeleted(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveTold: that a snapshot moves, why that does not go on, and that it has moved, events on its object say.
+// TestSnapshotMoveTold: events on a snapshot tell that it moves, why that does not go on, and that it has moved.
 func TestSnapshotMoveTold(t *testing.T) {
 	w, a, b, _, snapshot, let := slowCuts(t)
 	a.stop()
@@ -634,7 +643,7 @@ func TestSnapshotMoveTold(t *testing.T) {
 	w.cutMoved(snapshot.ID, a, b)
 }
 
-// TestSnapshotMoveRefused: a node without room for a snapshot, or with another one of its name, says so, and the snapshot stays whole.
+// TestSnapshotMoveRefused: a node without room for a snapshot says so, and the snapshot stays where it is until there is room.
 func TestSnapshotMoveRefused(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	_, snapshot := w.snapshotOf(s, a, "v", 3)
@@ -650,16 +659,16 @@ func TestSnapshotMoveRefused(t *testing.T) {
 	w.cutMoved(snapshot.ID, a, b)
 }
 
-// TestSnapshotMoveOldAgents: a node whose driver knows nothing of moves of snapshots gives no bytes of another thing, and loses nothing.
+// TestSnapshotMoveOldAgents: with agents that do not know moves of snapshots, no wrong bytes are sent, and the snapshot stays where it is.
 func TestSnapshotMoveOldAgents(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	_, snapshot := w.snapshotOf(s, a, "v", 3)
-	// It takes the request for one of the volume of the key, which it does not have.
+	// An old agent takes the request for one for the volume of that key, which it does not have.
 	from := errors.Join(second(a.local.Seal(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: snapshot.ID.Key}, 1)))
 	fails(t, from, errdefs.ErrNotFound)
 	b.stop()
 	w.cutMovesTo(snapshot.ID, b.name)
-	time.Sleep(time.Second) // nobody goes on with it
+	time.Sleep(time.Second) // no agent goes on with the move
 	if now := w.cutObject(snapshot.ID); now.Spec.NodeName != a.name || now.Status.Move != nil || cluster.SnapshotMayMove(now) {
 		t.Errorf("it is %+v, %+v", now.Spec, now.Status.Move)
 	}

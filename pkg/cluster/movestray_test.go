@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// backup has the API server be what it is now again, when that is called.
+// backup makes a backup of the API server. The function that it returns restores that.
 func (w *environment) backup(v volume.Volume) (rollback func()) {
 	w.Helper()
 	as, err := client.New(apitest.Get(w).Agent(w, "node-1"), client.Options{Scheme: w.Scheme()})
@@ -32,8 +32,9 @@ func (w *environment) backup(v volume.Volume) (rollback func()) {
 	return func() { restore(); answers() }
 }
 
-// TestMoveNewerStray: what node-2 has of a volume, and was about to give to a third node, is newer than what is the volume again on node-1: somebody adopted that when the object was lost, or the
-// API server went back to before the volume moved. However often that is claimed then, it does not move to node-2 over what is there.
+// TestMoveNewerStray: the bytes that node-2 has of a volume are newer than those that are the volume again on node-1: those were adopted when the object
+// was deleted, or the API server was restored to before the volume moved. However often the volume is claimed then, it does not move to node-2 over the
+// newer bytes.
 func TestMoveNewerStray(t *testing.T) {
 	for _, how := range []string{"adopted", "rolled back"} {
 		t.Run(how, func(t *testing.T) {
@@ -76,7 +77,7 @@ func TestMoveNewerStray(t *testing.T) {
 	}
 }
 
-// saysMovedAway waits until the object of a volume says that it has left the node that it names.
+// saysMovedAway waits until the object of the volume says that the volume has left the node of the object.
 func (w *environment) saysMovedAway() {
 	w.Helper()
 	w.eventually("its object says that it has left", func() bool {
@@ -85,7 +86,7 @@ func (w *environment) saysMovedAway() {
 	})
 }
 
-// hasObject waits until a volume has an object again, on a node.
+// hasObject waits until the volume has an object again, on a machine.
 func (w *environment) hasObject(m *machine) {
 	w.Helper()
 	w.eventually("it has an object again", func() bool {
@@ -94,8 +95,8 @@ func (w *environment) hasObject(m *machine) {
 	})
 }
 
-// TestMoveRolledBack: a volume has moved, and was used on its new node, and its old one could not delete what it had. The API server goes back to before that, while the new node is away. The old one knows that the volume has left it: nobody
-// uses what is there before a person has decided.
+// TestMoveRolledBack: a volume has moved, and was used on its new node, and the old one could not delete its bytes. The API server is restored to before
+// the move, while the new node is away. The old node knows that the volume has left it: its bytes cannot be used before a person has decided.
 func TestMoveRolledBack(t *testing.T) {
 	for _, adopted := range []string{"node-2", "node-1"} {
 		t.Run(adopted+" is adopted", func(t *testing.T) {
@@ -156,7 +157,8 @@ func TestMoveRolledBack(t *testing.T) {
 	}
 }
 
-// TestMoveInUseRolledBack: so has one that moved while it was used, whose new node has not taken it over yet, and has all that was written since. What that has is kept, whatever was asked for since the API server went back.
+// TestMoveInUseRolledBack: the same with a volume that has moved in use, which its new node has not taken over yet. The new node keeps what was written
+// since, whatever moves were asked for after the restore.
 func TestMoveInUseRolledBack(t *testing.T) {
 	for _, changed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("changed=%v", changed), func(t *testing.T) {
@@ -171,7 +173,7 @@ func TestMoveInUseRolledBack(t *testing.T) {
 			})
 			rollback()
 			c.saysMovedAway()
-			if changed { // its object has another generation
+			if changed { // so that the object has another generation
 				c.movesTo("v", c.b.name)
 				c.movesTo("v", "")
 			}
@@ -192,8 +194,8 @@ func TestMoveInUseRolledBack(t *testing.T) {
 	}
 }
 
-// TestMoveInUseStrayEnds: what the new node of a volume has kept is exported to its user still, when somebody adopts what the old node has. The user goes on until another node claims the volume, or it is claimed anew; then the export ends, and the
-// bytes stay.
+// TestMoveInUseStrayEnds: the new node of a volume that has moved in use still exports its bytes to the user when those of the old node are adopted. The
+// export ends when the volume is claimed for another node, or anew; the bytes stay.
 func TestMoveInUseStrayEnds(t *testing.T) {
 	for _, claims := range []int{1, 2} {
 		t.Run(fmt.Sprintf("claims=%d", claims), func(t *testing.T) {
@@ -215,7 +217,7 @@ func TestMoveInUseStrayEnds(t *testing.T) {
 			c.start(c.b)
 			c.isStray(c.b)
 			c.claimFor(c.id, c.name)
-			c.b.stop() // it looks anew when it starts, or after some minutes
+			c.b.stop() // it looks again when it starts, or after some minutes
 			c.start(c.b)
 			c.isStray(c.b)
 			want := c.content(c.b, c.id)

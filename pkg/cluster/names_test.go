@@ -9,7 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestNames: what pkg/api says, for those who run elsewhere than on Linux, is what the driver says.
+// TestNames: pkg/api, which is for programs on any system, has the same IDs and keys as the driver.
 func TestNames(t *testing.T) {
 	v, s, g := cluster.VolumeNamed(volume.KeyOf("v")), cluster.SnapshotNamed(volume.KeyOf("s")), v1alpha1.Group{Key: volume.KeyOf("g")}
 	v.Spec.Pool, s.Spec.Pool, s.Spec.Source = "a", "b", volume.KeyOf("v")

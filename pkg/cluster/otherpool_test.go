@@ -23,7 +23,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// isIn makes sure that a volume is in a pool of a machine, under the ID that it has for good.
+// isIn shows that a volume is in a pool of a machine, and still has its ID.
 func (w *environment) isIn(name string, id volume.ID, m *machine, pool string) {
 	w.Helper()
 	o := w.object(name)
@@ -37,8 +37,8 @@ func (w *environment) isIn(name string, id volume.ID, m *machine, pool string) {
 	}
 }
 
-// TestMoveToOtherPool: a volume moves to a pool of another name on another node. It is the same volume for all who use it, on any node; what is made of it there says what it is of, also
-// after a start; and it moves on, and back.
+// TestMoveToOtherPool: a volume moves to a pool of another name on another node. It keeps its ID, and can be used on any node. Copies and snapshots that
+// are made of it there name it as their source, also after a restart. It can be adopted there, and moves back.
 func TestMoveToOtherPool(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
 	w.claimFor(v.ID, a.name)
@@ -56,7 +56,7 @@ func TestMoveToOtherPool(t *testing.T) {
 	if have := w.content(b, v.ID); string(have) != string(want) {
 		t.Error("its bytes are others")
 	}
-	for _, at := range []*machine{b, a} { // at home, and from where it was
+	for _, at := range []*machine{b, a} { // on its new home, and on its old one
 		w.claimFor(v.ID, at.name)
 		target = w.staged(at, dir, v.ID, mounted)
 		if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "from node-1" {
@@ -74,7 +74,7 @@ func TestMoveToOtherPool(t *testing.T) {
 	if len(all) != 1 || all[0].ID != v.ID || all[0].Pool != "b" {
 		t.Errorf("listed are %+v", all)
 	}
-	again, err := s.Create(w.ctx, volume.Spec{Name: "v", Pool: "default", Filesystem: "ext4", Access: volume.AccessAny, Size: volume.Range{Required: 64 * mib}}) // a late retry, of its class
+	again, err := s.Create(w.ctx, volume.Spec{Name: "v", Pool: "default", Filesystem: "ext4", Access: volume.AccessAny, Size: volume.Range{Required: 64 * mib}}) // a late retry, with the pool of its class
 	if err != nil || again.ID != v.ID {
 		t.Errorf("made again it is %+v, %v", again, err)
 	}
@@ -98,7 +98,7 @@ func TestMoveToOtherPool(t *testing.T) {
 		if source == before.ID {
 			at, pool = a, "default"
 		}
-		for range 2 { // the second time by a retry
+		for range 2 { // the second time as a retry
 			c, err := s.Create(w.ctx, volume.Spec{Name: name, Source: source, Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
 			check.OK(t, err)
 			if c.Node != at.name || c.ID.Pool != pool || c.Source != source {
@@ -116,7 +116,7 @@ func TestMoveToOtherPool(t *testing.T) {
 		w.tally(m)
 	}
 
-	// Somebody loses the objects, and adopts what the pool has.
+	// The object is deleted, and the volume adopted.
 	o := w.object("v")
 	spec := o.Spec
 	b.stop()
@@ -152,8 +152,8 @@ func TestMoveToOtherPool(t *testing.T) {
 	w.tally(b)
 }
 
-// TestMoveToOtherPoolSnapshots: snapshots move to pools of their own names, wherever their volume is. They stay that volume's, whatever pool its ID names, and are restored where they are; adopted
-// they say the same.
+// TestMoveToOtherPoolSnapshots: snapshots move to pools of their own name only, wherever their volume is. They still name that volume as their source,
+// whatever pool it is in, and are restored where they are; so they do after an adoption.
 func TestMoveToOtherPoolSnapshots(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
 	check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 5*mib, []byte("some")))
@@ -214,7 +214,7 @@ func TestMoveToOtherPoolSnapshots(t *testing.T) {
 	w.tally(b)
 }
 
-// TestMoveToOtherPoolUndone: taken back, or asked for anew for another pool, a move leaves nothing of itself.
+// TestMoveToOtherPoolUndone: a move to another pool that is taken back, or asked for again for another pool, leaves nothing.
 func TestMoveToOtherPoolUndone(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
 	b.stop()
@@ -243,14 +243,15 @@ func TestMoveToOtherPoolUndone(t *testing.T) {
 	w.tally(b)
 }
 
-// TestMoveToOtherPoolInUse: so does a volume that is used. By a driver of before such moves nothing of one is done.
+// TestMoveToOtherPoolInUse: a volume in use moves to a pool of another name. With a driver that does not know such moves, nothing is prepared, and the
+// volume does not move.
 func TestMoveToOtherPoolInUse(t *testing.T) {
 	c, _ := newConsumerTo(t, "b")
 	want := c.content(c.a, c.id)
 	from, err := c.old.Describe(c.ctx, c.of())
 	check.OK(t, err)
 	older := from
-	older.Pool = "" // the old home's driver, or the user's, does not know of it
+	older.Pool = "" // as from an older driver of the old home, or of the user
 	fails(t, second(c.fresh.Prepare(c.ctx, c.of(), older)), errdefs.ErrUnavailable)
 	if left := c.leftovers(c.b); len(left) > 0 {
 		t.Errorf("left are %v", left)
@@ -260,7 +261,7 @@ func TestMoveToOtherPoolInUse(t *testing.T) {
 	if !cluster.MayMove(v) {
 		t.Errorf("it may not move: %+v", v.Status.Move)
 	}
-	v.Status.Move.Pool = "" // who says it does not know of it
+	v.Status.Move.Pool = "" // as from an older driver of the user
 	if cluster.MayMove(v) {
 		t.Error("it moves by the word of a driver of before")
 	}
@@ -271,7 +272,8 @@ func TestMoveToOtherPoolInUse(t *testing.T) {
 	c.released(s)
 }
 
-// leaves has a pool of a machine, whose agent is stopped, have what is left of a volume of another machine, which has come from there: sealed after some claims, and with other bytes.
+// leaves puts an old copy of a volume of another machine (from) into a pool of a machine (m) whose agent is stopped, as if the volume had come from m: the
+// copy was sealed after some claims, and has other bytes.
 func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, claims int64) {
 	w.Helper()
 	sealed, err := from.local.Seal(w.ctx, v.ID, volume.AnyClaims)
@@ -291,8 +293,8 @@ func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, cla
 	})))
 }
 
-// cameWithout is a cluster of two nodes, of which the second has a volume in the pool that its ID names, and in another one what is left of it, which was sealed after some claims, and with other
-// bytes: that pool was away when the volume came, and is there by now.
+// cameWithout returns a cluster of two nodes, and a volume that has moved to the second, into the pool that its ID names. In another pool of that node
+// there is an old copy of the volume (leaves): that pool was away when the volume came, and is back now.
 func cameWithout(t *testing.T, claims int64) (w *environment, b *machine, v volume.Volume, want []byte) {
 	t.Helper()
 	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
@@ -313,7 +315,8 @@ func cameWithout(t *testing.T, claims int64) (w *environment, b *machine, v volu
 	return w, b, v, want
 }
 
-// TestMoveToOtherPoolLeftGoes: what is left of a volume in a pool that was away while the volume came to another one of its node goes when that is there again, as it would have then.
+// TestMoveToOtherPoolLeftGoes: an old copy of a volume, in a pool that was away when the volume came to another pool of the node, is removed when that
+// pool is back.
 func TestMoveToOtherPoolLeftGoes(t *testing.T) {
 	w, b, v, want := cameWithout(t, 0)
 	w.eventually("nothing is left of it", func() bool {
@@ -327,7 +330,7 @@ func TestMoveToOtherPoolLeftGoes(t *testing.T) {
 	w.tally(b)
 }
 
-// TestMoveToOtherPoolLeft: what was used since stays. When its pool is there again nobody takes it for the volume, or its seal off.
+// TestMoveToOtherPoolLeft: an old copy that was used since it was sealed stays. It is not taken for the volume, and its seal is not taken off.
 func TestMoveToOtherPoolLeft(t *testing.T) {
 	w, b, v, want := cameWithout(t, 7)
 	fails(t, b.agent.Stays(w.ctx, v.ID, "b", 0), errdefs.ErrPrecondition)
@@ -351,7 +354,7 @@ func TestMoveToOtherPoolLeft(t *testing.T) {
 		t.Errorf("its object says %+v", o.Status)
 	}
 
-	// Without its object both are strays. Who adopts all does not mean what was left.
+	// Without the object both are strays. An adoption of all does not include the old copy.
 	b.stop()
 	check.OK(t, w.Delete(w.ctx, w.object("v")))
 	w.start(b)
@@ -362,7 +365,8 @@ func TestMoveToOtherPoolLeft(t *testing.T) {
 	w.isIn("v", v.ID, b, "default")
 }
 
-// TestMoveLeftBefore: what a node has of a volume as it once was is not what has moved there, and is not taken over: the old node has that, and it is brought again.
+// TestMoveLeftBefore: a node that has an old copy of a volume does not take that over when the volume has moved there, and its new copy is gone: the
+// volume is copied again.
 func TestMoveLeftBefore(t *testing.T) {
 	w, a, b, v, want := aboutToMove(t)
 	b.stop()
@@ -379,7 +383,8 @@ func TestMoveLeftBefore(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestPoolOfMoveAway: a volume in a pool that its ID does not name, and that is not there when its node starts, is not lost.
+// TestPoolOfMoveAway: a volume in a pool that its ID does not name, and that is not there when its node starts, is not reported as lost. It can be deleted
+// when the pool is back.
 func TestPoolOfMoveAway(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
 	w.movesToPool("v", b.name, "b")
