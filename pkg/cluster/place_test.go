@@ -27,8 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// startWith starts the agent of a machine with pools of these names, in their order: its disks
-// are those of "default" and "b", and a pool that is renamed is where "default" was.
+// startWith starts the agent of a machine with pools of some names, in this order: "default", "b", or "renamed", which is on the disk of "default".
 func (w *environment) startWith(m *machine, names ...string) {
 	w.Helper()
 	mounts, err := mount.LoadTable()
@@ -46,11 +45,11 @@ func (w *environment) startWith(m *machine, names ...string) {
 	m.stop = w.run(m.agent.Run)
 }
 
-// pool is the object of a pool, once there is one.
+// pool returns the object of a pool; it waits until there is one.
 func (w *environment) pool(node, name string) *v1alpha1.Pool {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	w.eventually("pool "+name+" of "+node+" has an object", func() bool { // a node that was gone makes it anew
+	w.eventually("pool "+name+" of "+node+" has an object", func() bool { // a node that was gone creates it again
 		err := w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, name)}, p)
 		check.OK(w, client.IgnoreNotFound(err))
 		return err == nil
@@ -58,8 +57,7 @@ func (w *environment) pool(node, name string) *v1alpha1.Pool {
 	return p
 }
 
-// TestOneDefault: whatever a node was started with before, one of its pools is the default: the
-// first of those that it is started with now.
+// TestOneDefault: whatever pools a node was started with before, exactly one is the default: the first one of those that it is started with now.
 func TestOneDefault(t *testing.T) {
 	w, m, s := newCluster(t)
 	probes := 0
@@ -80,7 +78,7 @@ func TestOneDefault(t *testing.T) {
 		})
 		w.eventually(fmt.Sprint("the store knows it, of ", pools), func() bool {
 			probes++
-			ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second) // what is asked of a pool that is not there any more may not be answered
+			ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second) // a call for a pool that is not there any more may not be answered
 			defer cancel()
 			v, err := s.Create(ctx, spec(fmt.Sprint("probe ", probes)))
 			return err == nil && v.ID.Pool == pools[0]
@@ -95,8 +93,8 @@ func TestOneDefault(t *testing.T) {
 	}
 }
 
-// TestTwoDefaults: an agent that ended before it could say that a pool is not the default any
-// more, or an older one that never does, leaves two: the one that its node has now counts.
+// TestTwoDefaults: two pools of a node may be marked as the default, as an agent ended before it took the mark off the old one, or is of an older version,
+// which never does. The pool that the node has now counts.
 func TestTwoDefaults(t *testing.T) {
 	for what, spoil := range map[string]func(p *v1alpha1.Pool){
 		"not configured": func(p *v1alpha1.Pool) {
@@ -111,7 +109,7 @@ func TestTwoDefaults(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			w, m, s := newCluster(t)
-			m.stop() // it would put it right
+			m.stop() // otherwise it corrects the object
 			old := w.pool(nodeName, "default").DeepCopy()
 			status := old.Status
 			old.ObjectMeta, old.Spec.Pool = metav1.ObjectMeta{Name: overview.PoolName(nodeName, "old")}, "old"
@@ -142,9 +140,8 @@ func TestTwoDefaults(t *testing.T) {
 	}
 }
 
-// TestWhereNoPodsRun: a volume that may be on any node is on one where pods may run, also if
-// others have more room; cordoned nodes are not taken at all. Where a pod was scheduled to already, it is
-// not for us to say.
+// TestWhereNoPodsRun: a volume that may be on any node is made on one whose taints allow pods, also if others have more room, and never on a cordoned one.
+// If the CO requires one node, as a pod is scheduled there, neither matters.
 func TestWhereNoPodsRun(t *testing.T) {
 	w := newEnvironment(t)
 	nodes := []string{"node-a", "node-b", "node-c"}
@@ -162,7 +159,7 @@ func TestWhereNoPodsRun(t *testing.T) {
 		change(&n.Spec)
 		check.OK(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
 	}
-	for _, name := range nodes { // the API server taints new nodes, until the node controller knows that they are ready
+	for _, name := range nodes { // the API server taints new Nodes, and there is no node controller here that takes the taint off
 		edit(name, func(n *corev1.NodeSpec) { n.Taints = nil })
 	}
 	made := 0
@@ -194,9 +191,9 @@ func TestWhereNoPodsRun(t *testing.T) {
 		n.Taints = []corev1.Taint{{Key: "maintenance", Effect: corev1.TaintEffectNoExecute}, {Key: "x", Effect: corev1.TaintEffectPreferNoSchedule}}
 	})
 	edit("node-a", func(n *corev1.NodeSpec) { n.Unschedulable = true })
-	w.places(s, "", map[string]string{"node-b": "node-b", "node-c": "node-c"}) // so it knows of what was before
+	w.places(s, "", map[string]string{"node-b": "node-b", "node-c": "node-c"}) // when it knows that, it knows of the taint, too
 	on("node-c")
-	on("node-c", nodes...) // what is preferred comes after what is possible
+	on("node-c", nodes...) // the order of preference counts only among possible nodes
 	on("node-b", "node-a", "node-b")
 	on("node-a", "node-a")
 	edit("node-c", func(n *corev1.NodeSpec) { n.Unschedulable = true })
@@ -208,8 +205,7 @@ func TestWhereNoPodsRun(t *testing.T) {
 	fails(t, err, errdefs.ErrNoSpace)
 }
 
-// TestPoolRemoved: how many volumes a node may have is what it was started with last, whatever the objects of
-// pools say that it was once started with.
+// TestPoolRemoved: how many volumes a node may have is what it was last started with, whatever objects of pools from earlier starts say.
 func TestPoolRemoved(t *testing.T) {
 	w, m, s := newCluster(t)
 	m.stop()
@@ -231,7 +227,8 @@ func TestPoolRemoved(t *testing.T) {
 	}
 }
 
-// TestLimitedPlaced: a volume with limits of I/O is asked of no node that says that it keeps none; one without, or with no limit, may be on each.
+// TestLimitedPlaced: a volume with limits of I/O is not made on a node that reports that it cannot enforce them. A volume without, or with the limit
+// "max", may be on any node.
 func TestLimitedPlaced(t *testing.T) {
 	w := newEnvironment(t)
 	says := func(what bool) func() bool { return func() bool { return what } }
@@ -250,7 +247,7 @@ func TestLimitedPlaced(t *testing.T) {
 	}
 	for i, nodes := range [][]string{nil, {a.name, b.name}} {
 		v, err := s.Create(w.ctx, limited(fmt.Sprint("v", i), "100", nodes...))
-		if !volume.LimitsHere() { // it cannot, in truth, and says so
+		if !volume.LimitsHere() { // this machine cannot enforce limits, so its node refuses
 			if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "node node-b cannot have such a volume") {
 				t.Error(err)
 			}
@@ -275,7 +272,8 @@ func TestLimitedPlaced(t *testing.T) {
 	w.tally(b)
 }
 
-// TestRoomForWhatMoves: what is to move to a node has its room there as soon as it is asked for, and no more than once: others are not promised it before its copy has begun.
+// TestRoomForWhatMoves: the room for a volume or snapshot that is to move to a node is reserved there as soon as the move is asked for, and counted once,
+// when its copy has begun too.
 func TestRoomForWhatMoves(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-1", "storage")

@@ -42,7 +42,7 @@ import (
 // served serves the port of a machine's agent, as cmd/driver does.
 func (w *environment) served(m *machine) func(context.Context) error {
 	server := port.Server{Node: m.name, Namespace: apitest.Namespace, Config: wrapped(apitest.Get(w).Agent(w, m.name))}
-	server.Config.QPS = 0 // as that of a pod
+	server.Config.QPS = 0 // the default, as in a pod
 	agent, uses := m.agent, m.uses
 	services := rpc.Services{SnapshotMetadata: controller.New(m.local), Locks: m.locks, Others: func(r grpc.ServiceRegistrar) {
 		transfer.Register(r, agent.OpenCopy, nil)
@@ -55,7 +55,7 @@ func (w *environment) served(m *machine) func(context.Context) error {
 	return func(ctx context.Context) error { return server.Serve(ctx, listener, services) }
 }
 
-// newPortedCluster is newCluster, whose agent has a port, and whose store calls it.
+// newPortedCluster is newCluster with an agent that has a port, and a store that calls it.
 func newPortedCluster(t testing.TB) (*environment, *machine, *store.Store) {
 	t.Helper()
 	w := newEnvironment(t)
@@ -75,7 +75,7 @@ func (w *environment) calling(m *machine) *store.Store {
 	return s
 }
 
-// snapshotOf makes a volume with some blocks, and a snapshot of it.
+// snapshotOf makes a volume of 64 MiB with data in some blocks of 64 KiB, and a snapshot of it.
 func (w *environment) snapshotOf(s *store.Store, m *machine, name string, blocks ...int64) (volume.Volume, volume.Snapshot) {
 	w.Helper()
 	v, err := s.Create(w.ctx, volume.Spec{Name: name, Size: volume.Range{Required: 64 * mib}, Nodes: []string{m.name}})
@@ -90,7 +90,7 @@ func (w *environment) snapshotOf(s *store.Store, m *machine, name string, blocks
 
 func nothing(blockdev.Extent) error { return nil }
 
-// tokenFor asks for a token of the account that a configuration is of, as an administrator; pod: bound to this one.
+// tokenFor returns a token of a service account for an audience, which is bound to no pod. An administrator requests it.
 func tokenFor(t testing.TB, account, audience string) string {
 	t.Helper()
 	admin, err := kubernetes.NewForConfig(apitest.Get(t).Config(apitest.Admin))
@@ -100,7 +100,7 @@ func tokenFor(t testing.TB, account, audience string) string {
 	return made.Status.Token
 }
 
-// call asks an agent for a snapshot, with a token; the key of the agent is not looked at.
+// call asks an agent about a snapshot, with a token. It does not check the key of the agent.
 func (m *machine) call(ctx context.Context, token string, id volume.ID) error {
 	c, err := rpc.Dial(m.port.Addr().String(), &tls.Config{InsecureSkipVerify: true}, func(context.Context, bool) (string, error) { return token, nil })
 	if err != nil {
@@ -114,7 +114,7 @@ func (m *machine) call(ctx context.Context, token string, id volume.ID) error {
 	return err
 }
 
-// TestPortCallers: an agent answers the controller, and nobody else; and to nothing but a token that was made for it.
+// TestPortCallers: an agent answers calls about snapshots only to the controller, and only with a token that was made for this agent.
 func TestPortCallers(t *testing.T) {
 	w, m, s := newPortedCluster(t)
 	_, snapshot := w.snapshotOf(s, m, "v", 3)
@@ -128,7 +128,7 @@ func TestPortCallers(t *testing.T) {
 		check.OK(t, err)
 		return made.Status.Token
 	}
-	forged := func() string { // the controller's, for another agent, with a new audience
+	forged := func() string { // a token of the controller for another agent, whose audience was replaced
 		parts := strings.Split(tokenFor(t, "ashlar-controller", port.Audience("node-2")), ".")
 		right := strings.Split(tokenFor(t, "ashlar-controller", port.Audience(nodeName)), ".")
 		return parts[0] + "." + right[1] + "." + parts[2]
@@ -162,7 +162,7 @@ func TestPortCallers(t *testing.T) {
 	}
 }
 
-// TestPortKey: whoever answers at the address of an agent, and has not its key, gets no call.
+// TestPortKey: a server at the address of an agent that does not have the agent's key gets no calls.
 func TestPortKey(t *testing.T) {
 	w, m, s := newPortedCluster(t)
 	_, snapshot := w.snapshotOf(s, m, "v", 3)
@@ -180,7 +180,7 @@ func TestPortKey(t *testing.T) {
 	if !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "who answers has the key "+other.port.Endpoint().Fingerprint) {
 		t.Errorf("%v", err)
 	}
-	// As if node-2 had said that node-1 is itself, key and all: the token is for node-1, so node-2 does not take it.
+	// As if node-2 had written its own address and key for node-1: the token is for node-1, so node-2 does not accept it.
 	c, err = callers.Agent(nodeName, *other.port.Endpoint())
 	check.OK(t, err)
 	stream, err = csi.NewSnapshotMetadataClient(c).GetMetadataAllocated(w.ctx, &csi.GetMetadataAllocatedRequest{SnapshotId: snapshot.ID.String()})
@@ -193,8 +193,8 @@ func TestPortKey(t *testing.T) {
 	check.OK(t, s.Allocated(w.ctx, snapshot.ID, 0, nothing))
 }
 
-// TestPortRestart: an agent that was started again has another key at another address, which the next call finds; while there is none
-// the call fails, and a call that is under way when it ends fails too.
+// TestPortRestart: an agent that was restarted has another key at another address, which later calls find. While it is stopped, or has no port, calls fail
+// with ErrUnavailable.
 func TestPortRestart(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.begin(&machine{name: nodeName, ported: true})
@@ -219,7 +219,7 @@ func TestPortRestart(t *testing.T) {
 	})
 }
 
-// fragmented is a pool all of whose snapshots have as many ranges: far more than are on the way at once.
+// fragmented is a pool whose snapshots have many ranges: far more than are sent at once.
 type fragmented struct{ *memory.Pool }
 
 const fragments = 200000
@@ -235,8 +235,8 @@ func (f *fragmented) Allocated(ctx context.Context, _ blockdev.Ref, from int64, 
 	return ctx.Err()
 }
 
-// TestPortContinues: an agent that ends in the middle of an answer makes the call fail, and not look complete; from where it stopped, the
-// rest is had of the agent that comes after it.
+// TestPortContinues: if an agent ends in the middle of an answer, the call fails, and does not look complete. The rest can be had of the restarted agent
+// from where the first one stopped.
 func TestPortContinues(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.begin(&machine{name: nodeName, ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return &fragmented{p} }})
@@ -268,7 +268,7 @@ func TestPortContinues(t *testing.T) {
 	}
 }
 
-// lying is a pool whose snapshots have what a test says.
+// lying is a pool whose snapshots have the ranges that a test gives.
 type lying struct {
 	*memory.Pool
 	says *[]blockdev.Extent
@@ -283,7 +283,7 @@ func (l *lying) Allocated(_ context.Context, _ blockdev.Ref, _ int64, yield func
 	return nil
 }
 
-// TestPortLies: what an agent says is passed on as long as it can be true: in order, and within the snapshot.
+// TestPortLies: ranges from an agent are passed on only as long as they are possible: in order, and within the snapshot.
 func TestPortLies(t *testing.T) {
 	w := newEnvironment(t)
 	var says []blockdev.Extent
@@ -293,7 +293,7 @@ func TestPortLies(t *testing.T) {
 	for what, c := range map[string]struct {
 		says []blockdev.Extent
 		from int64
-		good int // as many are passed on
+		good int // how many are passed on
 	}{
 		"the truth":      {[]blockdev.Extent{{Offset: 0, Length: 4096}, {Offset: 4096, Length: snapshot.Size - 4096}}, 0, 2},
 		"nothing":        {[]blockdev.Extent{{Offset: 0, Length: 4096}, {Offset: 8192}}, 0, 1},
@@ -314,7 +314,7 @@ func TestPortLies(t *testing.T) {
 	}
 }
 
-// TestPortEnds: when the caller goes, the agent stops, and lets go of the snapshot.
+// TestPortEnds: when a caller ends its call, the agent stops, and releases the lock of the snapshot.
 func TestPortEnds(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.begin(&machine{name: nodeName, ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return &fragmented{p} }})
@@ -329,7 +329,7 @@ func TestPortEnds(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(w.ctx)
 	err := s.Allocated(ctx, snapshot.ID, 0, func(blockdev.Extent) error {
-		time.Sleep(100 * time.Millisecond) // the agent waits meanwhile, with the rest
+		time.Sleep(100 * time.Millisecond) // the agent waits meanwhile, as it cannot send the rest
 		if !held() {
 			t.Error("the agent had all on the way at once")
 		}
@@ -342,13 +342,13 @@ func TestPortEnds(t *testing.T) {
 	fails(t, s.Allocated(w.ctx, snapshot.ID, 0, nothing), errdefs.ErrNotFound)
 }
 
-// TestPortWithoutAPI: while nobody can say whose a token is, only those are served who were known a moment ago.
+// TestPortWithoutAPI: while the API server does not answer, only calls with a token that was checked a moment ago are served.
 func TestPortWithoutAPI(t *testing.T) {
 	w, m, s := newPortedCluster(t)
 	_, snapshot := w.snapshotOf(s, m, "v", 3)
 	known, unknown := tokenFor(t, "ashlar-controller", port.Audience(nodeName)), tokenFor(t, "ashlar-controller", port.Audience(nodeName))
 	if known == unknown {
-		time.Sleep(time.Second) // a token says when it was made, in seconds
+		time.Sleep(time.Second) // the times in a token are whole seconds, so that both may be the same
 		unknown = tokenFor(t, "ashlar-controller", port.Audience(nodeName))
 	}
 	check.OK(t, m.call(w.ctx, known, snapshot.ID))
@@ -379,11 +379,11 @@ func TestPortElsewhere(t *testing.T) {
 		}
 	}
 	fails(t, s.Changed(w.ctx, here.ID, there.ID, 0, nothing), errdefs.ErrInvalid)
-	// An agent is asked for what another node has.
+	// An agent is asked about a snapshot of another node.
 	fails(t, m.call(w.ctx, tokenFor(t, "ashlar-controller", port.Audience(nodeName)), there.ID), errdefs.ErrNotFound)
 }
 
-// TestGuardEndpoints: where an agent is, and its key, that agent writes alone.
+// TestGuardEndpoints: the address and the key of an agent (status.agent) can be written by that agent alone.
 func TestGuardEndpoints(t *testing.T) {
 	w := newGuarded(t)
 	const alone = "where the agent of a node is (status.agent), that agent says, and nobody else"
@@ -392,7 +392,7 @@ func TestGuardEndpoints(t *testing.T) {
 	}
 	w.try(t, nodeName, []attempt{
 		reported(w, "its own", w.pool, endpoint("0"), ""),
-		reported(w, "that of another node", w.poolOfOthers, endpoint("0"), "denied request"), // by two policies
+		reported(w, "that of another node", w.poolOfOthers, endpoint("0"), "denied request"), // two policies refuse it, so the message may be of either
 	})
 	w.tryAs(t, apitest.Get(t).Config(apitest.Admin), []attempt{
 		reported(w, "by an administrator", w.pool, endpoint("0"), alone),
@@ -411,7 +411,7 @@ func TestGuardEndpoints(t *testing.T) {
 	})
 }
 
-// TestGuardTokens: an account of the driver asks for tokens for agents alone, of its own pod, for ten minutes.
+// TestGuardTokens: a service account of the driver may request only tokens for agents, bound to its own pod, for ten minutes.
 func TestGuardTokens(t *testing.T) {
 	newEnvironment(t)
 	config, another := apitest.Get(t).Controller(t), apitest.Get(t).Controller(t)
@@ -458,7 +458,7 @@ func TestGuardTokens(t *testing.T) {
 	}
 }
 
-// podUID completes the reference to a pod.
+// podUID sets the UID in a reference to a pod.
 func podUID(t testing.TB, ref *authenticationv1.BoundObjectReference) error {
 	admin, err := kubernetes.NewForConfig(apitest.Get(t).Config(apitest.Admin))
 	if err != nil {

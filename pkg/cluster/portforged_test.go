@@ -17,7 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
 )
 
-// TestPortForged: who makes up tokens, as fast as he can, has the API server asked about each of them, and does not keep out who is known there.
+// TestPortForged: an attacker sends invented tokens as fast as possible, and the API server is asked about each. That does not keep out a caller with a
+// right token.
 func TestPortForged(t *testing.T) {
 	w, m, s := newPortedCluster(t)
 	_, snapshot := w.snapshotOf(s, m, "v", 3)
@@ -52,7 +53,7 @@ func TestPortForged(t *testing.T) {
 		time.Sleep(10 * time.Millisecond)
 	}
 	began := time.Now()
-	w.eventually("the right token is taken", func() bool { // it may not get its turn in time
+	w.eventually("the right token is taken", func() bool { // repeated, as its turn may not come within the time limit
 		return m.call(w.ctx, tokenFor(t, "ashlar-controller", port.Audience(nodeName)), snapshot.ID) == nil
 	})
 	t.Logf("among %d forged tokens the right one took %s", number.Load(), time.Since(began).Round(time.Millisecond))

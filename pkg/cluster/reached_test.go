@@ -43,7 +43,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// uses is what a machine has to use volumes with, its own and those of others.
+// uses is the part of a machine's driver that uses volumes, its own and those of other nodes.
 type uses struct {
 	*volume.Everywhere
 	others *others
@@ -52,14 +52,14 @@ type uses struct {
 	node   *node.Server
 }
 
-// others are those of other nodes.
+// others has the volumes of other nodes. It notes what is changed of them.
 type others struct {
 	*volume.Local
-	longest atomic.Int64 // time.Duration: for how long their writes are held back at the most; 0: as ever
+	longest atomic.Int64 // time.Duration: LongestHold; 0: the usual one
 
 	mu      sync.Mutex
-	again   []string // whose limits were set after the start, as KEY MUTABLE
-	changed []string // what was changed, as KEY MUTABLE
+	again   []string // calls of LimitAgain, as KEY MUTABLE
+	changed []string // calls of Modified, as KEY MUTABLE
 }
 
 func (o *others) Modified(ctx context.Context, id volume.ID, mutable map[string]string) error {
@@ -69,7 +69,7 @@ func (o *others) Modified(ctx context.Context, id volume.ID, mutable map[string]
 	return o.Local.Modified(ctx, id, mutable)
 }
 
-// modified are the changes of a volume that were made here, in their order, as its mutable parameters.
+// modified returns the mutable parameters of all calls of Modified for a volume, in their order.
 func (o *others) modified(id volume.ID) (all []string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -88,7 +88,7 @@ func (o *others) LimitAgain(ctx context.Context, id volume.ID, mutable map[strin
 	o.Local.LimitAgain(ctx, id, mutable)
 }
 
-// limited are those whose limits were set after the start.
+// limited returns all calls of LimitAgain, sorted.
 func (o *others) limited() []string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -105,7 +105,7 @@ func (u *uses) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (vol
 	return u.agent.Claimed(ctx, v.ID, readOnly)
 }
 
-// use has a machine use volumes of others, and give them its own.
+// use lets a machine use volumes of other nodes, and export its own.
 func (w *environment) use(m *machine, mounts *mount.Table) {
 	w.Helper()
 	m.local.ServeExports(w.ctx, volume.Exporting{Boot: "1", TLS: true, Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
@@ -117,7 +117,7 @@ func (w *environment) use(m *machine, mounts *mount.Table) {
 	m.uses.node = node.New(w.ctx, m.uses, mounts, node.Options{Claims: true})
 }
 
-// reached is a cluster of two nodes in a network, a volume of node-1 that any of them can use, and a directory.
+// reached returns a cluster of two nodes in a network, a volume of node-1 that both can use, and a directory for mounts.
 func reached(t *testing.T, spec volume.Spec) (w *environment, a, b *machine, s *store.Store, v volume.Volume, dir string) {
 	t.Helper()
 	w, a, b = twoOf(t)
@@ -129,7 +129,7 @@ func reached(t *testing.T, spec volume.Spec) (w *environment, a, b *machine, s *
 	return w, a, b, s, v, drivertest.Dir(t)
 }
 
-// twoOf is a cluster of two nodes in a network, without a controller.
+// twoOf returns a cluster of two nodes in a network, without a controller.
 func twoOf(t *testing.T) (w *environment, a, b *machine) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -138,7 +138,7 @@ func twoOf(t *testing.T) (w *environment, a, b *machine) {
 	return w, a, b
 }
 
-// attaches makes sure that a node that has a volume can make it a device.
+// attaches shows that a node can attach a volume that it has.
 func (w *environment) attaches(m *machine, id volume.ID) {
 	w.Helper()
 	here, err := m.local.Get(w.ctx, id)
@@ -148,7 +148,7 @@ func (w *environment) attaches(m *machine, id volume.ID) {
 	check.OK(w, errors.Join(device.Close(), m.local.Detach(w.ctx, id)))
 }
 
-// claimFor gives a volume to a node, or with none takes its claim off, as a controller does, and returns the generation.
+// claimFor claims a volume for a node, or with an empty node takes its claim off, as a controller does, and returns the generation of the last claim.
 func (w *environment) claimFor(id volume.ID, node string) int64 {
 	w.Helper()
 	v := &v1alpha1.Volume{}
@@ -166,7 +166,7 @@ func (w *environment) claimFor(id volume.ID, node string) int64 {
 var mounted = &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER},
 	AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: "ext4"}}}
 
-// stage stages and publishes a volume below a directory, and returns where.
+// stage stages and publishes a volume below a directory, and returns its target path.
 func (m *machine) stage(ctx context.Context, dir string, id volume.ID, as *csi.VolumeCapability) (target string, err error) {
 	staging := filepath.Join(dir, m.name, "staging")
 	target = filepath.Join(dir, m.name, "pod", "target")
@@ -188,7 +188,7 @@ func (m *machine) unstage(ctx context.Context, dir string, id volume.ID) error {
 	return err
 }
 
-// staged stages until it can be: who is claimed for may be asked before the claim is known.
+// staged repeats stage until it succeeds, as the agent may not know of the claim yet.
 func (w *environment) staged(m *machine, dir string, id volume.ID, as *csi.VolumeCapability) string {
 	w.Helper()
 	var target string
@@ -202,7 +202,7 @@ func (w *environment) staged(m *machine, dir string, id volume.ID, as *csi.Volum
 	return target
 }
 
-// export is what the object of a volume says of its export.
+// exportedTo returns the node to which a volume is exported, by its object; empty if there is none.
 func (w *environment) exportedTo(id volume.ID) string {
 	w.Helper()
 	v := &v1alpha1.Volume{}
@@ -213,7 +213,7 @@ func (w *environment) exportedTo(id volume.ID) string {
 	return v.Status.Export.Node
 }
 
-// connected is a connection of a machine to another one, or to itself.
+// connected returns a connection of a machine (caller) to the agent of another one (m), or to its own.
 func (w *environment) connected(m, caller *machine) grpc.ClientConnInterface {
 	w.Helper()
 	calls, err := port.NewCallers(wrapped(apitest.Get(w).Agent(w, caller.name)))
@@ -224,13 +224,14 @@ func (w *environment) connected(m, caller *machine) grpc.ClientConnInterface {
 	return c
 }
 
-// homeOf is what a machine has on another one, or on itself. It is asked patiently.
+// homeOf returns another machine (m) as the home of volumes, as a machine (caller) calls it. A busy one is asked again (patient).
 func (w *environment) homeOf(m, caller *machine) export.Home {
 	w.Helper()
 	return export.HomeAt(patient{w.connected(m, caller)})
 }
 
-// patient is a connection to an agent that asks again while the answer is errdefs.ErrBusy, as agents do: the other one looks at a volume too, as soon as its object has changed.
+// patient is a connection to an agent that repeats a call while the answer is errdefs.ErrBusy, as agents do: the other agent may be looking at the volume,
+// as its object has just changed.
 type patient struct{ grpc.ClientConnInterface }
 
 func (p patient) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
@@ -242,8 +243,8 @@ func (p patient) Invoke(ctx context.Context, method string, args, reply any, opt
 	}
 }
 
-// TestReached: a volume is used on another node, and then at home, with what was written there; what it carries is formatted once, and its record says
-// so wherever it is used.
+// TestReached: a volume is used on another node, and then on its own, with what was written before, and again on the other one. It is formatted once, and
+// its record says so wherever it is used.
 func TestReached(t *testing.T) {
 	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
 	w.claimFor(v.ID, b.name)
@@ -263,7 +264,7 @@ func TestReached(t *testing.T) {
 		t.Errorf("its stats are %v, %v", stats, err)
 	}
 	_, err = a.stage(w.ctx, dir, v.ID, mounted)
-	fails(t, err, errdefs.ErrPrecondition) // it is not claimed for its home
+	fails(t, err, errdefs.ErrPrecondition) // it is claimed for the other node
 	for range 2 {
 		check.OK(t, b.unstage(w.ctx, dir, v.ID))
 	}
@@ -290,7 +291,7 @@ func TestReached(t *testing.T) {
 	w.claimFor(v.ID, "")
 }
 
-// TestReachedRaw: a raw volume is used on another node, and whatever its bytes look like, it is not formatted later.
+// TestReachedRaw: a volume is used as a raw block device on another node, and then on its own. It is never formatted later.
 func TestReachedRaw(t *testing.T) {
 	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
 	block := &csi.VolumeCapability{AccessMode: mounted.AccessMode, AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
@@ -319,8 +320,8 @@ func TestReachedRaw(t *testing.T) {
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
 
-// TestReachedRefused: a home exports to the node of the claim that there is, and lets nobody else change its record; and that one only what is its to
-// change.
+// TestReachedRefused: a home exports a volume only to the node of the present claim, and only that node can change its record: the labels that are a
+// user's, and no others.
 func TestReachedRefused(t *testing.T) {
 	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
 	calls := func(m *machine) remotepool.Home { return m.agent.Homes() }
@@ -392,7 +393,7 @@ func TestReachedRefused(t *testing.T) {
 	fails(t, err, errdefs.ErrBusy)
 }
 
-// TestReachedAlone: what is connected is used on and given up while the home's driver, or the API server, is away.
+// TestReachedAlone: a volume that is connected can be used on, and given up, while the driver of its home, or the API server, is away.
 func TestReachedAlone(t *testing.T) {
 	var away atomic.Bool
 	wrap(t, func(c *rest.Config) {
@@ -409,7 +410,7 @@ func TestReachedAlone(t *testing.T) {
 	w.claimFor(v.ID, b.name)
 	target := w.staged(b, dir, v.ID, mounted)
 	a.stop()
-	for range 2 { // what is there is found, by b as it is and after a restart
+	for range 2 { // the second time after a restart of b
 		if again, err := b.stage(w.ctx, dir, v.ID, mounted); err != nil || again != target {
 			t.Errorf("staged again, while the driver of its home is away, at %s: %v", again, err)
 		}
@@ -438,7 +439,7 @@ func TestReachedAlone(t *testing.T) {
 	w.staged(b, dir, v.ID, mounted)
 	b.stop()
 	away.Store(true)
-	w.start(b) // it knows nothing but what the kernel does
+	w.start(b) // it knows nothing but the state of the kernel
 	_, err := b.stage(w.ctx, dir, v.ID, mounted)
 	fails(t, err, errdefs.ErrUnavailable)
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
@@ -450,7 +451,7 @@ func TestReachedAlone(t *testing.T) {
 	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
 }
 
-// full is a pool whose disk is, when it is to write a record: that is as before, or is changed all the same.
+// full is a pool whose disk may have no room for a write of a record, which fails then: without having changed the record, or although it has (changes).
 type full struct {
 	*memory.Pool
 	is, changes atomic.Bool
@@ -466,8 +467,8 @@ func (f *full) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[
 	return f.Pool.SetLabels(ctx, ref, change)
 }
 
-// TestExportUnwritten: the record of a volume cannot be written when it is to be given to another node, and that gives up, or when that is to end. Nothing is given then that is not claimed, nothing
-// is said to be that is not, and when the disk has room again the volume is used.
+// TestExportUnwritten: the record of a volume cannot be written when the volume is to be exported and then released, or when its export is to end. Nothing
+// is exported without a claim, the object says no wrong thing, and when the disk has room again the volume can be used.
 func TestExportUnwritten(t *testing.T) {
 	drivertest.NeedRoot(t)
 	for _, changes := range []bool{false, true} {
@@ -505,7 +506,8 @@ func TestExportUnwritten(t *testing.T) {
 	}
 }
 
-// TestReachedGrows: what the home has grown, the node that uses it grows too; while the home's driver is away it says that it cannot now, and never that nobody could.
+// TestReachedGrows: NodeExpandVolume on the node that uses a volume grows the filesystem after the home has grown the volume. While the driver of the home
+// is away it fails with ErrUnavailable, to be tried again.
 func TestReachedGrows(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "xfs", Size: volume.Range{Required: 320 * mib}})
 	w.claimFor(v.ID, b.name)
@@ -526,8 +528,8 @@ func TestReachedGrows(t *testing.T) {
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
 
-// TestReachedHeld: a snapshot of a volume that is used on another node has what was written there, and not synced; and limits and settings that are changed
-// are in force there.
+// TestReachedHeld: a snapshot of a volume that is used on another node has what was written there, even if it was not synced; and changed parameters are
+// in force there. The other node holds back writes only for the home, and only for the present claim.
 func TestReachedHeld(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
 	w.claimFor(v.ID, b.name)
@@ -566,13 +568,13 @@ func TestReachedHeld(t *testing.T) {
 	held, cancel := context.WithCancel(w.ctx)
 	release, err := a.agent.Consumers().Hold(held, v.ID, volume.Grant{Generation: 1, Node: b.name})
 	check.OK(t, err)
-	cancel() // its home is gone
+	cancel() // as when the home is gone
 	fails(t, release(), errdefs.ErrUnavailable)
 	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("goes on again"), 0o600))
 	w.eventually("it is unstaged", func() bool { return b.unstage(w.ctx, dir, v.ID) == nil })
 }
 
-// TestReachedHeldForEver: a home that never ends what it asked for keeps its volume from nobody's calls.
+// TestReachedHeldForEver: a home that never releases the writes that it has held back does not block calls for its volume: the hold ends by itself.
 func TestReachedHeldForEver(t *testing.T) {
 	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
 	w.claimFor(v.ID, b.name)
@@ -580,19 +582,19 @@ func TestReachedHeldForEver(t *testing.T) {
 	b.uses.others.longest.Store(int64(time.Millisecond))
 	release, err := a.agent.Consumers().Hold(w.ctx, v.ID, volume.Grant{Generation: 1, Node: b.name})
 	check.OK(t, err)
-	check.Locked(t, b.locks, keylock.Volume(v.ID.Key))() // calls of the volume go on
-	_ = release()                                        // what it says, TestHold of pkg/volume knows
+	check.Locked(t, b.locks, keylock.Volume(v.ID.Key))() // the lock becomes free
+	_ = release()                                        // TestHold of pkg/volume checks its error
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
 
-// TestReachedReopened: a volume that is opened again while its home writes down that what it gave has ended is not released before its home has ended
-// that too.
+// TestReachedReopened: a volume is opened again while its home writes into the object that the export has ended. It is not released before the home has
+// ended the new export, too.
 func TestReachedReopened(t *testing.T) {
 	var ended atomic.Pointer[func(send func())]
 	wrap(t, func(c *rest.Config) {
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 			return roundTrip(func(q *http.Request) (response *http.Response, err error) {
-				send := func() { response, err = next.RoundTrip(q) } //nolint:bodyclose // it is the caller's
+				send := func() { response, err = next.RoundTrip(q) } //nolint:bodyclose // the caller closes it
 				if q.Method == http.MethodPatch && strings.HasSuffix(q.URL.Path, "/status") {
 					body, failure := io.ReadAll(q.Body)
 					if q.Body = io.NopCloser(bytes.NewReader(body)); failure != nil {
@@ -623,7 +625,7 @@ func TestReachedReopened(t *testing.T) {
 			t.Errorf("it is released, and exported is %v", a.network.Exported())
 		}
 	}
-	ended.Store(&meanwhile) // the agent may write at once
+	ended.Store(&meanwhile) // before Close, as the agent may write at once
 	check.OK(t, home.Close(w.ctx, v.ID, generation))
 	w.touched("v")
 	select {
@@ -634,7 +636,7 @@ func TestReachedReopened(t *testing.T) {
 	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
 }
 
-// TestReachedLost: a volume whose bytes are missing at home is given to nobody any more, and is released.
+// TestReachedLost: the export of a volume whose bytes are missing at its home ends, and the volume can be released.
 func TestReachedLost(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
 	generation := w.claimFor(v.ID, b.name)
@@ -649,7 +651,7 @@ func TestReachedLost(t *testing.T) {
 	}
 }
 
-// TestReachedLostAlone: so is one whose home is in no network any more when it finds that its bytes are missing.
+// TestReachedLostAlone: the same with a home that is in no network any more when it finds that the bytes are missing.
 func TestReachedLostAlone(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
 	generation := w.claimFor(v.ID, b.name)
@@ -665,7 +667,7 @@ func TestReachedLostAlone(t *testing.T) {
 	w.exported("v", nil)
 }
 
-// TestReachedAway: that a home does not answer who uses its volume is told once, on the volume and what it is for, until it answers again.
+// TestReachedAway: if a home does not answer the node that uses its volume, the object says so until it answers again, with one event for each.
 func TestReachedAway(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))
 	object := cluster.VolumeNamed(v.ID.Key)
@@ -686,7 +688,7 @@ func TestReachedAway(t *testing.T) {
 	away(true)
 	w.told("HomeAway", "node "+a.name+", which alone has it, does not answer there since", object)
 	since := w.object(v.Name).Status.Export.Away
-	w.touched(v.Name) // its own node writes its status too
+	w.touched(v.Name) // so that its home writes the status, too
 	time.Sleep(200 * time.Millisecond)
 	if e := w.object(v.Name).Status.Export; e == nil || !e.Away.Equal(since) {
 		t.Errorf("it was away since %v, and now %+v", since, e)
@@ -694,11 +696,12 @@ func TestReachedAway(t *testing.T) {
 	a.network.Cut(false)
 	away(false)
 	w.told("HomeBack", "node "+a.name+" answers node "+b.name+" on the network again", object)
-	w.told("HomeAway", "", object) // once
+	w.told("HomeAway", "", object) // still only one
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
 
-// TestReachedForgotten: an object of before a claim, as after a restore, knows nothing of who uses its volume. What is given ends when that one gives it back.
+// TestReachedForgotten: an object that was restored to before a claim does not know of it. The export ends when the node that uses the volume gives it
+// back.
 func TestReachedForgotten(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))
 	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
@@ -714,7 +717,8 @@ func TestReachedForgotten(t *testing.T) {
 	w.eventually("it is deleted", func() bool { return s.Delete(soon(t), v.ID) == nil })
 }
 
-// TestReachedForgottenAway: such an object has not ended what its home still gives: who uses it waits while the home is away, and goes on.
+// TestReachedForgottenAway: such an object does not end the export: a node that uses the volume stays connected while the home is away, and goes on after
+// that.
 func TestReachedForgottenAway(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))
 	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
@@ -736,8 +740,7 @@ func TestReachedForgottenAway(t *testing.T) {
 	}
 }
 
-// TestReachedDeleted: an object that says that its volume is to be deleted, of which the record says that it is given away: that ends first, if the object
-// has counted that claim.
+// TestReachedDeleted: a volume that is to be deleted, and is still exported, is deleted after its export has ended, if the object has counted that claim.
 func TestReachedDeleted(t *testing.T) {
 	w, a, b, _, v, _ := reached(t, spec("v"))
 	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, w.claimFor(v.ID, b.name))))
@@ -751,7 +754,8 @@ func TestReachedDeleted(t *testing.T) {
 	}
 }
 
-// TestReachedUnread: so does who uses one whose record does not say to whom it is given, as one of another version may not.
+// TestReachedUnread: the export of a volume whose record has a label of the export that cannot be read, as of another version, stays while the volume is
+// claimed. The volume can be released.
 func TestReachedUnread(t *testing.T) {
 	w, a, b := twoOf(t)
 	s := w.calling(a)
@@ -764,7 +768,7 @@ func TestReachedUnread(t *testing.T) {
 		return nil
 	})))
 	w.touched(v.Name)
-	time.Sleep(time.Second) // nothing tells that it was looked at
+	time.Sleep(time.Second) // nothing shows that the agent has looked at it
 	if exported := a.network.Exported(); len(exported) != 1 {
 		t.Errorf("while it is claimed, exported is %v", exported)
 	}
@@ -775,7 +779,7 @@ func TestReachedUnread(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReachedDamaged: who uses a volume whose record is damaged goes on, until its claim is released.
+// TestReachedDamaged: the export of a volume whose record is damaged stays until the volume is released.
 func TestReachedDamaged(t *testing.T) {
 	drivertest.NeedRoot(t)
 	var damaged atomic.Bool

@@ -25,7 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// ExportToRead is for those who ask for it over the port, which nobody does here.
+// ExportToRead is not used by these tests: no node opens a volume over the port.
 func (g *given) ExportToRead(context.Context, volume.ID, volume.Grant) (volume.Exported, error) {
 	return volume.Exported{}, errdefs.ErrUnsupported
 }
@@ -53,11 +53,11 @@ func (g *given) EndReaders(_ context.Context, id volume.ID, keep func(int64) boo
 	return g.stuck
 }
 
-// reads is what the agent does, with the volume's lock, for a node that opens a volume to read it.
+// reads exports a volume to a reader, as the agent does when a node opens it.
 func (w *environment) reads(g *given, name string, to volume.Grant) {
 	w.Helper()
 	o := w.object(name)
-	g.mu.Lock() // first: the home takes from the status what it does not give
+	g.mu.Lock() // before the status is written, as the agent removes exports from it that do not exist
 	if g.readers == nil {
 		g.readers = map[volume.ID][]int64{}
 	}
@@ -72,7 +72,7 @@ func manyOn(node string) volume.Claim {
 	return volume.Claim{Node: node, Mode: "mount,MULTI_NODE_READER_ONLY"}
 }
 
-// readersOf are the claims of those who read a volume, as NODE GENERATION.
+// readersOf returns the claims of the readers of a volume, as NODE GENERATION, sorted. It shows that its labels name the same nodes.
 func (w *environment) readersOf(name string) (all []string) {
 	w.Helper()
 	o := w.object(name)
@@ -89,7 +89,7 @@ func (w *environment) readersOf(name string) (all []string) {
 	return all
 }
 
-// TestManyReaders: many nodes read a volume at once, its home too; nobody writes it meanwhile, and beside who may write nobody reads.
+// TestManyReaders: many nodes can read a volume at once, its home too. While they do it cannot be claimed for writing, and while it is, not for reading.
 func TestManyReaders(t *testing.T) {
 	w := newEnvironment(t)
 	a, home := w.networked("node-a", "storage")
@@ -129,7 +129,7 @@ func TestManyReaders(t *testing.T) {
 		t.Errorf("published on %v", nodes)
 	}
 
-	// The home ends what it gives to who is released, and nothing else; only then it is released.
+	// A release waits until the home has ended the export to that reader; the others stay.
 	w.reads(home, "v", volume.Grant{Generation: 4, Node: b.name})
 	w.reads(home, "v", volume.Grant{Generation: 2, Node: c.name})
 	home.fail(fmt.Errorf("%w: the target hangs", errdefs.ErrUnavailable))
@@ -154,7 +154,8 @@ func TestManyReaders(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestManyReadersAway: that a home does not answer one of its readers, that one says on its own entry, and takes it off; of others, and of the rest, it says nothing.
+// TestManyReadersAway: a reader that the home does not answer writes that into its own entry of the status, and takes it off later. It changes nothing
+// else of the status.
 func TestManyReadersAway(t *testing.T) {
 	w := newEnvironment(t)
 	a, home := w.networked("node-a", "storage")
@@ -199,12 +200,12 @@ func TestManyReadersAway(t *testing.T) {
 			t.Errorf("of another reader it says that the home is away since %v", since)
 		}
 	}
-	w.touched("v") // its own node writes its status too
+	w.touched("v") // so that its home writes the status, too
 	time.Sleep(200 * time.Millisecond)
 	if o := w.object("v"); len(o.Status.Readers) != 2 || o.Status.Export != nil || says(b.name) == nil {
 		t.Errorf("it is given to %+v, %+v", o.Status.Export, o.Status.Readers)
 	}
-	check.OK(t, s.Release(w.ctx, v.ID, b.name)) // its home has ended it, whatever its reader said
+	check.OK(t, s.Release(w.ctx, v.ID, b.name)) // the home has ended the export, whatever its reader reports
 	if o := w.object("v"); len(o.Status.Readers) != 1 || says(c.name) != nil {
 		t.Errorf("released, it is given to %+v", o.Status.Readers)
 	}
@@ -212,7 +213,8 @@ func TestManyReadersAway(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestManyReadersRace: of one who may write and many who read, that claim a volume at once, the one has it or the many, whatever controllers they ask.
+// TestManyReadersRace: if a volume is claimed for one writer and for several readers at once, by two controllers, either the writer gets it or all readers
+// do.
 func TestManyReadersRace(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "storage")
@@ -236,7 +238,8 @@ func TestManyReadersRace(t *testing.T) {
 	}
 }
 
-// TestManyReadersRefused: what is for one node at a time.
+// TestManyReadersRefused: encrypted volumes, and volumes of one node, cannot have several readers; and a new volume that is only to be read by many is
+// refused.
 func TestManyReadersRefused(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "storage")
@@ -244,7 +247,7 @@ func TestManyReadersRefused(t *testing.T) {
 	s := w.knowing(a, b)
 	v, err := s.Create(w.ctx, anyNode("v", a.name))
 	check.OK(t, err)
-	secret := cluster.VolumeNamed(volume.KeyOf("secret")) // no node here can make one
+	secret := cluster.VolumeNamed(volume.KeyOf("secret")) // only its object: no node here can encrypt
 	secret.Spec = w.object("v").Spec
 	secret.Spec.Name, secret.Spec.Encryption, secret.Spec.Make = "secret", string(volume.LUKS2), false
 	check.OK(t, w.Create(w.ctx, secret))
@@ -269,7 +272,7 @@ func TestManyReadersRefused(t *testing.T) {
 		}
 	}
 
-	// A volume of one node alone has one claim, as ever.
+	// A volume of one node has an ordinary claim.
 	own, err := s.Create(w.ctx, volume.Spec{Name: "own", Size: volume.Range{Required: mib}, Nodes: []string{a.name}})
 	check.OK(t, err)
 	check.OK(t, s.Claim(w.ctx, own.ID, manyOn(a.name)))
@@ -278,7 +281,8 @@ func TestManyReadersRefused(t *testing.T) {
 	}
 }
 
-// TestReadersHeld: the API server refuses what no controller writes: readers beside one who may write, of what is encrypted, that are not counted, or too many.
+// TestReadersHeld: the definition of Volumes refuses readers beside a writer, readers of a volume of one node or of one that moves, readers that are not
+// counted, and too many of them.
 func TestReadersHeld(t *testing.T) {
 	w := newEnvironment(t)
 	a, _ := w.networked("node-a", "storage")
@@ -319,7 +323,7 @@ func TestReadersHeld(t *testing.T) {
 		}
 	}
 
-	// Nobody reads what moves, and what is read does not move.
+	// A volume that is read does not move.
 	check.OK(t, s.Claim(w.ctx, v.ID, manyOn(b.name)))
 	o := w.object("v")
 	if cluster.MayMove(o) || !o.IsUsed() {
@@ -329,7 +333,8 @@ func TestReadersHeld(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReaderOpens: who reads beside others opens a volume by its own claim, and changes nothing of its record; what came of no Open is given to nobody.
+// TestReaderOpens: one of several readers opens a volume by its own claim, and cannot change its record. A volume that was never written to cannot be
+// opened to be read, and such a call leaves no export.
 func TestReaderOpens(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
 	check.OK(t, s.Claim(w.ctx, v.ID, manyOn(b.name)))
@@ -346,7 +351,7 @@ func TestReaderOpens(t *testing.T) {
 		}
 	}
 	refused("nothing was ever written to it", func() error { return second(home.Open(w.ctx, v.ID, 1)) })
-	refused("is not claimed for node", func() error { return second(home.Open(w.ctx, v.ID, 2)) }) // that is the claim of another
+	refused("is not claimed for node", func() error { return second(home.Open(w.ctx, v.ID, 2)) }) // the claim of another node
 	check.OK(t, second(home.Record(w.ctx, v.ID, 1)))
 	refused("to be read, and so is its record", func() error {
 		return second(home.SetLabels(w.ctx, v.ID, 1, nil, map[string]string{"format": ""}))
