@@ -14,7 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestReplicatedCapacity: a volume with replicas is listed once, and what a class has room for is what as many nodes have room for as its volumes have replicas.
+// TestReplicatedCapacity: a volume with replicas is listed once, and a leg is not found as a volume. The capacity of a class with replicas is what as many
+// nodes have room for as its volumes have replicas.
 func TestReplicatedCapacity(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	server := controller.New(s)
@@ -72,7 +73,8 @@ func TestReplicatedCapacity(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, made.ID))
 }
 
-// TestReplicatedCapacityApart: what a class has room for whose replicas are in different zones is what is there in as many zones; nodes that may get no replica have none.
+// TestReplicatedCapacityApart: the capacity of a class whose replicas are in different zones is what as many zones have room for; nodes that can get no
+// replica have none.
 func TestReplicatedCapacityApart(t *testing.T) {
 	w, _, s := legCluster(t, 4)
 	server := controller.New(s)
@@ -99,13 +101,13 @@ func TestReplicatedCapacityApart(t *testing.T) {
 		edit(n)
 		check.OK(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
 	}
-	for node, zone := range map[string]string{"node-1": "a", "node-2": "a", "node-3": "b"} { // node-4 is in none
+	for node, zone := range map[string]string{"node-1": "a", "node-2": "a", "node-3": "b"} { // node-4 is in no zone
 		edit(node, func(n *corev1.Node) { metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", zone) })
 	}
 	whole := at("node-1", "2", "")
 	w.eventually("the store knows the zones", func() bool { return at("node-1", "2", "zone") == whole })
 	for what, c := range map[string]struct{ have, want int64 }{
-		"anywhere, in two zones":                      {at("", "2", "zone"), whole}, // all of it has a replica on node-3
+		"anywhere, in two zones":                      {at("", "2", "zone"), whole}, // each volume needs a replica on node-3
 		"anywhere, on two nodes":                      {at("", "2", ""), 2 * whole},
 		"with the node that is alone in its zone":     {at("node-3", "2", "zone"), whole},
 		"a node that is in no zone":                   {at("node-4", "2", "zone"), 0},

@@ -14,7 +14,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestReplicaEvents: that a replica is away, joins, is current again, is lost, replaced and given up is told on the volume's object, its PersistentVolume and its claim; what is wrong with a leg is not taken for something of the volume.
+// TestReplicaEvents: events on a volume's object, its PersistentVolume and its claim tell that a replica is not current, joins, is current again, differs,
+// is lost, was replaced and was removed. Problems of a leg alone are only on its Volume.
 func TestReplicaEvents(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	claim := w.claim("data")
@@ -32,7 +33,7 @@ func TestReplicaEvents(t *testing.T) {
 	check.OK(t, w.Update(w.ctx, claim))
 	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
 	object := cluster.ReplicatedNamed(v.ID.Key)
-	time.Sleep(time.Second) // so exact is when something was made
+	time.Sleep(time.Second) // creation times have whole seconds
 	told := func(reason, says string) { w.Helper(); w.told(reason, says, object, pv, claim) }
 
 	away := w.legsOf(spec.Name)[1]
@@ -60,7 +61,7 @@ func TestReplicaEvents(t *testing.T) {
 	scrubbed(v1alpha1.Scrub{Last: differences, Ended: new(metav1.Now()), Turned: &found})
 	scrubbed(v1alpha1.Scrub{Ended: new(metav1.Now()), Turned: new(metav1.Now())})
 	told(events.ReplicasEqual, "its replicas were compared anew, and are equal")
-	told(v1alpha1.ReasonReplicasDiffer, "by the compare that is under way") // once
+	told(v1alpha1.ReasonReplicasDiffer, "by the compare that is under way") // still only one event
 
 	m := all[away.Spec.NodeName]
 	m.stop()

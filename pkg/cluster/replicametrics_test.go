@@ -8,7 +8,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
-// TestReplicaMetrics: the controller says how many replicas of volumes are current, and how much of others is yet to be copied.
+// TestReplicaMetrics: the metrics of the controller tell how many replicas of volumes are current, and how much is still to be copied to others.
 func TestReplicaMetrics(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	is := func(what string, want map[string]float64) {

@@ -24,7 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// ask asks for a volume on one node to have replicas, as kubectl ashlar does.
+// ask asks for a volume on one node to have n replicas (spec.replicas), as kubectl ashlar does; with 0 it takes the request back.
 func (w *environment) ask(name string, n int) error {
 	w.Helper()
 	return w.written(func() error {
@@ -35,7 +35,7 @@ func (w *environment) ask(name string, n int) error {
 	})
 }
 
-// became reports whether a volume that was on one node has legs on so many, of which the one that it was is current, and nothing of the request is left.
+// became reports whether a volume that was on one node has n legs, of which only the first, which it was before, is current, and the request is taken off.
 func (w *environment) became(name string, n int) bool {
 	r, legs := w.whole(name), w.legsOf(name)
 	if r == nil || r.Status.Made == nil || len(legs) != n || len(r.Spec.Legs) != n {
@@ -49,7 +49,8 @@ func (w *environment) became(name string, n int) bool {
 	return legs[0].Name == r.Name && legs[0].Spec.Replicas == 0 && slices.Equal(r.Current(), []string{r.Name})
 }
 
-// TestBecomesReplicated: a volume that is asked to have replicas gets them when nobody uses it. Its ID and its bytes stay, and no claim of before is one of the new volume.
+// TestBecomesReplicated: a volume that is asked to have replicas gets them when nobody uses it. It keeps its ID and its size, and its next claim is later
+// than those that it had. Until its node has noted that it is a leg, it cannot be used.
 func TestBecomesReplicated(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
@@ -94,7 +95,7 @@ func TestBecomesReplicated(t *testing.T) {
 
 	v, err = s.Create(w.ctx, anyNode("v", "node-1"))
 	check.OK(t, err)
-	all["node-1"].stop() // so its record does not say that it is a leg
+	all["node-1"].stop() // so that its record does not say yet that it is a leg
 	check.OK(t, w.ask("v", 2))
 	w.eventually("it is about to have replicas", func() bool { return w.whole("v") != nil })
 	time.Sleep(300 * time.Millisecond)
@@ -121,7 +122,7 @@ func TestBecomesReplicated(t *testing.T) {
 	}
 }
 
-// mirroring are nodes in a network that can use volumes with replicas, and a store that knows their pools.
+// mirroring starts n nodes in a network that can use volumes with replicas, and a store that knows their pools.
 func (w *environment) mirroring(n int) (all []*machine, s *store.Store) {
 	w.Helper()
 	for i := range n {
@@ -133,7 +134,8 @@ func (w *environment) mirroring(n int) (all []*machine, s *store.Store) {
 	return all, w.knowing(all...)
 }
 
-// TestBecomesReplicatedUsed: a volume that one node uses gets replicas meanwhile, if that node can mirror. Its claim is that of the new volume, with the same generation, so nobody is fenced; until there is an object that has it, nobody gives it up.
+// TestBecomesReplicatedUsed: a volume gets replicas while a node uses it, if that node can use a mirror. The claim becomes that of the new volume, with
+// the same generation, so that the user is not fenced. Until the new object has the claim, it cannot be released.
 func TestBecomesReplicatedUsed(t *testing.T) {
 	w := newEnvironment(t)
 	all, s := w.mirroring(3)
@@ -174,7 +176,8 @@ func TestBecomesReplicatedUsed(t *testing.T) {
 	goesOn()
 }
 
-// about has a volume of node-1 that node-2 uses be about to have replicas: its node is away, so its record does not say that it is a leg. goesOn has that come, and ends the volume.
+// about makes a volume of node-1 that node-2 uses, and that is about to get replicas: the agent of node-1 is stopped, so that the record does not say yet
+// that the volume is a leg. goesOn starts that agent, waits until there are replicas, and deletes the volume.
 func (w *environment) about(all []*machine, s *store.Store) (v volume.Volume, goesOn func()) {
 	w.Helper()
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
@@ -195,7 +198,8 @@ func (w *environment) about(all []*machine, s *store.Store) (v volume.Volume, go
 	}
 }
 
-// TestTakenBackTooLate: once a volume has said that it is a leg, nobody takes back that it is to have replicas. It would be neither one with replicas nor one without, and who has it could not give it up.
+// TestTakenBackTooLate: when a volume has become a leg, the request for replicas cannot be taken back: the volume would be neither one with replicas nor
+// one without, and could not be released.
 func TestTakenBackTooLate(t *testing.T) {
 	w := newEnvironment(t)
 	all, s := w.mirroring(2)
@@ -206,16 +210,17 @@ func TestTakenBackTooLate(t *testing.T) {
 	goesOn()
 }
 
-// TestReleasedWhileItBecomes: who gives up a volume that gets replicas since it was looked up takes no claim off that the new object has too.
+// TestReleasedWhileItBecomes: a volume is released at the very moment when it gets replicas. Then neither its Volume nor its ReplicatedVolume has the
+// claim.
 func TestReleasedWhileItBecomes(t *testing.T) {
 	w := newEnvironment(t)
-	all, s := w.mirroring(1) // so it never has another leg
+	all, s := w.mirroring(1) // so that it never gets another leg
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 	check.OK(t, err)
 	for range 10 {
 		w.eventually("it is claimed", func() bool { return s.Claim(w.ctx, v.ID, on("node-1")) == nil })
 		if w.object("v").Spec.ReplicaOf == "" {
-			_ = w.ask("v", 2) // or the one before has come through
+			_ = w.ask("v", 2) // it is refused if an earlier request was carried out
 		}
 		w.eventually("it is released", func() bool { return s.Release(w.ctx, v.ID, "node-1") == nil })
 		w.eventually("and nobody has it", func() bool {
@@ -229,7 +234,7 @@ func TestReleasedWhileItBecomes(t *testing.T) {
 	}
 }
 
-// becomesCutShort is a cluster of two nodes in a network, and what cuts its controller off at a write.
+// becomesCutShort returns a cluster of two nodes in a network, and a cutter for its controllers.
 func becomesCutShort(t *testing.T) (w *environment, cut *cutter, machines []*machine) {
 	t.Helper()
 	w, cut = newEnvironment(t), &cutter{}
@@ -241,14 +246,15 @@ func becomesCutShort(t *testing.T) (w *environment, cut *cutter, machines []*mac
 	return w, cut, machines
 }
 
-// TestBecomesReplicatedCutShort: wherever the controller dies while a volume gets replicas, the next one goes on; and in between it can be deleted, or is not there to be used yet, but never another one's.
+// TestBecomesReplicatedCutShort: at whatever write the controller dies while a volume gets replicas, the next controller goes on. Meanwhile the volume can
+// be deleted.
 func TestBecomesReplicatedCutShort(t *testing.T) {
 	w, cut, machines := becomesCutShort(t)
 	s, stop := w.store()
 	for _, m := range machines {
 		w.pooled(s, m)
 	}
-	dies := func() bool { // it is cut off, or has come through
+	dies := func() bool { // waits until the controller is cut off (true), or has done all
 		dead := false
 		w.eventually("it is done, or cut short", func() bool {
 			cut.mu.Lock()
@@ -284,7 +290,7 @@ func TestBecomesReplicatedCutShort(t *testing.T) {
 					break
 				}
 			}
-			if n < 6 { // four to become one, and two to have another leg
+			if n < 6 { // four writes to become a leg, and two to get another one
 				t.Errorf("it took %d writes", n-1)
 			}
 		}
@@ -295,7 +301,8 @@ func TestBecomesReplicatedCutShort(t *testing.T) {
 	}
 }
 
-// TestTakenBackWhileItBecomes: wherever the controller dies while a volume gets replicas, and whoever takes the wish back meanwhile, it is one that can be used in the end.
+// TestTakenBackWhileItBecomes: at whatever write the controller dies while a volume gets replicas, and the request is taken back then, the volume can be
+// used in the end.
 func TestTakenBackWhileItBecomes(t *testing.T) {
 	w, cut, machines := becomesCutShort(t)
 	for n := 1; n <= 4; n++ {
@@ -326,7 +333,8 @@ func TestTakenBackWhileItBecomes(t *testing.T) {
 	}
 }
 
-// TestExpandRefusedWhileItBecomes: what is used without a mirror still grows last: what another leg refuses finds it as large as the mirror will be.
+// TestExpandRefusedWhileItBecomes: the first leg of a volume that is used without a mirror still grows last. If another leg cannot grow, the first one
+// keeps its size.
 func TestExpandRefusedWhileItBecomes(t *testing.T) {
 	w := newEnvironment(t)
 	all, s := w.mirroring(2)
@@ -347,7 +355,8 @@ func TestExpandRefusedWhileItBecomes(t *testing.T) {
 	}
 }
 
-// TestLacksReplica: a volume that is to have more replicas than there are nodes with room says why it has not, until it has.
+// TestLacksReplica: the object and the health of a volume that is to have more replicas than there are nodes with room say why it lacks one, as long as it
+// does.
 func TestLacksReplica(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2))
@@ -365,7 +374,8 @@ func TestLacksReplica(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicatedIsLost: of a volume with replicas one PersistentVolume is made anew, and none of each replica.
+// TestReplicatedIsLost: for a volume with replicas one PersistentVolume is missing (package lost), and not one for each replica, also without its first
+// leg.
 func TestReplicatedIsLost(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 3))

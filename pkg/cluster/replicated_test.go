@@ -29,7 +29,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// nodes are machines in one network, whose agents make legs, by their names.
+// nodes has machines in one network, whose agents make legs, by their names.
 type nodes map[string]*legNode
 
 type legNode struct {
@@ -37,7 +37,7 @@ type legNode struct {
 	*given
 }
 
-// legCluster is some nodes of a network, and a store that knows their pools.
+// legCluster starts n nodes in a network, and a store that knows their pools.
 func legCluster(t *testing.T, n int) (*environment, nodes, *store.Store) {
 	t.Helper()
 	w, all := newEnvironment(t), nodes{}
@@ -56,7 +56,7 @@ func replicas(name string, n int, on ...string) volume.Spec {
 	return s
 }
 
-// whole is the object of a volume with several legs; nil if there is none.
+// whole returns the ReplicatedVolume of a name; nil if there is none.
 func (w *environment) whole(name string) *v1alpha1.ReplicatedVolume {
 	w.Helper()
 	r := &v1alpha1.ReplicatedVolume{}
@@ -70,7 +70,7 @@ func (w *environment) whole(name string) *v1alpha1.ReplicatedVolume {
 	return r
 }
 
-// legsOf are the Volumes of a volume with several legs, those that its object names first.
+// legsOf returns the legs of a volume: first those that its object names, in that order.
 func (w *environment) legsOf(name string) (legs []*v1alpha1.Volume) {
 	w.Helper()
 	var list v1alpha1.VolumeList
@@ -90,7 +90,7 @@ func (w *environment) legsOf(name string) (legs []*v1alpha1.Volume) {
 	return legs
 }
 
-// homes are the nodes of the legs of a volume.
+// homes returns the nodes of the legs of a volume.
 func (w *environment) homes(name string) (homes []string) {
 	w.Helper()
 	for _, v := range w.legsOf(name) {
@@ -99,7 +99,7 @@ func (w *environment) homes(name string) (homes []string) {
 	return homes
 }
 
-// claims are the nodes that the legs of a volume are claimed for, and with which generations; empty: for none.
+// claims returns the claims of the legs of a volume, each as NODE GENERATION; empty for none.
 func (w *environment) claims(name string) (claims []string) {
 	w.Helper()
 	for _, v := range w.legsOf(name) {
@@ -112,7 +112,7 @@ func (w *environment) claims(name string) (claims []string) {
 	return claims
 }
 
-// says writes the status of a volume, as the node of its claim does, or the controller.
+// says changes the status of a volume, as the node of its claim or the controller does.
 func (w *environment) says(name string, edit func(r *v1alpha1.ReplicatedVolume)) {
 	w.Helper()
 	check.OK(w, w.written(func() error {
@@ -123,7 +123,7 @@ func (w *environment) says(name string, edit func(r *v1alpha1.ReplicatedVolume))
 	}))
 }
 
-// isMade makes sure that a volume has legs on so many nodes, which are all current, and that nothing else is there.
+// isMade shows that a volume has legs on n nodes, which are all current, and that it is the only volume.
 func (w *environment) isMade(t *testing.T, s *store.Store, name string, v volume.Volume, n int) {
 	t.Helper()
 	r, legs := w.whole(name), w.legsOf(name)
@@ -148,7 +148,7 @@ func (w *environment) isMade(t *testing.T, s *store.Store, name string, v volume
 	}
 }
 
-// TestReplicated: a volume with replicas is made on several nodes, is used, changed and deleted as one, and its legs are nobody's volumes.
+// TestReplicated: a volume with replicas is made on several nodes, and is claimed, changed and deleted as one. Its legs cannot be used as volumes.
 func TestReplicated(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-2"))
@@ -178,7 +178,7 @@ func TestReplicated(t *testing.T) {
 	fails(t, second(s.Get(w.ctx, other)), errdefs.ErrNotFound)
 	fails(t, s.Claim(w.ctx, other, on("node-1")), errdefs.ErrNotFound)
 	fails(t, second(s.Expand(w.ctx, other, volume.Range{Required: 8 * mib})), errdefs.ErrNotFound)
-	check.OK(t, s.Delete(w.ctx, other)) // no volume has this ID
+	check.OK(t, s.Delete(w.ctx, other)) // there is no volume of this ID
 	check.OK(t, s.Release(w.ctx, other, "node-1"))
 	if len(w.legsOf("v")) != 2 {
 		t.Error("a leg was deleted as a volume")
@@ -207,7 +207,7 @@ func TestReplicated(t *testing.T) {
 	}
 	fails(t, s.Modify(w.ctx, v.ID, map[string]string{"placement": "follow"}), errdefs.ErrInvalid)
 
-	check.OK(t, s.Release(w.ctx, v.ID, "node-3")) // it has none
+	check.OK(t, s.Release(w.ctx, v.ID, "node-3")) // that node has no claim
 	if w.whole("v").Spec.Claim == nil {
 		t.Error("another node's claim was taken off")
 	}
@@ -225,7 +225,7 @@ func TestReplicated(t *testing.T) {
 	}
 }
 
-// TestReplicatedApart: the legs of a volume are where the label that the class names has different values.
+// TestReplicatedApart: the legs of a volume are on nodes where the label that its class names (replicaTopologyKey) has different values.
 func TestReplicatedApart(t *testing.T) {
 	w, _, s := legCluster(t, 4)
 	zone := func(node, value string) {
@@ -237,7 +237,7 @@ func TestReplicatedApart(t *testing.T) {
 	}
 	zone("node-1", "a")
 	zone("node-2", "a")
-	zone("node-3", "b") // node-4 is in none
+	zone("node-3", "b") // node-4 is in no zone
 	w.eventually("the store knows the zones", func() bool {
 		found, err := s.NodesIn(w.ctx, map[string]string{"zone": "b"})
 		return err == nil && len(found) == 1
@@ -275,7 +275,7 @@ func TestReplicatedApart(t *testing.T) {
 	w.copiesApart(t, s, apart)
 }
 
-// copiesApart: a copy on the node of its source, which is where no label says which zone that is, is refused; one that may be anywhere is to be elsewhere.
+// copiesApart shows that a copy on the node of its source, which has no such label, is refused. A copy that may be anywhere is to be on another node.
 func (w *environment) copiesApart(t *testing.T, s *store.Store, apart func(string, int) volume.Spec) {
 	t.Helper()
 	source, err := s.Create(w.ctx, anyNode("source", "node-4"))
@@ -308,14 +308,14 @@ func (w *environment) copiesApart(t *testing.T, s *store.Store, apart func(strin
 			anywhere := apart(fmt.Sprint(name, cordoned), 2)
 			anywhere.Source, anywhere.Nodes, anywhere.Copies = from, nil, volume.CopiesAnywhere
 			_, err = s.Create(w.ctx, anywhere)
-			if fails(t, err, errdefs.ErrPrecondition); !strings.Contains(err.Error(), "is on node node-4, and would be copied to node node-") { // these nodes have no ports to copy by
+			if fails(t, err, errdefs.ErrPrecondition); !strings.Contains(err.Error(), "is on node node-4, and would be copied to node node-") { // these agents have no ports, so the copy is refused
 				t.Errorf("%s may be anywhere, cordoned: %v: %v", name, cordoned, err)
 			}
 		}
 	}
 }
 
-// TestReplicatedNetworks: the first leg of a volume is in a network where there is room for the others; so is a copy.
+// TestReplicatedNetworks: the first leg of a volume, also of a copy, has to be in a network with room for the other legs.
 func TestReplicatedNetworks(t *testing.T) {
 	w := newEnvironment(t)
 	var machines []*machine
@@ -346,7 +346,7 @@ func TestReplicatedNetworks(t *testing.T) {
 	}
 }
 
-// TestReplicatedNoRoom: what cannot have all its replicas is not made, and nothing is left of it.
+// TestReplicatedNoRoom: a volume that cannot have all its replicas is not made, and leaves nothing.
 func TestReplicatedNoRoom(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	_, err := s.Create(w.ctx, replicas("three", 3))
@@ -371,7 +371,8 @@ func TestReplicatedNoRoom(t *testing.T) {
 	}
 }
 
-// TestReplicatedRefused: a leg that a node refuses is made on another one. Where none takes it, all of the volume is taken back, wherever the controller dies in that; and what is asked for then is made anew.
+// TestReplicatedRefused: a leg that a node refuses is made on another one. If no node takes it, the whole volume is withdrawn, at whatever write the
+// controller dies meanwhile. After that the volume can be made.
 func TestReplicatedRefused(t *testing.T) {
 	w, full := newEnvironment(t), &sync.Map{}
 	cut := &cutter{}
@@ -424,12 +425,12 @@ func TestReplicatedRefused(t *testing.T) {
 	}
 }
 
-// cutter cuts a store off from the API server at one of its writes, as if it had died there, until it is mended.
+// cutter cuts a store off from the API server at one of its writes, as if it had died there, until mend.
 type cutter struct {
 	mu    sync.Mutex
-	left  int  // writes until it is cut off; 0: it is not
-	after bool // that write is done, else it is not
-	dead  bool
+	left  int  // how many writes are left until that one, which counts; 0: it is not cut off
+	after bool // that write is still done
+	dead  bool // it is cut off
 }
 
 func (c *cutter) arm(n int, after bool) {
@@ -438,14 +439,14 @@ func (c *cutter) arm(n int, after bool) {
 	c.left, c.after, c.dead = n, after, false
 }
 
-// is reports whether it is cut off.
+// is reports whether the store is cut off.
 func (c *cutter) is() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.dead
 }
 
-// mend lets it go on, and reports whether it was cut off.
+// mend lets the store go on, and reports whether it was cut off.
 func (c *cutter) mend() (was bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -478,7 +479,7 @@ func (c *cutter) wrap(next http.RoundTripper) http.RoundTripper {
 	})
 }
 
-// TestReplicatedCutShort: wherever the controller dies in a call for a volume with replicas, the call made again does all of it.
+// TestReplicatedCutShort: at whatever write the controller dies in a call for a volume with replicas, the repeated call does all of it.
 func TestReplicatedCutShort(t *testing.T) {
 	cut := &cutter{}
 	w, all, _ := legCluster(t, 3)
@@ -514,7 +515,7 @@ func TestReplicatedCutShort(t *testing.T) {
 				if err == nil && step.what == "create" && cut.is() {
 					t.Errorf("%s, write %d, done %v: it was done though the controller had died", step.what, n, after)
 				}
-				if err == nil { // what a leg could not be told yet the store writes on its own
+				if err == nil { // the store goes on by itself to write to legs
 					w.eventually(step.what+" is done, or cut short", func() bool { return cut.is() || step.is() })
 				}
 				if cut.mend() {
@@ -539,7 +540,8 @@ func TestReplicatedCutShort(t *testing.T) {
 	}
 }
 
-// TestReplicatorFinishes: what a controller that died has begun, and nobody asks for again, is done by the next one: claims of legs, their end, and a deletion.
+// TestReplicatorFinishes: what a controller has written into the object before it died, and is not asked for again, is carried out by the next one: claims
+// of legs, their end, growth, and a deletion.
 func TestReplicatorFinishes(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2))
@@ -580,10 +582,11 @@ func (w *environment) edit(name string, edit func(r *v1alpha1.ReplicatedVolume))
 	}))
 }
 
-// legID is the ID of a leg, as its node has it.
+// legID returns the ID of a leg, as its node has it.
 func legID(v *v1alpha1.Volume) volume.ID { return cluster.VolumeID(v) }
 
-// TestReplicatedHomes: a home that is dead keeps neither the end of a claim waiting nor the next one, as long as another leg can be had; what it still gives is claimed by nobody else, and no leg is claimed for two.
+// TestReplicatedHomes: a release of a volume, and the next claim, do not wait for the home of a leg that is dead, as long as another leg can be used. The
+// dead home still exports its leg, which is not claimed again before that has ended.
 func TestReplicatedHomes(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
@@ -618,7 +621,7 @@ func TestReplicatedHomes(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicatedCounted: the claims of legs do not count, and that of their volume counts once.
+// TestReplicatedCounted: towards the limit of a node, a volume with replicas counts once, and its legs do not count.
 func TestReplicatedCounted(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	for i := range storetest.Limit {
@@ -632,7 +635,8 @@ func TestReplicatedCounted(t *testing.T) {
 	check.OK(t, s.Claim(w.ctx, more.ID, on("node-2")))
 }
 
-// TestReplicatedCopies: a snapshot of a volume with replicas is one of the volume, whichever leg is cut; and what is made of it is current where it was copied, and not on the other nodes.
+// TestReplicatedCopies: a snapshot of a volume with replicas names the volume as its source, whichever leg it is taken of. A copy of it has one current
+// leg, where it was copied; the others lack the bytes.
 func TestReplicatedCopies(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
@@ -674,7 +678,7 @@ func TestReplicatedCopies(t *testing.T) {
 	if current := o.Current(); r.Source != other.ID || r.Node != other.Node || len(current) != 1 || current[0] != o.Name || len(o.Status.Legs) != 2 || o.Status.Summary != "1 of 2" {
 		t.Errorf("restored it is %+v: %+v", r, o.Status)
 	}
-	check.OK(t, s.Delete(w.ctx, v.ID)) // its snapshots stay
+	check.OK(t, s.Delete(w.ctx, v.ID)) // the snapshots stay
 	check.OK(t, s.Delete(w.ctx, r.ID))
 	check.OK(t, errors.Join(s.DeleteSnapshot(w.ctx, first.ID), s.DeleteSnapshot(w.ctx, other.ID)))
 	for _, m := range all {
@@ -682,7 +686,7 @@ func TestReplicatedCopies(t *testing.T) {
 	}
 }
 
-// becomes says of a volume, as who uses it does, which of its legs are current, and that others have not been for a minute.
+// becomes writes which legs of a volume are current, as the node that uses it does, and that the others have not been for a minute.
 func (w *environment) becomes(name string, current ...string) {
 	w.Helper()
 	w.says(name, func(r *v1alpha1.ReplicatedVolume) {
@@ -700,7 +704,7 @@ func (w *environment) becomes(name string, current ...string) {
 	})
 }
 
-// replaced waits until a volume has another leg beside one that is to be replaced, says that it is current, and waits until the old one is gone.
+// replaced waits until a volume has another leg beside one that is to be replaced (old), makes the others current, and waits until the old one is gone.
 func (w *environment) replaced(name, old string) {
 	w.Helper()
 	w.eventually("there is another leg", func() bool {
@@ -720,10 +724,11 @@ func (w *environment) replaced(name, old string) {
 	w.eventually("the old leg is gone", func() bool {
 		return slices.Equal(w.whole(name).Spec.Legs, current) && len(w.legsOf(name)) == 2
 	})
-	w.becomes(name, current...) // as it has two now
+	w.becomes(name, current...) // now that it has two legs
 }
 
-// TestReplicatorReplaces: a leg whose bytes are lost, whose node is gone for good, or that is away for too long, is replaced by one on another node, and is there until that one is current.
+// TestReplicatorReplaces: a leg whose bytes are lost, whose node is gone for good, or that is away for too long, is replaced by one on another node. It
+// stays until the new one is current.
 func TestReplicatorReplaces(t *testing.T) {
 	w, all, s := legCluster(t, 4)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
@@ -766,7 +771,8 @@ func TestReplicatorReplaces(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicatorCounts: a volume gets more legs, and loses some, as its object says how many it is to have; the last current one stays, and of several that on the node which uses it.
+// TestReplicatorCounts: a volume gets as many legs as its object says (spec.replicas), or loses some. The last current one stays, and the one on the node
+// that uses the volume is kept before others.
 func TestReplicatorCounts(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
@@ -806,7 +812,8 @@ func TestReplicatorCounts(t *testing.T) {
 	}
 }
 
-// TestReplicatedAway: a leg that is not current, and whose node is away, keeps no change of its volume waiting, and has it when its node is back; one that is current does.
+// TestReplicatedAway: a change of a volume does not wait for a leg that is not current, and whose node is away; the leg gets it when the node is back. It
+// does wait for a current leg.
 func TestReplicatedAway(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
@@ -847,7 +854,8 @@ func TestReplicatedAway(t *testing.T) {
 	w.eventually("a node that is gone for good is not waited for", func() bool { return s.Delete(soon(t), v.ID) == nil && w.whole("v") == nil })
 }
 
-// TestReplicatedStaleClaim: a claim of a volume with replicas that no VolumeAttachment is for is taken back, and those of its legs with it, and none of a leg alone.
+// TestReplicatedStaleClaim: a claim of a volume with replicas without a VolumeAttachment is released after some time, with those of its legs. The claims
+// of the legs of an attached volume stay.
 func TestReplicatedStaleClaim(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	check.OK(t, storagev1.AddToScheme(w.Scheme()))
@@ -875,7 +883,7 @@ func TestReplicatedStaleClaim(t *testing.T) {
 	}
 }
 
-// TestReplicatedRestored: of an object that is restored without its status nobody says that all legs have what was written, and none is made anew or deleted.
+// TestReplicatedRestored: an object is restored without its status. Its legs are not taken for current, and none is made anew or deleted.
 func TestReplicatedRestored(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
@@ -883,7 +891,7 @@ func TestReplicatedRestored(t *testing.T) {
 	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
 	r := w.whole("v")
 	copied := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
-	copied.Spec.Delete = "another" // of a backup from when that one was being deleted
+	copied.Spec.Delete = "another" // as in a backup that was made while the object was being deleted
 	copied.Spec.Claim = nil
 	check.OK(t, w.Delete(w.ctx, r))
 	check.OK(t, w.Create(w.ctx, copied))
@@ -897,8 +905,8 @@ func TestReplicatedRestored(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicatedClaimsCountedOn: an object that was restored, and has counted fewer claims than the records of its legs, is put right by the patch of the runbook (replicas-missing): the
-// claims of its legs follow it, and the next claim is a later one.
+// TestReplicatedClaimsCountedOn: an object that was restored has counted fewer claims than the records of its legs. The patch of the runbook
+// replicas-missing corrects that: the claims of its legs follow, and the next claim is a later one.
 func TestReplicatedClaimsCountedOn(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2))
@@ -913,8 +921,8 @@ func TestReplicatedClaimsCountedOn(t *testing.T) {
 	}
 }
 
-// TestReplicatedOlder: of an object that is restored with its status from before its legs were replaced, the legs that are there stay: they alone have what was written. What was cut
-// of it can be restored meanwhile.
+// TestReplicatedOlder: an object is restored, with its status, to before all its legs were replaced. The present legs stay, as they alone have what was
+// written. Meanwhile its snapshots can be restored.
 func TestReplicatedOlder(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2))
@@ -945,7 +953,8 @@ func TestReplicatedOlder(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicatedForgotten: of a volume of which somebody deleted the object, it is said what to restore; its legs are released with it, and deleted, also if the first of them was replaced before.
+// TestReplicatedForgotten: the object of a volume with replicas was deleted by hand. Errors say what to restore. Its legs can be released and deleted by
+// the ID of the volume, also if the first of them is gone.
 func TestReplicatedForgotten(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	for what, lacks := range map[string]func(name string){"all legs": nil, "not the first": func(name string) {
@@ -962,7 +971,7 @@ func TestReplicatedForgotten(t *testing.T) {
 		w.eventually("the store knows that", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrNotFound) })
 		for _, leg := range w.legsOf(what) {
 			if leg.Name != v.ID.Key {
-				check.OK(t, s.Delete(w.ctx, cluster.VolumeID(leg))) // no volume has this ID
+				check.OK(t, s.Delete(w.ctx, cluster.VolumeID(leg))) // there is no volume of this ID
 			}
 		}
 		for _, err := range []error{second(s.Get(w.ctx, v.ID)), s.Claim(w.ctx, v.ID, on("node-2"))} {
@@ -988,7 +997,8 @@ func TestReplicatedForgotten(t *testing.T) {
 	}
 }
 
-// TestReplicatedAbandoned: a volume with replicas that nobody knows of, as its claim was deleted before it was told of, is deleted if it was never used; one of which there is a first leg alone, too.
+// TestReplicatedAbandoned: a volume with replicas that was made for a claim, and has no PersistentVolume, is deleted if it was never used; so is a first
+// leg that is left alone of such a volume.
 func TestReplicatedAbandoned(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	for _, name := range []string{"pvc-unknown", "pvc-used", "pvc-begun"} {
@@ -1027,7 +1037,8 @@ func (w *environment) edited(key string, edit func(v *v1alpha1.Volume)) {
 	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
 }
 
-// TestReplicatedOfBefore: who still knows of a volume that is deleted by now deletes no leg of another one of its name, which is being made, or is there.
+// TestReplicatedOfBefore: a controller whose cache still has a deleted volume does not delete legs of another volume of its name, which is being made, or
+// exists.
 func TestReplicatedOfBefore(t *testing.T) {
 	w := newEnvironment(t)
 	leg := volumeOn(nodeName, "v")
@@ -1058,7 +1069,7 @@ func TestReplicatedOfBefore(t *testing.T) {
 	}
 }
 
-// TestReplicatedDefinitionAway: without their definition, volumes with replicas are not taken for gone.
+// TestReplicatedDefinitionAway: without the definition of ReplicatedVolumes, no call answers that a volume with replicas is gone.
 func TestReplicatedDefinitionAway(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
