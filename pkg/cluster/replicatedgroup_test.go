@@ -12,7 +12,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestReplicatedGroup: volumes with replicas are in group snapshots, beside others: all are cut on one node that has all of them, of each volume with replicas one that is current, whichever leg that is.
+// TestReplicatedGroup: volumes with replicas can be in group snapshots, beside others. All snapshots are taken on one node that has all of the volumes: of
+// a volume with replicas, of its leg there, which has to be current.
 func TestReplicatedGroup(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	w.cordoned("node-3", true)
@@ -76,7 +77,7 @@ func TestReplicatedGroup(t *testing.T) {
 	w.node("node-1", false)
 	tries := 0
 	w.eventually("what both have is cut where somebody is there", func() bool {
-		tries++ // what was asked of node-1 before the store knew that nobody is there is waited for
+		tries++ // a group that was asked of node-1, before the store knew that it is down, is waited for
 		w.says("first", func(r *v1alpha1.ReplicatedVolume) {
 			for i := range r.Status.Legs {
 				r.Status.Legs[i].Current = true

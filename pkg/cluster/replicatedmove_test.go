@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// legMovesTo asks for a leg to move to a node; empty: not any more.
+// legMovesTo asks for a leg to move to a node; with an empty node it takes the move back.
 func (w *environment) legMovesTo(leg *v1alpha1.Volume, node string) {
 	w.Helper()
 	v := &v1alpha1.Volume{}
@@ -34,8 +34,9 @@ func (w *environment) legMovesTo(leg *v1alpha1.Volume, node string) {
 	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
 }
 
-// TestReplicaMovesUsed: a leg that is asked to move while its volume is used is there until another one, on the node that it is to move to, has everything; that may be in its own zone, and is not where the volume has a leg, or on a node
-// that is cordoned. If nobody wants it to move any more, its successor goes.
+// TestReplicaMovesUsed: a leg that is asked to move while its volume is used stays until another leg, on the node that it is to move to, has everything.
+// That node may be in its own zone, but must not be cordoned, or be on the node or in the zone of another leg. If the move is taken back, the new leg is
+// removed.
 func TestReplicaMovesUsed(t *testing.T) {
 	w, all, s := legCluster(t, 4)
 	for name, zone := range map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"} {
@@ -103,7 +104,7 @@ func TestReplicaMovesUsed(t *testing.T) {
 	}
 }
 
-// legsAtRest has a volume with legs on the first two of three nodes, which nobody uses.
+// legsAtRest returns a volume with legs on the first two of three nodes, which nobody uses.
 func legsAtRest(t *testing.T) (w *environment, v volume.Volume, s *store.Store, a, b, c *machine) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -121,7 +122,8 @@ func legsAtRest(t *testing.T) (w *environment, v volume.Volume, s *store.Store, 
 	return w, v, s, a, b, c
 }
 
-// TestReplicaMovesAtRest: a leg whose volume nobody uses is moved with its bytes, stays the leg that it is, and is as current as before; never to where another leg of its volume is. Who claims the volume while it is copied gets another one.
+// TestReplicaMovesAtRest: a leg of a volume that nobody uses moves with its bytes, and stays the same leg, as current as before. It does not move to the
+// node of another leg. When the volume is claimed, a leg that is to move is replaced by another one instead.
 func TestReplicaMovesAtRest(t *testing.T) {
 	w, v, s, a, b, c := legsAtRest(t)
 	first, second := w.legsOf("v")[0], w.legsOf("v")[1]
@@ -155,7 +157,8 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-// TestReplicaDeletedAsItLeft: a volume of which a leg has moved, and the old node still has its bytes, is deleted once that node has given them back: else they would stay there.
+// TestReplicaDeletedAsItLeft: a leg of a volume has moved, and its old node still has the bytes. The volume is deleted only when that node has given them
+// back: otherwise they would stay there.
 func TestReplicaDeletedAsItLeft(t *testing.T) {
 	w, v, s, a, b, c := legsAtRest(t)
 	leg := w.legsOf("v")[0]
@@ -184,7 +187,7 @@ func TestReplicaDeletedAsItLeft(t *testing.T) {
 	}
 }
 
-// TestReplicaBesideMoving: where a leg is to move to, no other one is placed, nor in the zone of that; where it moves away from, one is.
+// TestReplicaBesideMoving: no further leg is placed on the node that a leg is to move to, or in its zone.
 func TestReplicaBesideMoving(t *testing.T) {
 	w, _, s := legCluster(t, 4)
 	zones := map[string]string{"node-1": "a", "node-2": "c", "node-3": "b", "node-4": "c"}
@@ -200,7 +203,7 @@ func TestReplicaBesideMoving(t *testing.T) {
 	_, err := s.Create(w.ctx, spec)
 	check.OK(t, err)
 	legs := w.legsOf("v")
-	leaves := legs[0] // on node-1, in zone a; the other one is in b or c
+	leaves := legs[0] // on node-1, in zone a; the other leg is in b or c
 	to := map[string]string{"b": "node-4", "c": "node-3"}[zones[legs[1].Spec.NodeName]]
 	room := func() error {
 		r := w.whole("v")
@@ -217,7 +220,8 @@ func TestReplicaBesideMoving(t *testing.T) {
 	w.eventually("it stays", func() bool { return room() == nil })
 }
 
-// TestReplicaMovesIntoLittleRoom: a leg whose volume is used moves to where there is room for one like it: its successor is what comes there, and it is not counted beside that.
+// TestReplicaMovesIntoLittleRoom: a leg of a volume in use can move to a node with room for one such leg: the room for the move and that for the new leg
+// are the same, and count once.
 func TestReplicaMovesIntoLittleRoom(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	spec := replicas("v", 2, "node-1")

@@ -21,7 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// known waits until a new API server knows the accounts of the parts: it knows nobody for a moment.
+// known waits until a new API server accepts the accounts of controller and agent: for a moment it knows none.
 func (w *environment) known() {
 	w.Helper()
 	server := apitest.Get(w)
@@ -32,7 +32,7 @@ func (w *environment) known() {
 	}
 }
 
-// revision is how far the API server has come.
+// revision returns the resourceVersion that the API server has reached.
 func (w *environment) revision() int {
 	w.Helper()
 	var list v1alpha1.VolumeList
@@ -42,7 +42,7 @@ func (w *environment) revision() int {
 	return n
 }
 
-// busy writes until the API server has come as far as a revision.
+// busy writes until the API server has reached a revision.
 func (w *environment) busy(revision int) {
 	w.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "default", GenerateName: "busy-"}}
@@ -54,7 +54,7 @@ func (w *environment) busy(revision int) {
 	check.OK(w, w.Delete(w.ctx, m))
 }
 
-// again makes a call until it is answered, each time with a sidecar's patience.
+// again repeats a call until it succeeds, each time with a time limit, as sidecars have.
 func (w *environment) again(what string, call func(context.Context) error) {
 	w.Helper()
 	w.eventually(what, func() bool {
@@ -64,8 +64,8 @@ func (w *environment) again(what string, call func(context.Context) error) {
 	})
 }
 
-// TestRolledBackAndBusy: etcd goes back to where there is a volume that the agent has deleted since, and others
-// write until its revision is later than it was. The agent does not wait for the volume to be gone.
+// TestRolledBackAndBusy: etcd is restored to when there was a volume that the agent has deleted since, and others write until its revision is later than
+// before. The agent does not wait for the volume to be gone.
 func TestRolledBackAndBusy(t *testing.T) {
 	l := &line{}
 	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
@@ -93,8 +93,7 @@ func TestRolledBackAndBusy(t *testing.T) {
 	w.tally(m)
 }
 
-// TestRolledBackUnnoticed: etcd goes back, and no connection is refused. A watch that goes on from a version that
-// there is not any more, or not yet again, would see nothing.
+// TestRolledBackUnnoticed: etcd is restored, and no connection is refused. A watch that went on from the last version that it saw would miss changes.
 func TestRolledBackUnnoticed(t *testing.T) {
 	l := &line{waits: true}
 	wrap(t, func(c *rest.Config) { c.Dial = l.dial })

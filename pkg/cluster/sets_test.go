@@ -19,14 +19,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// inSet is the spec of a volume that may be in either pool of a node.
+// inSet returns the spec of a volume that may be in either pool of a node.
 func inSet(name string) volume.Spec {
 	one := spec(name)
 	one.Pool = "default,b"
 	return one
 }
 
-// other is the other pool of a machine.
+// other returns the other pool of a machine.
 func other(pool string) string {
 	if pool == "b" {
 		return "default"
@@ -34,8 +34,8 @@ func other(pool string) string {
 	return "b"
 }
 
-// TestSetRefused: what the pool that was chosen refuses, for want of room that it was thought to have, the next pool of the set makes in the
-// same call. If all refuse it, nothing is left of it, and the answer is that of the last.
+// TestSetRefused: if the pool that was chosen has no room after all, or cannot make the volume, the next pool of the set makes it in the same call. If all
+// refuse it, nothing is left, and the error is that of the last one. Any other failure is final.
 func TestSetRefused(t *testing.T) {
 	for want, c := range map[string]struct {
 		refusal error
@@ -76,7 +76,7 @@ func TestSetRefused(t *testing.T) {
 	}
 }
 
-// TestSetIll: pools that something is wrong with are taken last; those that cannot be used are not, and have no room.
+// TestSetIll: pools with a problem are taken last. Pools that are not accessible are not taken, and have no room.
 func TestSetIll(t *testing.T) {
 	w, m, s := newCluster(t)
 	ail := func(worst blockdev.Severity) {
@@ -107,7 +107,7 @@ func TestSetIll(t *testing.T) {
 		t.Errorf("%+v, %v", v, err)
 	}
 	large.Name = "large too"
-	if v, err := s.Create(w.ctx, large); err != nil || v.ID.Pool != "b" { // there alone
+	if v, err := s.Create(w.ctx, large); err != nil || v.ID.Pool != "b" { // the only pool with room
 		t.Errorf("%+v, %v", v, err)
 	}
 	ail(blockdev.Inaccessible)
@@ -121,8 +121,8 @@ func TestSetIll(t *testing.T) {
 	fails(t, second(s.Create(w.ctx, large)), errdefs.ErrNoSpace)
 }
 
-// TestSetTakenBack: a volume that was asked of a pool which then cannot be used is another pool's to make when it is asked for again. Until
-// then it stays where it is.
+// TestSetTakenBack: a volume was asked of a pool that cannot be used then. It stays there until the pool is reported as inaccessible; then another pool
+// makes it when it is asked for again.
 func TestSetTakenBack(t *testing.T) {
 	var down atomic.Bool
 	w := newEnvironment(t)
@@ -152,13 +152,13 @@ func TestSetTakenBack(t *testing.T) {
 		v, err = s.Create(soon(t), inSet("v"))
 		return err == nil
 	})
-	if v.ID.Pool != other(first) && v.ID.Pool != first { // the agent may have tried again before
+	if v.ID.Pool != other(first) && v.ID.Pool != first { // the agent may have made it in the first pool before that
 		t.Errorf("in %s", v.ID.Pool)
 	}
 	w.tally(m)
 }
 
-// startWithout starts the agent of a machine while the disk of a pool is missing.
+// startWithout starts the agent of a machine while the disk of a pool (missing) is not there.
 func (w *environment) startWithout(m *machine, missing string) {
 	w.Helper()
 	mounts, err := mount.LoadTable()
@@ -179,8 +179,8 @@ func (w *environment) startWithout(m *machine, missing string) {
 	m.stop = w.run(m.agent.Run)
 }
 
-// TestLeftInOtherPool: what an agent made of a volume and died before it said so, on a disk that was missing then, goes when the volume turns
-// out to be in another pool, if nothing was ever on it.
+// TestLeftInOtherPool: an agent made a volume, and died before it reported that, and then the disk was missing, so that another pool made the volume. When
+// the disk is back, the first volume is removed if it is blank, and is a stray if not.
 func TestLeftInOtherPool(t *testing.T) {
 	for what, used := range map[string]bool{"blank": false, "used": true} {
 		t.Run(what, func(t *testing.T) {
@@ -218,10 +218,10 @@ func TestLeftInOtherPool(t *testing.T) {
 	}
 }
 
-// TestLeftWhileMade: so it is if the disk is there again before the volume is made in the other pool.
+// TestLeftWhileMade: such a blank volume is also removed if it is there when the volume is made in the other pool.
 func TestLeftWhileMade(t *testing.T) {
 	w, m, s := newCluster(t)
-	left, err := m.local.Create(w.ctx, spec("v")) // nobody tells the agent
+	left, err := m.local.Create(w.ctx, spec("v")) // the agent does not know of it
 	check.OK(t, err)
 	one := spec("v")
 	one.Pool = "b"

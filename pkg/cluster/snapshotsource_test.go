@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// view is the overview of the cluster, as an administrator takes it.
+// view returns the overview of the cluster, as an administrator takes it.
 func (w *environment) view() *overview.Overview {
 	w.Helper()
 	scheme, err := view.Scheme()
@@ -29,7 +29,7 @@ func (w *environment) view() *overview.Overview {
 	return o
 }
 
-// unlabelled has the object of a snapshot be as that of one that was adopted.
+// unlabelled takes the labels off the object of a snapshot, so that it is like an adopted one.
 func (w *environment) unlabelled(id volume.ID) {
 	w.Helper()
 	s := w.cutObject(id)
@@ -38,13 +38,14 @@ func (w *environment) unlabelled(id volume.ID) {
 	check.OK(w, w.Patch(w.ctx, s, client.MergeFrom(before)))
 }
 
-// TestSnapshotSource: of which volume a snapshot is, is known wherever the two move: also one that was adopted on the node of its volume. It is restored into the namespace of that one's claim.
+// TestSnapshotSource: it is known of which volume a snapshot is, wherever the two move; also for a snapshot that was adopted on the node of its volume.
+// After a loss of the cluster it is restored into the namespace of the volume's claim.
 func TestSnapshotSource(t *testing.T) {
 	w, a, b, s, _, _ := reached(t, volume.Spec{Name: "other", Size: volume.Range{Required: mib}})
 	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name},
 		For: volume.Requester{Namespace: "shop", Name: "data", PersistentVolume: "v"}})
 	check.OK(t, err)
-	check.OK(t, a.local.SetFormat(w.ctx, v.ID, volume.Format{State: volume.Raw})) // or it is blank, and nobody seems to want it
+	check.OK(t, a.local.SetFormat(w.ctx, v.ID, volume.Format{State: volume.Raw})) // otherwise it is blank, and would count as abandoned
 	ids := map[string]volume.ID{}
 	for _, name := range []string{"moves", "adopted-moves", "stays", "adopted-stays"} {
 		one, err := s.CreateSnapshot(w.ctx, name, v.ID)

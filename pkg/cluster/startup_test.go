@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 )
 
-// taints are the keys of a node's taints.
+// taints returns the keys of a node's taints.
 func (w *environment) taints(node string) (keys []string) {
 	w.Helper()
 	n := &corev1.Node{}
@@ -33,7 +33,7 @@ func (w *environment) taints(node string) (keys []string) {
 	return keys
 }
 
-// taint gives a node these taints, and takes the one off that Kubernetes gives each new node.
+// taint gives a node these taints and no others: the API server gives one to each new node.
 func (w *environment) taint(node string, keys ...string) {
 	w.Helper()
 	n := &corev1.Node{}
@@ -45,8 +45,8 @@ func (w *environment) taint(node string, keys ...string) {
 	check.OK(w, w.Update(w.ctx, n))
 }
 
-// TestStartupTaint: the taint goes once the agent is heard, a pool is measured and the kubelet knows the driver, and
-// nothing else of the node changes. A controller that was not asked to leaves it.
+// TestStartupTaint: the taint is taken off when the agent is heard, a pool is measured and the kubelet knows the driver; the other taints stay. A
+// controller without the option leaves it.
 func TestStartupTaint(t *testing.T) {
 	w := newEnvironment(t)
 	check.OK(t, storagev1.AddToScheme(w.Scheme()))
@@ -64,7 +64,7 @@ func TestStartupTaint(t *testing.T) {
 		w.beating(node)
 	}
 	both, theirs := []string{v1alpha1.StartupTaint, "example.com/theirs"}, []string{"example.com/theirs"}
-	w.store() // not asked to
+	w.store() // without the option
 	run := func() {
 		s, err := store.New(apitest.Get(t).Config("controller"), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver,
 			Namespace: leases, SilentAfter: silentAfter, StartupTaint: true})
@@ -80,7 +80,7 @@ func TestStartupTaint(t *testing.T) {
 		t.Errorf("nobody was asked to, and the taints are %v", have)
 	}
 	run()
-	run() // another one at once
+	run() // a second one at the same time
 	w.eventually("the taint is off", func() bool { return slices.Equal(w.taints(nodeName), theirs) })
 	time.Sleep(3 * time.Second) // longer than between two looks
 	for _, node := range []string{"silent", "unregistered"} {

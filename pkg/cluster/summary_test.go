@@ -29,7 +29,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestBytes: sizes as people read them.
+// TestBytes: sizes are rounded to three digits, with a binary unit.
 func TestBytes(t *testing.T) {
 	for n, want := range map[int64]string{0: "0", 512: "512", 1023: "1023", 1024: "1Ki", 4096: "4Ki", 10 << 30: "10Gi", 3 << 29: "1.5Gi", 1<<30 - 1: "1Gi",
 		1023 << 20: "1023Mi", 53579716198: "49.9Gi", 1234567: "1.18Mi", 123456789: "118Mi", 16<<40 - 4096: "16Ti", 1<<63 - 1: "8Ei", 100 << 30: "100Gi"} {
@@ -39,7 +39,7 @@ func TestBytes(t *testing.T) {
 	}
 }
 
-// table is what kubectl get prints of objects: rows of cells by the names of their columns; with wide those of -o wide too.
+// table returns what kubectl get prints of objects: rows of cells by the names of their columns; with wide also those of -o wide.
 func (w *environment) table(resource string, wide bool) []map[string]string {
 	w.Helper()
 	config := apitest.Get(w).Config(apitest.Admin)
@@ -65,7 +65,7 @@ func (w *environment) table(resource string, wide bool) []map[string]string {
 	return rows
 }
 
-// row waits until the only object of a kind that has a cell has these others.
+// row waits until the table of a resource has a row with these cells.
 func (w *environment) row(resource string, want map[string]string) {
 	w.Helper()
 	var rows []map[string]string
@@ -83,7 +83,7 @@ func (w *environment) row(resource string, want map[string]string) {
 	})
 }
 
-// TestColumns: what kubectl get shows of objects, by the API server's own table, from a volume's making to its loss.
+// TestColumns: what kubectl get shows of objects, by the API server's own table, from when a volume is made until its snapshot is lost.
 func TestColumns(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -129,7 +129,7 @@ func (m *machine) capacity(t testing.TB) blockdev.Capacity {
 	return c
 }
 
-// touch has the agent look at an object.
+// touch makes the agent look at an object.
 func (w *environment) touch(o client.Object) {
 	w.Helper()
 	check.OK(w, w.Get(w.ctx, client.ObjectKeyFromObject(o), o))
@@ -138,7 +138,7 @@ func (w *environment) touch(o client.Object) {
 	check.OK(w, w.Patch(w.ctx, o, client.MergeFrom(before)))
 }
 
-// TestUsed: what a volume takes of its pool is in its object, and is not written for every block.
+// TestUsed: the object of a volume says how much it takes of its pool. Small changes of that are not written.
 func TestUsed(t *testing.T) {
 	w, m, s := newCluster(t)
 	one := spec("v")
@@ -172,13 +172,14 @@ func TestUsed(t *testing.T) {
 	if writes, _, _ := count.take(); writes > 0 || *w.object("v").Status.Used != 20*mib {
 		t.Errorf("%d writes for a few blocks, %d used", writes, *w.object("v").Status.Used)
 	}
-	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 36 * mib}))) // which is written anyhow
+	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 36 * mib}))) // the status is written anyhow
 	if used := *w.object("v").Status.Used; used != 24*mib {
 		t.Errorf("%d used after a growth", used)
 	}
 }
 
-// TestPoolUsed: what is used of a pool is written with all else, and alone only from time to time: a cluster has thousands of pools.
+// TestPoolUsed: how much of a pool is used is written together with other changes, and alone only from time to time, as a cluster may have thousands of
+// pools.
 func TestPoolUsed(t *testing.T) {
 	w, m, s := newCluster(t)
 	one := spec("v")
@@ -195,7 +196,7 @@ func TestPoolUsed(t *testing.T) {
 	check.OK(t, err)
 	defer func() { check.OK(t, device.Close()) }()
 	check.OK(t, drivertest.Content{Seed: "used", Size: 48 * mib}.Write(device.Path))
-	looked := func() { // an agent that starts looks at its pools at once
+	looked := func() { // restarts the agent, which looks at its pools at once
 		m.stop()
 		w.start(m)
 		time.Sleep(time.Second)
@@ -219,11 +220,10 @@ func TestPoolUsed(t *testing.T) {
 	w.eventually("the newest is written with what is promised", func() bool { return pool().Status.Used == 56*mib })
 }
 
-// TestProgress: how far a copy is can be seen while it takes long, and what is done soon costs no write for it. Neither holds the
-// copy up.
+// TestProgress: the progress of a long copy is written into its object, and a short one costs no write for that. The copy does not wait for these writes.
 func TestProgress(t *testing.T) {
-	const look = time.Second              // how often an agent looks at it: what is copied once it is let go takes less
-	var holding atomic.Pointer[chan bool] // a copy waits for it
+	const look = time.Second              // how often progress is written: a copy that is let go takes less
+	var holding atomic.Pointer[chan bool] // copies wait for it
 	w := newEnvironment(t)
 	var count counter
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
@@ -242,7 +242,7 @@ func TestProgress(t *testing.T) {
 		object cluster.Object
 		kind   blockdev.Kind
 	}
-	// one makes something, and returns how many writes that took.
+	// one makes a volume or snapshot, and returns how many writes that took.
 	one := func(what string, made making) int {
 		hold := make(chan bool)
 		holding.Store(&hold)
@@ -256,7 +256,7 @@ func TestProgress(t *testing.T) {
 			return made.object.Common().Summary
 		}
 		w.eventually(what+" is at 10 %", func() bool { return sum().Progress == "10%" && sum().State == v1alpha1.StateMaking })
-		progress.Skip(working, 5) // too little to be written
+		progress.Skip(working, 5) // too little for a write
 		time.Sleep(look + look/4)
 		progress.Skip(working, 315)
 		w.eventually(what+" is at 42 %", func() bool { return sum().Progress == "42%" })
@@ -285,7 +285,7 @@ func TestProgress(t *testing.T) {
 				cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, v.ID))), blockdev.Snapshot}
 		},
 	} {
-		// One more is that a busy machine took a look's time to copy what was let go; but not each time.
+		// There may be one more if a busy machine takes longer than look for a copy that was let go; but not each time.
 		var writes []int
 		for len(writes) == 0 || writes[len(writes)-1] != 3+2 && len(writes) < 10 {
 			name := fmt.Sprint(what, len(writes))

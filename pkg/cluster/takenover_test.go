@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// takenOver is who has the token of the agent of a node, and writes what it may.
+// takenOver is an attacker who has the token of the agent of a node, and writes what that may.
 type takenOver struct {
 	*environment
 	client.Client
@@ -35,7 +35,7 @@ func (w *environment) takenOver(t *testing.T, node string) takenOver {
 	return takenOver{w, c, node}
 }
 
-// has makes an object of something on its node, and says that it is there.
+// has creates the object of a volume or snapshot on its node, and reports that it was made.
 func (x takenOver) has(o cluster.Object, size int64) {
 	x.Helper()
 	check.OK(x, x.Create(x.ctx, o))
@@ -45,8 +45,8 @@ func (x takenOver) has(o cluster.Object, size int64) {
 	check.OK(x, x.Client.Status().Patch(x.ctx, o, client.MergeFrom(before)))
 }
 
-// TestGroupTakenOver: whoever took a node over writes objects that say that they are of a group of another node. They are not:
-// that group can be read and restored from, asked for again, and deleted.
+// TestGroupTakenOver: an attacker writes snapshots of a taken-over node that name a group of another node. They do not belong to it: the group can be
+// read, asked for again, and deleted.
 func TestGroupTakenOver(t *testing.T) {
 	w, m, s := newCluster(t)
 	x := w.takenOver(t, "node-2")
@@ -85,7 +85,8 @@ func TestGroupTakenOver(t *testing.T) {
 	w.tally(m)
 }
 
-// TestCollectorTakenOver: whoever took a node over makes an object anew, without the claim that it was for, while the collector waits until it is old enough. The controller goes on.
+// TestCollectorTakenOver: while the collector waits for an abandoned volume to be deleted, an attacker creates its object again without the claim that it
+// was for. That is not taken to be abandoned, and the collector goes on with others.
 func TestCollectorTakenOver(t *testing.T) {
 	w := newEnvironment(t)
 	w.node("node-2", true)
@@ -98,7 +99,7 @@ func TestCollectorTakenOver(t *testing.T) {
 	again := volumeOn("node-2", name)
 	again.Spec.ClaimRef = nil
 	check.OK(t, x.Create(w.ctx, again))
-	other := volumeOn("node-2", cluster.ProvisionedPrefix+"11111111-1111-1111-1111-111111111111") // which is looked at after it
+	other := volumeOn("node-2", cluster.ProvisionedPrefix+"11111111-1111-1111-1111-111111111111") // the collector looks at it after the first one
 	x.has(other, mib)
 	w.eventually("the collector goes on", func() bool { return w.object(other.Spec.Name).Spec.Abandoned })
 	if w.object(name).Spec.Abandoned {
@@ -107,8 +108,8 @@ func TestCollectorTakenOver(t *testing.T) {
 	check.OK(t, s.Ready(w.ctx))
 }
 
-// TestEventsTakenOver: whoever took a node over has nothing told to the claims of other nodes' volumes, whatever objects it makes of
-// their names.
+// TestEventsTakenOver: an attacker cannot cause events on the claims and PersistentVolumes of other nodes' volumes, whatever objects it creates that name
+// them.
 func TestEventsTakenOver(t *testing.T) {
 	w, _, s := newCluster(t)
 	w.node("node-2", true)
@@ -129,7 +130,7 @@ func TestEventsTakenOver(t *testing.T) {
 		w.told("DataLoss", "all is lost", v)
 	}
 	last := says("last", bound, pv.Name)
-	w.told("DataLoss", "all is lost", last) // what was before has been told by then
+	w.told("DataLoss", "all is lost", last) // the events of the earlier ones are written by then
 	for _, claim := range []*corev1.PersistentVolumeClaim{bound, pending} {
 		if all := w.eventsOn(claim, ""); len(all) > 0 {
 			t.Errorf("on claim %s: %s", claim.Name, all[0].Message)
@@ -140,7 +141,7 @@ func TestEventsTakenOver(t *testing.T) {
 	}
 }
 
-// TestLargeObjects: an object is small, whoever writes it: the controllers have all of them in memory, and etcd on its disk.
+// TestLargeObjects: the definitions limit the size of objects, whoever writes them, as the controllers have all of them in memory, and etcd on its disk.
 func TestLargeObjects(t *testing.T) {
 	w := newEnvironment(t)
 	x := w.takenOver(t, nodeName)
@@ -197,7 +198,7 @@ func TestLargeObjects(t *testing.T) {
 	}
 }
 
-// TestManyProblems: what an agent has to say beyond what an object holds is left out, the least of it.
+// TestManyProblems: if a volume has more problems than its object can hold, the least severe are left out.
 func TestManyProblems(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("a"))
@@ -214,8 +215,8 @@ func TestManyProblems(t *testing.T) {
 	})
 }
 
-// TestLostTakenOver: when a cluster has its PersistentVolumes and claims made anew, whoever took a node over does not put bytes of its own
-// into the place of others', nor lays hands on others' PersistentVolumes.
+// TestLostTakenOver: when the PersistentVolumes and claims of a cluster are made anew (package lost), an attacker cannot put bytes of its own in the place
+// of others', nor use others' PersistentVolumes.
 func TestLostTakenOver(t *testing.T) {
 	w, m, s := newCluster(t)
 	x := w.takenOver(t, "node-2")
@@ -228,7 +229,7 @@ func TestLostTakenOver(t *testing.T) {
 	check.OK(t, err)
 	undisputed, err := s.Create(w.ctx, of("pvc-taken-2", "logs"))
 	check.OK(t, err)
-	for _, v := range []volume.Volume{mine, undisputed} { // blank ones, that nobody seems to know of, would go
+	for _, v := range []volume.Volume{mine, undisputed} { // blank ones would count as abandoned
 		check.OK(t, m.local.SetFormat(w.ctx, v.ID, volume.Format{State: volume.Raw}))
 	}
 	snapshot, err := s.CreateSnapshot(w.ctx, "snapshot-1", mine.ID)
@@ -240,7 +241,7 @@ func TestLostTakenOver(t *testing.T) {
 		x.has(v, mib)
 		return v
 	}
-	fakes := map[string]string{ // by the ID, the name of its PersistentVolume
+	fakes := map[string]string{ // the names of their PersistentVolumes, by volume ID
 		says("another", "data", "pvc-another").ID():      "pvc-another",
 		says("of the bound", bound.Name, "pvc-new").ID(): "pvc-new",
 		says("name taken", "loot", pv.Name).ID():         volume.KeyOf("name taken"),
@@ -262,10 +263,10 @@ func TestLostTakenOver(t *testing.T) {
 					t.Errorf("of a volume that nobody else says to be: %+v", o)
 				}
 			case id == mine.ID.String(), fakes[id] == o.Name && claim == nil:
-				if claim != nil || o.Name == "pvc-taken-1" { // which a claim may name
+				if claim != nil || o.Name == "pvc-taken-1" { // a claim may name that PersistentVolume
 					t.Errorf("%s is for a claim that several volumes say that they were made for", o.Name)
 				}
-			case fakes[id] == o.Name && claim.Name == "loot": // a claim that nobody has
+			case fakes[id] == o.Name && claim.Name == "loot": // there is no such claim
 			default:
 				t.Errorf("%s of %s for %v", o.Name, id, claim)
 			}
@@ -286,8 +287,8 @@ func TestLostTakenOver(t *testing.T) {
 	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
 }
 
-// TestStraysTakenOver: whoever took a node over says that it has bytes of what is on other nodes. What was deleted there is gone all the same,
-// also for who asks again.
+// TestStraysTakenOver: an attacker reports strays with the IDs of volumes and groups of other nodes. Deletions of these succeed all the same, also
+// repeated ones.
 func TestStraysTakenOver(t *testing.T) {
 	w, _, s := newCluster(t)
 	x := w.takenOver(t, "node-2")
@@ -311,7 +312,8 @@ func TestStraysTakenOver(t *testing.T) {
 	}
 }
 
-// TestViewTakenOver: what a node says of others' volumes is not shown as theirs: snapshots of them, and other volumes of their claims.
+// TestViewTakenOver: the overview does not show what an attacker says of others' volumes: a snapshot is not shown as one of such a volume, nor a volume as
+// that of another one's claim.
 func TestViewTakenOver(t *testing.T) {
 	w, _, s := newCluster(t)
 	x := w.takenOver(t, "node-2")

@@ -27,7 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// receiver is an OTLP receiver, as a collector of traces is.
+// receiver is an OTLP receiver, like a collector of traces.
 type receiver struct {
 	collector.UnimplementedTraceServiceServer
 	mu    sync.Mutex
@@ -57,7 +57,7 @@ func (r *receiver) named(name string) *tracing.Span {
 	return nil
 }
 
-// server returns the span of the controller's answer.
+// server returns the span of the call in the controller; nil if none has come.
 func (r *receiver) server() *tracing.Span {
 	for _, span := range r.spans {
 		if span.GetKind() == tracing.Span_SPAN_KIND_SERVER {
@@ -67,8 +67,8 @@ func (r *receiver) server() *tracing.Span {
 	return nil
 }
 
-// TestTrace: what a call has done on a node is in its own trace, from the controller through the object to the agent; and a call
-// that is not traced leaves nothing in the object.
+// TestTrace: what a node does for a call is in the trace of that call, which goes from the controller through the object to the agent. A call that is not
+// traced leaves nothing in the object.
 func TestTrace(t *testing.T) {
 	w, _, s := newCluster(t)
 	untraced, err := s.Create(w.ctx, spec("untraced"))

@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 )
 
-// viewer starts a viewer with the rights of a user, and returns what it shows of a volume.
+// viewer starts a viewer with the rights of a user. The function that it returns gives the overview, and the volume of an ID in it, or nil.
 func (w *environment) viewer(s *store.Store, user string) (_ *store.Viewer, of func(id string) (*overview.Overview, *overview.Volume)) {
 	w.Helper()
 	v, err := store.NewViewer(apitest.Get(w).Config(user), s, "v1")
@@ -35,7 +35,7 @@ func (w *environment) viewer(s *store.Store, user string) (_ *store.Viewer, of f
 	}
 }
 
-// A viewer shows what the store knows, with the claims and pods of Kubernetes, and tells when that changes.
+// TestViewer: a viewer shows what the store knows, with the claims and pods of Kubernetes, and tells when that changes.
 func TestViewer(t *testing.T) {
 	w, m, s := newCluster(t)
 	viewer, of := w.viewer(s, apitest.Admin)
@@ -47,11 +47,11 @@ func TestViewer(t *testing.T) {
 		t.Helper()
 		select {
 		case <-changes:
-		case <-time.After(14 * time.Second): // it looks by itself after 15
+		case <-time.After(14 * time.Second): // without an event it looks after 15
 			t.Fatalf("nobody was told that %s", what)
 		}
 	}
-	quiet := func() { // until what led here has been told
+	quiet := func() { // takes earlier changes off the channel
 		for {
 			select {
 			case <-changes:
@@ -109,7 +109,7 @@ func TestViewer(t *testing.T) {
 	}
 }
 
-// Without the right to see pods the rest is shown all the same, and what is left out is said. The controller goes on.
+// TestViewerWithoutRights: without the right to see pods the rest is shown all the same, and the overview says what is left out.
 func TestViewerWithoutRights(t *testing.T) {
 	w, _, s := newCluster(t)
 	_, of := w.viewer(s, "controller")
@@ -122,7 +122,7 @@ func TestViewerWithoutRights(t *testing.T) {
 	})
 }
 
-// TestViewerOfReplicas: a volume with replicas is shown as one, and that one of them is not current any more is told at once.
+// TestViewerOfReplicas: a volume with replicas is shown as one volume, and a change of its current replicas is told at once.
 func TestViewerOfReplicas(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	viewer, of := w.viewer(s, apitest.Admin)
@@ -137,7 +137,7 @@ func TestViewerOfReplicas(t *testing.T) {
 		t.Errorf("shown are %+v", o.Volumes)
 	}
 	changes := viewer.Changes(w.ctx)
-	for quiet := false; !quiet; { // until what led here has been told
+	for quiet := false; !quiet; { // takes earlier changes off the channel
 		select {
 		case <-changes:
 		case <-time.After(time.Second):
@@ -147,7 +147,7 @@ func TestViewerOfReplicas(t *testing.T) {
 	w.becomes("v", w.whole("v").Name)
 	select {
 	case <-changes:
-	case <-time.After(14 * time.Second): // it looks by itself after 15
+	case <-time.After(14 * time.Second): // without an event it looks after 15
 		t.Fatal("nobody was told")
 	}
 	w.eventually("it is shown", func() bool { _, shown := of(id); return shown.Replicas.String() == "1/2" && len(shown.Problems) == 1 })

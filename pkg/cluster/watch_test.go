@@ -24,8 +24,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// breaker is a connection to the API server of which the watch of volumes breaks. When it is
-// whole again, its history is gone: all is read anew.
+// breaker is a connection to the API server whose watch of volumes can be broken. When it is mended, the history is gone (410 Gone), so that all is listed
+// anew.
 type breaker struct {
 	next http.RoundTripper
 
@@ -67,7 +67,7 @@ func (b *breaker) RoundTrip(r *http.Request) (*http.Response, error) {
 	return b.next.RoundTrip(r)
 }
 
-// cut breaks the watch. The caller has the lock.
+// cut breaks the watch. The caller holds the lock.
 func (b *breaker) cut() {
 	b.broken, b.expired, b.afterDelete = true, true, false
 	for _, cancel := range b.watches {
@@ -82,8 +82,8 @@ func (b *breaker) mend() {
 	b.broken = false
 }
 
-// TestBrokenWatch: what a part has written, and was deleted while its watch was broken, makes no
-// event, and is not waited for.
+// TestBrokenWatch: an object that a controller or an agent has written, and that was deleted while its watch was broken, makes no event, and is not waited
+// for.
 func TestBrokenWatch(t *testing.T) {
 	t.Run("controller", func(t *testing.T) {
 		w := newEnvironment(t)
@@ -114,7 +114,7 @@ func TestBrokenWatch(t *testing.T) {
 	})
 	t.Run("agent", func(t *testing.T) {
 		w := newEnvironment(t)
-		s, _ := w.store() // whose watch does not break
+		s, _ := w.store() // its watch does not break
 		var watch breaker
 		wrap(t, func(c *rest.Config) { c.Wrap(watch.wrap) })
 		m := w.machine(nodeName)
@@ -134,13 +134,13 @@ func TestBrokenWatch(t *testing.T) {
 	})
 }
 
-// lagging is a connection to the API server of which the watches can be held back.
+// lagging is a connection to the API server whose watches can be held back, by its lock.
 type lagging struct {
 	sync.Mutex
-	seen []byte // of all watches
+	seen []byte // what all watches have delivered
 }
 
-// saw reports whether a watch brought an object as it was at a version.
+// saw reports whether a watch has delivered an object of a resourceVersion.
 func (l *lagging) saw(version string) bool {
 	l.Lock()
 	defer l.Unlock()
@@ -170,7 +170,7 @@ func (l late) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// hold holds the watches back until they may catch up.
+// hold holds the watches back until catchUp is called.
 func (l *lagging) hold() (catchUp func()) {
 	l.Lock()
 	return sync.OnceFunc(l.Unlock)
@@ -188,8 +188,7 @@ func (w *environment) behind() (*store.Store, *lagging) {
 	return s, lag
 }
 
-// knownTo makes a volume, and a snapshot and a group of another one, all of one name, and waits until a store that is behind has
-// heard of them.
+// knownTo makes a volume, and a snapshot and a group of another one (of), all of one name, and waits until a store that is behind knows them.
 func (w *environment) knownTo(behind, s *store.Store, name string, of volume.ID) (volume.Volume, volume.Snapshot, volume.Group) {
 	w.Helper()
 	v, err := s.Create(w.ctx, spec(name))
@@ -204,8 +203,8 @@ func (w *environment) knownTo(behind, s *store.Store, name string, of volume.ID)
 	return v, snapshot, group
 }
 
-// TestLaggingReplica: a controller whose watches are behind says of nothing that it is there, or done,
-// which another one has deleted or changed since.
+// TestLaggingReplica: a controller whose watches are behind does not answer that something exists, or is done, that another one has deleted or changed
+// since.
 func TestLaggingReplica(t *testing.T) {
 	w, m, s := newCluster(t)
 	behind, lag := w.behind()
@@ -249,8 +248,8 @@ func TestLaggingReplica(t *testing.T) {
 	w.tally(m)
 }
 
-// TestLaggingReplicaDeletes: what a controller whose watches are behind is asked to delete goes, though another one
-// has deleted it and made it anew since.
+// TestLaggingReplicaDeletes: a controller whose watches are behind deletes what it is asked to, although another one has deleted it and made it anew
+// since.
 func TestLaggingReplicaDeletes(t *testing.T) {
 	w, m, s := newCluster(t)
 	behind, lag := w.behind()
@@ -269,7 +268,7 @@ func TestLaggingReplicaDeletes(t *testing.T) {
 		"snapshot": func() error { return behind.DeleteSnapshot(soon(t), snapshot.ID) },
 		"group":    func() error { return behind.DeleteGroup(soon(t), group.ID) },
 	} {
-		if err := call(); !errors.Is(err, errdefs.ErrUnavailable) { // it does not hear that it is gone
+		if err := call(); !errors.Is(err, errdefs.ErrUnavailable) { // its watch does not tell that it is gone
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -282,8 +281,8 @@ func TestLaggingReplicaDeletes(t *testing.T) {
 	w.tally(m)
 }
 
-// TestLaggingReplicaDeletesAgain: a deletion that a controller knows of, and whose end it has not heard of, is not
-// that of what another one has made anew since.
+// TestLaggingReplicaDeletesAgain: a controller knows of a deletion, but not yet that it has ended, and that another one has made the volume anew since. A
+// further deletion is for the new one.
 func TestLaggingReplicaDeletesAgain(t *testing.T) {
 	w, m, s := newCluster(t)
 	behind, lag := w.behind()
@@ -324,8 +323,7 @@ func TestLaggingReplicaDeletesAgain(t *testing.T) {
 	w.tally(m)
 }
 
-// TestLaggingReplicaRefuses: a controller whose watches are behind refuses nothing because of a claim that another
-// one has released since.
+// TestLaggingReplicaRefuses: a controller whose watches are behind does not refuse a call because of a claim that another one has released since.
 func TestLaggingReplicaRefuses(t *testing.T) {
 	w, m, s := newCluster(t)
 	behind, lag := w.behind()
@@ -356,7 +354,7 @@ func TestLaggingReplicaRefuses(t *testing.T) {
 	w.tally(m)
 }
 
-// ending is the body of a watch that ends as it should when its context does.
+// ending is the body of a watch that ends properly (io.EOF) when its context does.
 type ending struct {
 	io.ReadCloser
 	ctx context.Context
@@ -370,14 +368,14 @@ func (e ending) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// tooMany is the answer of an API server that is too busy.
+// tooMany returns the answer of an API server that is too busy.
 func tooMany(q *http.Request) *http.Response {
 	return &http.Response{StatusCode: http.StatusTooManyRequests, Status: "429 Too Many Requests", Request: q, Header: http.Header{"Content-Type": {"application/json"}},
 		Body: io.NopCloser(strings.NewReader(`{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"TooManyRequests","code":429}`))}
 }
 
-// TestBusyServer: a watch that the API server puts off, as it is too busy, is begun later from where it was.
-// Nobody reads all objects anew, which would make the server busier.
+// TestBusyServer: a watch that the API server refuses, as it is too busy, goes on later from where it was. Nothing is listed anew, which would make the
+// server busier.
 func TestBusyServer(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
@@ -415,7 +413,7 @@ func TestBusyServer(t *testing.T) {
 	})
 	s, _ := w.store()
 	w.pooled(s, m)
-	// What ends a watch that has just begun makes client-go read anew whatever comes then.
+	// client-go lists anew after a watch that ends right after it began, whatever the error.
 	time.Sleep(1500 * time.Millisecond)
 	check.OK(t, second(s.Create(w.ctx, spec("v"))))
 	busy.Store(true)
@@ -432,8 +430,8 @@ func TestBusyServer(t *testing.T) {
 	w.again("a volume is made", func(ctx context.Context) error { return second(s.Create(ctx, spec("new"))) })
 }
 
-// TestConflictsBehind: an agent whose watch is behind does not write to an object again and again that somebody has
-// changed, and goes on as soon as it has heard of the change.
+// TestConflictsBehind: an agent whose watch is behind does not repeat a write of an object that somebody else has changed again and again, and goes on as
+// soon as it knows of the change.
 func TestConflictsBehind(t *testing.T) {
 	w := newEnvironment(t)
 	s, _ := w.store()
@@ -466,7 +464,7 @@ func TestConflictsBehind(t *testing.T) {
 	release()
 	w.eventually("it was tried", func() bool { return requests.Load() >= 2 })
 	time.Sleep(3 * time.Second)
-	// A try is a write, and a look whether the object is still there; there are 4 at most.
+	// Each try is a write, and a read whether the object still exists; there are 4 tries at most.
 	if n := requests.Load(); n > 10 {
 		t.Errorf("%d requests", n)
 	}
