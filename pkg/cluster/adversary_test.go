@@ -657,7 +657,7 @@ func TestMixedVersions(t *testing.T) {
 		return o.Status.Failure != nil && o.Status.Failure.Reason == "DataLoss"
 	})
 	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: old.Name})), errdefs.ErrNotFound)
-	check.OK(t, w.Delete(w.ctx, w.object("old"))) // as that controller does then
+	check.OK(t, w.Delete(w.ctx, w.object("old"))) // the older controller does so
 	w.eventually("it is gone", func() bool { return w.object("old") == nil })
 	// The deletion of an object alone does not delete bytes.
 	m.stop()

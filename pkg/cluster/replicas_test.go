@@ -35,7 +35,7 @@ func (w *environment) ask(name string, n int) error {
 	})
 }
 
-// became reports whether a volume that was on one node has n legs, of which only the first, which it was before, is current, and the request is taken off.
+// became reports whether a volume that was on one node has n legs, only the first one, which it was before, is current, and the request is taken off.
 func (w *environment) became(name string, n int) bool {
 	r, legs := w.whole(name), w.legsOf(name)
 	if r == nil || r.Status.Made == nil || len(legs) != n || len(r.Spec.Legs) != n {

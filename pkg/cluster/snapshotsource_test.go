@@ -38,8 +38,8 @@ func (w *environment) unlabelled(id volume.ID) {
 	check.OK(w, w.Patch(w.ctx, s, client.MergeFrom(before)))
 }
 
-// TestSnapshotSource: it is known of which volume a snapshot is, wherever the two move; also for a snapshot that was adopted on the node of its volume.
-// After a loss of the cluster it is restored into the namespace of the volume's claim.
+// TestSnapshotSource: the source volume of a snapshot stays known, wherever the two move; also that of a snapshot that was adopted on the node of its
+// volume. After a loss of the cluster the snapshot is restored into the namespace of the volume's claim.
 func TestSnapshotSource(t *testing.T) {
 	w, a, b, s, _, _ := reached(t, volume.Spec{Name: "other", Size: volume.Range{Required: mib}})
 	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name},

@@ -56,7 +56,8 @@ type Options struct {
 
 // Agents knows which agents are heard.
 type Agents interface {
-	// Patience returns how much longer the agent of a node may be silent; 0 or less if it has been silent for too long. beats is false if no Lease of it is known.
+	// Patience returns how much longer the agent of a node may be silent; 0 or less if it has been silent for too long. beats is false if no Lease of it is
+	// known.
 	Patience(node string) (left time.Duration, beats bool)
 }
 
