@@ -18,42 +18,37 @@ import (
 // Spec says what volume to create.
 type Spec struct {
 	Name string
-	Pool string // name of one, or a set of them (poolset.Set); empty: the source's, or else the default
-	// Spread over the pools that it may be in; it makes no difference to a copy.
-	Spread Spread
-	Size   Range
-	// Provisioning: AnyProvisioning takes the pool's own way.
+	Pool string // a pool by its name, or a set of pools (poolset.Set); empty: the pool of the source, or without a source the default one
+	// Spread matters where one of several pools is chosen, so not for a copy in the pool of its source.
+	Spread       Spread
+	Size         Range
 	Provisioning blockdev.Provisioning
 	// Source to copy: a volume or a snapshot; the zero ID for an empty volume.
 	Source ID
-	// Copies says where a copy may be.
 	Copies Copies
-	// Filesystem that it will carry; empty for raw block.
+	// Filesystem that the volume is to carry; empty: it is a raw block device.
 	Filesystem filesystem.Type
 	Encryption Encryption
 	Access     Access
 	// HomeTimeout: see Volume.
 	HomeTimeout time.Duration
-	// Replicas says on how many nodes it is to be.
-	Replicas Replicas
-	// ReplicaOf: see Volume. It makes no difference to Check: what is there may have become a leg since, or be about to.
+	Replicas    Replicas
+	// ReplicaOf: see Volume.
 	ReplicaOf string
 	Mutable   map[string]string
-	// Nodes that it has to be usable on, the best first; empty: any.
+	// Nodes of which the volume has to be usable on one, the best first; empty: on any node.
 	Nodes []string
-	// Ephemeral: it belongs to the pod whose volume is published at this path, and goes
-	// with it.
+	// Ephemeral is the path at which a pod has its inline volume published; the volume is deleted with the pod. Empty: it is not of a pod.
 	Ephemeral string
-	// For is who asked for it, as far as the CO says; it makes no difference to the volume.
+	// For is who asked for the volume, as far as the CO says. Of it only Spread depends.
 	For Requester
 }
 
-// Requester is whom the CO made a volume for: of Kubernetes, the namespace and the name of a
-// PersistentVolumeClaim, and the name of the PersistentVolume. Each may be empty: unknown.
-// It is for people, and for those who look for the volume's objects when these are lost.
+// Requester is whom the CO asked for a volume for. In Kubernetes that is the namespace and the name of a PersistentVolumeClaim, and the name of the
+// PersistentVolume. Each may be empty: unknown. It is shown to people, helps to restore objects that were lost, and tells the peers of a volume (PeerOf).
 type Requester struct{ Namespace, Name, PersistentVolume string }
 
-// MinSize is the size that no volume of the spec is smaller than, whatever it is a copy of, in bytes.
+// MinSize returns the smallest size that a volume of the spec can have, in bytes. That of its source may be larger.
 func (s Spec) MinSize() int64 {
 	if s.Filesystem == "" {
 		return blockdev.Granularity
@@ -61,8 +56,8 @@ func (s Spec) MinSize() int64 {
 	return s.Filesystem.MinSize()
 }
 
-// Check compares an existing volume with what was asked for; ErrExists if it is
-// another one.
+// Check returns ErrExists if an existing volume is not the one that the spec asks for. It does not compare Spread, Copies, Mutable, Nodes and For. Of a spec
+// without Pool or Provisioning any will do.
 func (s Spec) Check(v Volume) error {
 	differs := func(what string, have, want any) error {
 		return fmt.Errorf("%w: volume %q (%s) has %s %v, not %v", errdefs.ErrExists, s.Name, v.ID, what, have, want)
@@ -96,7 +91,7 @@ func (s Spec) Check(v Volume) error {
 	return nil
 }
 
-// Create: see Store.
+// Create: see Store. ErrNoSpace also if this node is not one of spec.Nodes, or cannot set the mutable parameters.
 func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	if err := l.check(spec); err != nil {
 		return Volume{}, err
@@ -109,7 +104,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	case err == nil && !unfinished(record):
 		v := fromRecord(in.Name(), l.node, record)
 		return v, spec.Check(v)
-	case err == nil && !spec.Elsewhere(l.placeOf(spec.Source)): // it was to be something else, and nobody ever saw it
+	case err == nil && !spec.Elsewhere(l.placeOf(spec.Source)): // an unfinished copy, made for another spec; nobody has used it
 		err = l.dropUnfinished(ctx, in, record.Ref)
 	default:
 		err = errdefs.IgnoreNotFound(err)
@@ -123,7 +118,8 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	return l.createCopy(ctx, spec)
 }
 
-// check returns an error for what this node cannot make: ErrNoSpace for settings that it does not have, as another node may.
+// check returns an error if this node cannot make volumes of a spec: ErrNoSpace if it cannot set the mutable parameters, as another node may; ErrUnsupported
+// if it cannot encrypt; ErrInvalid if no node can make them.
 func (l *Local) check(spec Spec) error {
 	if err := CheckMutable(spec.Mutable); err != nil {
 		return err
@@ -171,7 +167,8 @@ func (l *Local) createIn(ctx context.Context, spec Spec, pool blockdev.Pool) (Vo
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
-// createCopy makes a volume of what a volume or snapshot holds.
+// createCopy makes a volume as a copy of a volume or snapshot, in the pool of the source if spec.Pool allows that, else by createElsewhere. The writers of a
+// volume are held back until its bytes are fixed.
 func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 	release, err := l.holdSource(spec.Source)
 	if err != nil {
@@ -213,7 +210,7 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 	return fromRecord(source.pool.Name(), l.node, record), nil
 }
 
-// create makes an object of a pool, and has it in Progress meanwhile.
+// create makes an object in a pool. Progress shows how far that is.
 func (l *Local) create(ctx context.Context, pool blockdev.Pool, spec blockdev.Spec) (_ blockdev.Record, err error) {
 	what := "allocate"
 	if spec.Origin != (blockdev.Ref{}) {
@@ -226,7 +223,7 @@ func (l *Local) create(ctx context.Context, pool blockdev.Pool, spec blockdev.Sp
 	return pool.Create(ctx, spec)
 }
 
-// poolsOf returns the pools of a set (poolset.Set), at least one: of the empty set the default one.
+// poolsOf returns the pools of this node that are in a set (poolset.Set); for the empty set the default one. ErrInvalid if there is none.
 func (l *Local) poolsOf(set string) ([]blockdev.Pool, error) {
 	if set == "" {
 		return l.pools[:1], nil
@@ -243,7 +240,8 @@ func (l *Local) poolsOf(set string) ([]blockdev.Pool, error) {
 	return pools, nil
 }
 
-// newVolume says what to create in a pool: a volume of at least some bytes, and of as many as its filesystem needs.
+// newVolume returns what to create in a pool for a spec: a volume of at least floor bytes, and of as many as its filesystem needs. Errors are those of
+// Range.Choose.
 func newVolume(spec Spec, pool blockdev.Pool, floor int64) (blockdev.Spec, error) {
 	overhead := spec.Encryption.Scheme.Overhead()
 	size, err := spec.Size.Choose(max(floor, spec.MinSize()), pool.Granularity(), overhead)
@@ -254,7 +252,7 @@ func newVolume(spec Spec, pool blockdev.Pool, floor int64) (blockdev.Spec, error
 		Provisioning: spec.Provisioning, Labels: spec.labels()}, nil
 }
 
-// origin is something to copy.
+// origin is a volume or snapshot that is to be copied.
 type origin struct {
 	pool   blockdev.Pool
 	record blockdev.Record
@@ -262,8 +260,8 @@ type origin struct {
 
 func (o origin) id() ID { return IDOf(o.pool.Name(), o.record) }
 
-// holdSource keeps a snapshot that is copied, or read, from being deleted with its group, of which the caller
-// need not know the members. ErrBusy while that is under way.
+// holdSource keeps a snapshot that is copied or read from being deleted until release is called: whoever deletes its group, or ends its move, need not have
+// its lock. ErrBusy while such a deletion is under way.
 func (l *Local) holdSource(id ID) (release func(), err error) {
 	return l.lockSources(nil, []string{id.String()})
 }
@@ -276,6 +274,8 @@ func (l *Local) lockSources(exclusive, shared []string) (release func(), err err
 	return unlock, nil
 }
 
+// source returns the volume or snapshot of an ID, to be copied. ErrNotFound if there is none; ErrUnavailable if it is an unfinished copy; errors of stillHere
+// if it is a volume that may have moved away.
 func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 	if id.Kind == blockdev.Snapshot {
 		if _, err := l.GetSnapshot(ctx, id); err != nil {
@@ -297,9 +297,10 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 	return origin{pool, record}, err
 }
 
-// named looks in all open pools for the object of a name; errdefs.ErrNotFound if there is none. One that is in a pool that is not
-// open is not made twice if the retry names that pool, which is errdefs.ErrUnavailable then. Of a set of pools the retry is served by
-// another one: one disk that is missing must not keep all others from being used.
+// named returns the object of a name, and its pool. ErrNotFound if no open pool has it.
+//
+// A pool that is not open may have it. If the caller then creates the object in that pool, by its name, that fails with ErrUnavailable, and nothing is made
+// twice. If the caller has a set of pools, another pool makes it again: one missing disk must not keep all others from being used.
 func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (blockdev.Pool, blockdev.Record, error) {
 	ref := blockdev.Ref{Kind: kind, Key: KeyOf(name)}
 	for _, pool := range l.openPools() {
@@ -314,7 +315,7 @@ func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (blo
 	return nil, blockdev.Record{}, fmt.Errorf("%w: no %s named %q", errdefs.ErrNotFound, kind, name)
 }
 
-// Ephemeral returns the ephemeral volume that was made under a name.
+// Ephemeral returns the ephemeral volume of a name. ErrNotFound if there is none, or that volume is not ephemeral.
 func (l *Local) Ephemeral(ctx context.Context, name string) (Volume, error) {
 	pool, record, err := l.named(ctx, blockdev.Volume, name)
 	if err != nil {

@@ -10,30 +10,31 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Encryption says how the bytes of a volume are kept in its pool; zero: as they are.
+// Encryption says how the bytes of a volume are encrypted in its pool. The zero Encryption: they are not.
 type Encryption struct {
 	Scheme Scheme
-	// Discards are passed on to the pool, which so learns what the volume does not use.
+	// Discards of the volume's user reach the pool, which can give that space back. Then the disk shows which blocks the volume does not use
+	// (--allow-discards in cryptsetup(8)).
 	Discards bool
 }
 
-// Scheme is a way to encrypt.
+// Scheme is a way to encrypt a volume.
 type Scheme string
 
-// The schemes: LUKS2 is what cryptsetup(8) makes, with a header before the bytes, on the pool's device.
+// The schemes. LUKS2 is made by cryptsetup(8) on the pool's device, with its header before the data.
 const (
 	NotEncrypted Scheme = ""
 	LUKS2        Scheme = "luks2"
 )
 
-// All that opens a volume is in what its pool erases.
+// This compiles only if blockdev.Pool.Erase overwrites all that luks.Format writes: without that no key opens the volume.
 var _ [blockdev.HeadSize - luks.Written]struct{}
 
-// Schemes are all that there are.
+// Schemes are all schemes, without NotEncrypted.
 var Schemes = []Scheme{LUKS2}
 
-// Overhead is how many bytes what a pool keeps of a volume, and of its snapshots and copies, is larger than the volume by: the header is
-// before its bytes. Everybody above a pool has the volume's size.
+// Overhead returns how many bytes more an object of a pool has than the volume or snapshot that it keeps: those of the header. Sizes in this package are
+// without it, unless said.
 func (s Scheme) Overhead() int64 {
 	if s == LUKS2 {
 		return luks.HeaderSize
@@ -55,11 +56,11 @@ func (e Encryption) String() string {
 	return e.Scheme.String()
 }
 
-// Header is what the record says about the header of an encrypted volume, as Format does of what is behind it. Only the header of a
-// volume that is Blank, or whose header is being Formatting, is ever written anew.
+// Header is what the record says about the LUKS2 header of an encrypted volume. A header is made only if State is Blank or Formatting. Format is about what
+// is behind the header.
 type Header struct {
 	State FormatState // Blank, Formatting or Formatted
-	UUID  string      // that the header has, or is to have; of Formatting and Formatted
+	UUID  string      // of the header, as it is or is to be; empty if State is Blank
 }
 
 func (h Header) label() string {
@@ -74,22 +75,24 @@ func parseHeader(label string) Header {
 	return Header{FormatState(state), uuid}
 }
 
-// Key is what opens an encrypted volume.
+// Key opens an encrypted volume.
 type Key = luks.Key
 
-// ErrNoKey and ErrKey: an encrypted volume was to be opened, or to grow while it is open, without a key, or with a wrong one.
+// An encrypted volume was to be opened, or to grow while it is open: ErrNoKey is for a call without a key, ErrKey for one with a wrong key. Errors with them
+// also wrap a sentinel of errdefs.
 var (
 	ErrNoKey = luks.ErrNoKey
 	ErrKey   = luks.ErrKey
 )
 
-// Contents is what an object of a pool holds, as far as its copies have to hold the same.
+// Contents is what a volume or snapshot holds, as far as its copies have to hold the same.
 type Contents struct {
 	Filesystem filesystem.Type // empty: raw, or not known
 	Scheme     Scheme
 }
 
-// CheckSource returns ErrInvalid if the volume cannot be a copy of what holds some contents: a copy holds what its source does.
+// CheckSource returns ErrInvalid if a source with some contents cannot have the volume as its copy: if both name a filesystem and these differ, or if the
+// encryption differs.
 func (s Spec) CheckSource(of Contents) error {
 	if s.Filesystem != "" && of.Filesystem != "" && s.Filesystem != of.Filesystem {
 		return fmt.Errorf("%w: source %s carries %s, so its copy %q cannot be %s", errdefs.ErrInvalid, s.Source, of.Filesystem, s.Name, s.Filesystem)
@@ -101,11 +104,11 @@ func (s Spec) CheckSource(of Contents) error {
 	return nil
 }
 
-// schemeOf is how the bytes of an object are kept.
+// schemeOf returns how the bytes of an object are encrypted.
 func schemeOf(r blockdev.Record) Scheme { return Scheme(r.Labels[labelEncryption]) }
 
-// sizeOf is the size of the volume, or of the snapshot, that an object of a pool is.
+// sizeOf returns the size of the volume or snapshot that a record is of, in bytes, without the header.
 func sizeOf(r blockdev.Record) int64 { return r.Size - schemeOf(r).Overhead() }
 
-// contentsOf is what an object carries, or is to carry.
+// contentsOf returns what an object holds, or is to hold.
 func contentsOf(r blockdev.Record) Contents { return Contents{filesystemOf(r), schemeOf(r)} }

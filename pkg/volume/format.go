@@ -11,19 +11,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Format is what the record says about the bytes of a volume. Only a blank volume is ever
-// formatted (Local.Format).
+// Format is what the record says about the bytes of a volume; of an encrypted one, about those behind the header. A filesystem is made only if State is Blank
+// or Formatting (Local.Format).
 type Format struct {
 	State FormatState
 	Type  filesystem.Type // of Formatting and Formatted
 }
 
-// FormatState is how far a volume is from blank.
+// FormatState says whether anything was written to a volume.
 type FormatState string
 
-// The states: a new volume is Blank; Formatting until mkfs is known to have ended;
-// then Formatted. Raw volumes were handed out as block devices, so their bytes are
-// the user's, whatever they look like.
+// The states. A new volume is Blank. It is Formatting from before mkfs starts until mkfs has succeeded, and Formatted from then on. It is Raw once it was
+// handed out as a block device for writing: its bytes are its user's, whatever they look like.
 const (
 	Blank      FormatState = ""
 	Formatting FormatState = "formatting"
@@ -43,14 +42,14 @@ func parseFormat(label string) Format {
 	return Format{FormatState(state), filesystem.Type(fs)}
 }
 
-// copyFormat gives the labels of a copy the format of its source.
+// copyFormat sets the format of a copy, in its labels, to that of its source.
 func copyFormat(labels map[string]string, of Format) {
 	if of.State != Blank {
 		labels[labelFormat] = of.label()
 	}
 }
 
-// SetFormat records how far a volume is from blank, durably.
+// SetFormat records the format of a volume, durably.
 func (l *Local) SetFormat(ctx context.Context, id ID, format Format) error {
 	return l.setLabels(ctx, id, func(labels map[string]string) error {
 		setLabel(labels, labelFormat, format.label())
@@ -58,16 +57,16 @@ func (l *Local) SetFormat(ctx context.Context, id ID, format Format) error {
 	})
 }
 
-// filesystemOf returns the filesystem that a volume or snapshot has, or is to have; empty: it is raw.
+// filesystemOf returns the filesystem that a volume or snapshot has, or is to have; empty if it is raw, or that is not known.
 func filesystemOf(r blockdev.Record) filesystem.Type {
 	return cmp.Or(parseFormat(r.Labels[labelFormat]).Type, filesystem.Type(r.Labels[labelFilesystem]))
 }
 
-// Format makes sure that a volume, which is attached as a device, carries a filesystem, and says in
-// v how its record stands then. It makes the filesystem only if the record says that the volume was never
-// formatted and never handed out as a raw device, and the bytes agree. On any doubt it
-// leaves the device alone: ErrPrecondition if it carries something else, ErrDataLoss if what it
-// carried is gone. made: the filesystem was made just now, and the flags, with which it is to be mounted, are on record too (SetFlags).
+// Format makes sure that an attached volume carries the filesystem want. It makes one only if the record says that none was ever finished and that the volume
+// was not handed out as a raw device, and if the bytes agree; otherwise it does not write to the device. It sets v.Format and v.Flags to what the record has
+// then. made: the filesystem was made now, and flags are recorded as by SetFlags.
+//
+// ErrPrecondition if the device carries anything else; ErrDataLoss if the filesystem that was made once is gone, or the state in the record is not known.
 func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type, flags string) (made bool, err error) {
 	switch v.Format.State {
 	case Formatted, Raw:
@@ -88,7 +87,7 @@ func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, w
 		if err != nil {
 			return false, err
 		}
-		if used { // a crash came before the record said so, or the record is an old one: what is there is kept
+		if used { // mkfs had ended, but the record does not say so, after a crash or because it is an old one
 			v.Format.State = Formatted
 			if err := l.SetFormat(ctx, v.ID, v.Format); err != nil {
 				return false, err
@@ -101,8 +100,8 @@ func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, w
 	return true, l.format(ctx, v, device, want, flags)
 }
 
-// blank reports whether nothing was ever written to a volume, which is attached as a device, as far
-// as its pool knows; where it does not, whether the device is blank (filesystem.Blank).
+// blank reports whether nothing was ever written to an attached volume, if its pool knows (blockdev.Prover); if not, whether the device is blank
+// (filesystem.Blank).
 func (l *Local) blank(ctx context.Context, id ID, device blockdev.Device) (bool, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -114,9 +113,8 @@ func (l *Local) blank(ctx context.Context, id ID, device blockdev.Device) (bool,
 	return filesystem.Blank(ctx, device.Path, 0)
 }
 
-// leftByMake looks at a device whose formatting was cut short. Nobody ever had it, so what is on it is
-// what mkfs left. ErrPrecondition if it is something that mkfs does not write; used: it is a filesystem that
-// was mounted for writing since.
+// leftByMake checks a device on which the making of a filesystem may have been cut short. Nobody had the volume before, so there can only be what mkfs has
+// left: ErrPrecondition if there is anything else. used: there is a filesystem that was, or may have been, mounted for writing (filesystem.Used).
 func leftByMake(device blockdev.Device, kind filesystem.Type) (used bool, err error) {
 	foreign, err := filesystem.Foreign(device.Path, kind)
 	if err != nil {
@@ -128,11 +126,11 @@ func leftByMake(device blockdev.Device, kind filesystem.Type) (used bool, err er
 	return filesystem.Used(device.Path)
 }
 
-// format makes a filesystem. The record says so before, as a crash leaves half of it, and after; then it has the flags, too, which
-// saves a change of it.
+// format makes a filesystem. The record is Formatting before, as a crash may leave half a filesystem, and Formatted after that. The flags are written together
+// with that, which saves a write.
 func (l *Local) format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type, flags string) error {
 	zeros := v.Format.State == Blank && v.Encryption.Scheme == NotEncrypted
-	if v.Format.State == Blank && !zeros { // noise, which could look like anything to a retry
+	if v.Format.State == Blank && !zeros { // the device reads as noise, which a retry could take for anything
 		if err := clearSignatures(device.Path); err != nil {
 			return err
 		}
@@ -152,7 +150,8 @@ func (l *Local) format(ctx context.Context, v *Volume, device blockdev.Device, w
 	})
 }
 
-// carries makes sure that a volume, which is never formatted again, carries a filesystem, and notes it.
+// carries makes sure that a volume that must not be formatted carries the filesystem want, and sets v.Format.Type to that. ErrDataLoss if the filesystem that
+// was made once is gone; ErrPrecondition if the volume carries another one, or is raw and carries none.
 func (v *Volume) carries(device blockdev.Device, want filesystem.Type) error {
 	have, err := filesystem.Probe(device.Path)
 	if err != nil {

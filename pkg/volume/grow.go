@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Expand: see Store. The device of one that is encrypted and attached stays as it is until Grow, which has its key.
+// Expand: see Store. The open device of an encrypted volume stays as it is until Grow is called with the key. ErrInUse for a volume that many nodes read.
 func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
 	v, err := l.expand(ctx, id, size, nil)
 	if errors.Is(err, ErrNoKey) {
@@ -20,12 +20,13 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
 	return v, err
 }
 
-// Grow brings the devices of a volume, which Expand made larger, to its size: a crash may have come between the two. One that is encrypted and attached
-// needs its key for that: ErrNoKey without.
+// Grow brings the devices of a volume to its size, which Expand has set, and tells the consumer of an exported volume. The open device of an encrypted volume
+// needs its key to grow: ErrNoKey without.
 func (l *Local) Grow(ctx context.Context, id ID, key Key) (Volume, error) {
 	return l.expand(ctx, id, Range{}, key)
 }
 
+// expand grows a volume to within a range, and brings its devices to its size. The zero Range leaves the size as it is.
 func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volume, err error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
@@ -54,7 +55,7 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 	tracked, end := l.progress.Track(ctx, pool.Name(), record.Ref.String())
 	record, err = pool.Expand(tracked, record.Ref, want+overhead)
 	end()
-	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
+	if err == nil { // also if the object did not grow: an earlier call may have been cut short after that
 		err = l.growStack(ctx, pool, record, key)
 	}
 	if err == nil {
@@ -66,7 +67,7 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
-// growStack is stack.Grow; a leg goes on without marks if there is no room for those of what is larger.
+// growStack is stack.Grow. A leg goes on without marks if its pool has no room for those of the larger leg.
 func (l *Local) growStack(ctx context.Context, pool blockdev.Pool, record blockdev.Record, key Key) error {
 	stack := l.stacks.Of(pool, record.Ref)
 	err := stack.Grow(ctx, key)
@@ -78,15 +79,15 @@ func (l *Local) growStack(ctx context.Context, pool blockdev.Pool, record blockd
 	return err
 }
 
-// Range of sizes in bytes; 0 means not limited on that side.
+// Range is a range of sizes, in bytes, as in a CapacityRange of CSI. 0 is no limit on that side.
 type Range struct{ Required, Limit int64 }
 
-// DefaultSize is what a volume gets that nobody gave a size, in bytes.
+// DefaultSize is the size of a volume for which no size is required, in bytes.
 const DefaultSize = 1 << 30
 
-// Choose returns the size for a range: the smallest that is at least the required size and the floor, and, with what the pool
-// keeps beyond it (Scheme.Overhead), a multiple of step (bytes). A range that requires nothing gets DefaultSize,
-// or its limit. ErrOutOfRange if there is no such size.
+// Choose returns the size of a volume for a range: the smallest that is at least the required size and floor, and of which the sum with overhead
+// (Scheme.Overhead) is a multiple of step. All are bytes. A range that requires nothing gets DefaultSize, or its limit if that is less. ErrOutOfRange if
+// there is no such size within the limit and blockdev.MaxSize; ErrInvalid for a range with a negative number, or with a limit below the required size.
 func (r Range) Choose(floor, step, overhead int64) (int64, error) {
 	up := func(size int64) int64 { return (size+overhead+step-1)/step*step - overhead }
 	down := func(size int64) int64 { return (size+overhead)/step*step - overhead }

@@ -13,26 +13,28 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// uuidOf is the UUID that the header of a volume has: its key, written as a UUID. So no header is taken for another volume's.
+// uuidOf returns the UUID that the header of a volume gets: its key, written as a UUID. So the header of another volume is recognised.
 func uuidOf(key string) string {
 	return fmt.Sprintf("%s-%s-%s-%s-%s", key[:8], key[8:12], key[12:16], key[16:20], key[20:])
 }
 
-// copyHeader says in the labels of a copy what header it has, and returns what gives the header of the copy, in a file or on a
-// device, a UUID of its own, so that it is known for what it is, and can be open beside its source. That may be called again.
+// copyHeader sets in the labels of a copy what header it has; of is the header of its source, and key the key of the copy. It returns what has to be done to
+// the bytes of the copy, in a file or on a device, which may be done again: a whole header gets the UUID of the copy, so that the copy can be open beside its
+// source; the header that was cut short is erased.
 func copyHeader(labels map[string]string, key string, of Header) func(ctx context.Context, path string) error {
 	switch of.State {
 	case Formatted:
 		labels[labelHeader] = Header{Formatted, uuidOf(key)}.label()
 		labels[labelSeparate] = "true"
 		return func(ctx context.Context, path string) error { return luks.SetUUID(ctx, path, uuidOf(key)) }
-	case Formatting: // nobody ever had it, so nothing is behind it
+	case Formatting: // nobody has had the source yet, so nothing is behind its header
 		labels[labelHeader] = Header{Formatting, uuidOf(key)}.label()
 		return luks.Erase
 	}
 	return func(context.Context, string) error { return nil }
 }
 
+// setHeader records the header of a volume, durably, and sets v.Header to it.
 func (l *Local) setHeader(ctx context.Context, v *Volume, header Header) error {
 	err := l.setLabels(ctx, v.ID, func(labels map[string]string) error {
 		setLabel(labels, labelHeader, header.label())
@@ -44,9 +46,12 @@ func (l *Local) setHeader(ctx context.Context, v *Volume, header Header) error {
 	return err
 }
 
-// prepareHeader makes sure that the pool's device of an encrypted volume has its header, and holds the device until release is called. As
-// Format, it makes a header only where its record says that there never was one, or that an earlier try was cut short, and the bytes agree. On
-// any doubt it leaves the device alone: ErrPrecondition if there is something else, ErrDataLoss if the header is gone.
+// prepareHeader makes sure that the pool's device of an encrypted volume has its header, and holds the device until release is called. Like Format, it makes
+// a header only if the record says that none was ever finished, and if the bytes agree; otherwise it does not write to the device. It sets v.Header to what
+// the record has then.
+//
+// ErrPrecondition if the device has anything else; ErrDataLoss if the header is gone or damaged, or the state in the record is not known; ErrNoKey if a header
+// has to be made and there is no key; ErrKey as for cutShort. A header that is there is not opened.
 func (l *Local) prepareHeader(ctx context.Context, v *Volume, key Key) (release func(), err error) {
 	pool, ref, err := l.object(v.ID, blockdev.Volume)
 	if err != nil {
@@ -56,7 +61,7 @@ func (l *Local) prepareHeader(ctx context.Context, v *Volume, key Key) (release 
 	if err != nil {
 		return nil, err
 	}
-	release = func() { _ = device.Close() } // it gives up a hold; there is nothing to be done about a failure
+	release = func() { _ = device.Close() } // it only ends a hold
 	if err = l.makeHeader(ctx, v, device, key); err != nil {
 		release()
 		return nil, err
@@ -64,6 +69,7 @@ func (l *Local) prepareHeader(ctx context.Context, v *Volume, key Key) (release 
 	return release, nil
 }
 
+// makeHeader is prepareHeader for the pool's device, which the caller holds.
 func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Device, key Key) error {
 	uuid, err := luks.UUID(device.Path)
 	if err != nil {
@@ -80,10 +86,10 @@ func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Devic
 		if !blank {
 			return fmt.Errorf("%w: its record says that it was never encrypted, but %s is not blank; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path)
 		}
-	case Formatting: // nobody ever had it: what is there is what cryptsetup left
+	case Formatting:
 		if whole, err := v.cutShort(ctx, device, uuid, key); err != nil {
 			return err
-		} else if whole { // a crash came before the record said so, or the record is an old one: what is there is kept
+		} else if whole { // cryptsetup had ended, but the record does not say so, after a crash or because it is an old one
 			return l.setHeader(ctx, v, Header{Formatted, uuid})
 		}
 	default:
@@ -106,8 +112,9 @@ func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Devic
 	return l.setHeader(ctx, v, header)
 }
 
-// cutShort looks at a device on which the making of a header was cut short. Nobody ever had it, so what is there is what cryptsetup left: half a header,
-// or one without key slots, or one that is whole. ErrPrecondition if anything else is there; ErrKey if it is whole, and the key does not open it.
+// cutShort checks a device on which the making of a header may have been cut short. uuid is that of the header that is there; empty if there is none. Nobody
+// had the volume before, so there can only be what cryptsetup has left: half a header, one without key slots, or a whole one. ErrPrecondition if there is
+// anything else; ErrKey (ErrNoKey) if the header is whole, and the key does not open it (there is none).
 func (v *Volume) cutShort(ctx context.Context, device blockdev.Device, uuid string, key Key) (whole bool, err error) {
 	foreign := ""
 	if uuid == "" {
@@ -135,7 +142,8 @@ func (v *Volume) cutShort(ctx context.Context, device blockdev.Device, uuid stri
 	return false, fmt.Errorf("%w: the making of its LUKS2 header was cut short, and %s carries %s now; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path, foreign)
 }
 
-// hasHeader makes sure that a volume, whose header is never made again, has its header.
+// hasHeader makes sure that a volume whose header must not be made again has it. uuid is that of the header that is there; empty if there is none. ErrDataLoss
+// if the header is gone or damaged; ErrPrecondition if it is of another volume.
 func (v *Volume) hasHeader(device blockdev.Device, uuid string) error {
 	err := luks.Check(device.Path)
 	switch {
@@ -147,7 +155,8 @@ func (v *Volume) hasHeader(device blockdev.Device, uuid string) error {
 	return fmt.Errorf("%w: the LUKS2 header of %s is %s, not %s, which this volume's is; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path, uuid, v.Header.UUID)
 }
 
-// separate gives what is behind the header of a copy an identity of its own, when it is opened for the first time.
+// separate gives the filesystem behind the header of a copy an identity of its own (filesystem.Separate), when the copy is opened for the first time. device
+// is the open device.
 func (l *Local) separate(ctx context.Context, v Volume, device blockdev.Device) error {
 	if !v.separate {
 		return nil
@@ -161,8 +170,8 @@ func (l *Local) separate(ctx context.Context, v Volume, device blockdev.Device) 
 	})
 }
 
-// blankBehind reports whether nothing was ever written behind the header of a volume, which is attached as a device: what reads as noise there is
-// blank on the pool's device still, but for what clearSignatures may have written.
+// blankBehind reports whether nothing was ever written behind the header of a volume, by its open device and by the pool's device below that. What was never
+// written reads as noise from the open device, but the pool's device is blank there. An earlier call of clearSignatures may have written the beginning.
 func blankBehind(ctx context.Context, device blockdev.Device) (bool, error) {
 	blank, err := filesystem.Blank(ctx, device.Below, luks.HeaderSize)
 	if blank || err != nil {
@@ -175,10 +184,10 @@ func blankBehind(ctx context.Context, device blockdev.Device) (bool, error) {
 	return filesystem.Blank(ctx, device.Below, luks.HeaderSize+signaturesEnd)
 }
 
-// signaturesEnd is where the signatures end that filesystem.Foreign and Probe look for, in bytes.
+// signaturesEnd is where the signatures end for which filesystem.Foreign and Probe look, in bytes.
 const signaturesEnd = 128 << 10
 
-// clearSignatures overwrites the beginning of a device with zeros, so that it looks like nothing.
+// clearSignatures overwrites the first signaturesEnd bytes of a device with zeros, durably, so that no signature is found there.
 func clearSignatures(device string) error {
 	f, err := os.OpenFile(device, os.O_WRONLY, 0)
 	if err != nil {
@@ -195,19 +204,19 @@ func clearSignatures(device string) error {
 	return nil
 }
 
-// remove deletes an object of a pool. The header of one that is encrypted is destroyed first, so that no key opens what is left of its bytes
-// on the disk.
+// remove deletes an object of a pool, and the marks of a leg before it. An encrypted object is erased (blockdev.Pool.Erase), so that no key opens what is left
+// of it on the storage. ErrInUse while it is attached; ErrPrecondition if its record is damaged. Success if there is none.
 func (l *Local) remove(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	record, err := pool.Get(ctx, ref)
 	if err != nil || record.Labels[labelReplicaOf] != "" {
-		if err := deleteMarks(ctx, pool, ref); err != nil { // first: nobody knows of them without the record
+		if err := deleteMarks(ctx, pool, ref); err != nil { // first, as nothing leads to them without the record
 			return err
 		}
 	}
 	switch {
 	case err == nil && schemeOf(record) != NotEncrypted && (unfinished(record) || parseHeader(record.Labels[labelHeader]).State != Blank):
 		err = pool.Erase(ctx, ref)
-	case err != nil && !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss): // nobody knows whether it is encrypted
+	case err != nil && !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss): // it is not known whether the object is encrypted
 		return err
 	default:
 		err = pool.Delete(ctx, ref)
