@@ -2,9 +2,9 @@ package volume
 
 import "github.com/ashlar-csi/ashlar/pkg/blockdev"
 
-// behindHeader returns from where on a pool is to be asked for ranges of what it keeps, and who is to be told of them, so that yield is told
-// of ranges of the volume from an offset on. Whoever asks for ranges reads a volume that was restored, and its bytes are behind the header:
-// there a byte of the volume is changed, or was written, if and only if the pool's is, as each block is encrypted by itself.
+// behindHeader returns the offset and the yield with which a pool is asked for ranges of an object (blockdev.Differ), so that the given yield gets ranges of
+// the volume that it holds, after from. For an encrypted volume the pool's ranges are shifted by the header. As each block is encrypted by itself, a block
+// of the volume was written, or differs, if and only if the pool's block does.
 func behindHeader(s Scheme, from int64, yield func(blockdev.Extent) error) (int64, func(blockdev.Extent) error) {
 	header := s.Overhead()
 	if header == 0 {

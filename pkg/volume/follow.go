@@ -6,16 +6,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Placement says whether the bytes of a volume stay where they are.
+// Placement says whether the bytes of a volume stay on their node, or move to the node that uses the volume.
 type Placement string
 
-// The placements that there are.
+// The placements.
 const (
-	PlacementStay   Placement = "stay"   // as without the parameter
+	PlacementStay   Placement = "stay"   // the default
 	PlacementFollow Placement = "follow" // they move to the node that has used the volume for a while
 )
 
-// ParameterPlacement is the mutable parameter, and that of a class, that has a Placement.
+// ParameterPlacement is the parameter with a Placement, which is mutable, and may be in a class.
 const ParameterPlacement = "placement"
 
 var placementParameter = mutableParameter{
@@ -29,12 +29,13 @@ var placementParameter = mutableParameter{
 	},
 }
 
-// Follows reports whether mutable parameters, which were checked, say that a volume is to be where it is used.
+// Follows reports whether mutable parameters, which were checked, have PlacementFollow.
 func Follows(mutable map[string]string) bool {
 	return Placement(mutable[ParameterPlacement]) == PlacementFollow
 }
 
-// CheckPlacement is ErrInvalid for a volume that is to be where it is used, and can be used on its own node alone, or has replicas on several.
+// CheckPlacement returns ErrInvalid for PlacementFollow if the volume cannot move like that: only its own node can use it, or it has replicas. replicas is
+// Replicas.Legs.
 func CheckPlacement(access Access, replicas int, mutable map[string]string) error {
 	if Follows(mutable) && replicas > 0 {
 		return fmt.Errorf("%w: parameter %s=%s is for volumes on one node, not for those with replicas", errdefs.ErrInvalid, ParameterPlacement, PlacementFollow)

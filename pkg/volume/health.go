@@ -10,7 +10,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// Health: see Store. It takes in what the kernel says of the mounted filesystem.
+// Health: see Store. Problems of the devices, which explain those above them, are returned alone. Otherwise the first are returned of: those of a move
+// and of the export; those of the mounted filesystem; those of the limits. Lost marks of a leg are returned beside them.
 func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -25,7 +26,7 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 	return append(above, problems...), err
 }
 
-// healthAbove is the health of a volume whose devices are well.
+// healthAbove returns the problems of a volume above its devices.
 func (l *Local) healthAbove(ctx context.Context, id ID, stack device.Stack) ([]blockdev.Problem, error) {
 	v, err := l.Get(ctx, id)
 	if err != nil {
@@ -46,8 +47,9 @@ func (l *Local) healthAbove(ctx context.Context, id ID, stack device.Stack) ([]b
 	return l.limitsHealth(v, devices)
 }
 
-// filesystemHealth is what the kernel says of the filesystem on a device, at the first path where it is mounted; carries is
-// what the record says it is.
+// filesystemHealth returns the problems of the filesystem on a device, as the kernel tells them, by the first of its mounts; a bind of the device's node is
+// none. mounted is false if there is no mount. carries is the filesystem in the volume's record. An error says nothing of the filesystem: the machine or this
+// process has no file descriptors or memory left.
 func (l *Local) filesystemHealth(device blockdev.Device, carries filesystem.Type) (problems []blockdev.Problem, mounted bool, err error) {
 	for _, m := range l.mounts.Mounts(device.Number) {
 		switch {
@@ -56,7 +58,7 @@ func (l *Local) filesystemHealth(device blockdev.Device, carries filesystem.Type
 		case m.Err != nil:
 			return []blockdev.Problem{filesystem.ShutDown(carries, device.Path, m.Path, m.Err)}, true, nil
 		case !m.Info.Node:
-			// A raw volume may carry what its user made.
+			// by the kernel, as a raw volume may carry what its user made
 			t := filesystem.TypeOf(m.Info.Statfs.Type)
 			return filesystem.Health(t, device.Path, m.Path, m.Writable, m.Info.ReadOnly), true, nil
 		}
@@ -64,7 +66,7 @@ func (l *Local) filesystemHealth(device blockdev.Device, carries filesystem.Type
 	return nil, false, nil
 }
 
-// PoolHealth is what is wrong with the pools of this node.
+// PoolHealth returns what is wrong with the pools of this node.
 func (l *Local) PoolHealth(ctx context.Context) []blockdev.Problem {
 	var problems []blockdev.Problem
 	for _, pool := range l.pools {

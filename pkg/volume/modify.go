@@ -15,17 +15,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// mutableParameter is a parameter that may be changed while a volume is in use. Another one is another entry
-// of mutableParameters.
+// mutableParameter is a parameter that can be changed while a volume is in use (ControllerModifyVolume). mutableParameters has all of them.
 type mutableParameter struct {
-	check func(value string) error // ErrInvalid for what no node takes
-	// supported is ErrInvalid for what the kernel of this node does not have; nil: it has all.
+	check func(value string) error // returns ErrInvalid for a value that no node can set
+	// supported returns ErrInvalid for a value that this node cannot set now; nil: it can set all.
 	supported func(value string) error
-	// What it is: a setting of the block queue of the volume's device (queue.Setting.Name), one of its limits, or for the cluster alone.
+	// The parameter is a setting of the block queue of the volume's device, by its name (queue.Setting), or a limit of it. With neither, only the cluster
+	// uses it.
 	setting string
 	limit   func(*cgroup.Limits) *uint64
 
-	values, means string // for people
+	values, means string // for people: which values there are, and what the parameter is
 }
 
 var mutableParameters = map[string]mutableParameter{
@@ -54,10 +54,10 @@ var mutableParameters = map[string]mutableParameter{
 	"writeBandwidth":   limitParameter("writeBandwidth", "bytes to write", leastBandwidth, math.MaxInt64, func(l *cgroup.Limits) *uint64 { return &l.WriteBandwidth }),
 }
 
-// MutableParameter is a parameter that may be changed while a volume is in use, as people are told of it.
+// MutableParameter describes a mutable parameter to people.
 type MutableParameter struct{ Name, Values, Means string }
 
-// MutableParameters are all that there are, by name (docs/reference/parameters.md).
+// MutableParameters returns all mutable parameters in the order of their names, for docs/reference/parameters.md.
 func MutableParameters() (all []MutableParameter) {
 	for _, name := range slices.Sorted(maps.Keys(mutableParameters)) {
 		all = append(all, MutableParameter{name, mutableParameters[name].values, mutableParameters[name].means})
@@ -65,8 +65,7 @@ func MutableParameters() (all []MutableParameter) {
 	return all
 }
 
-// CheckMutable returns ErrInvalid for mutable parameters that are unknown or out of
-// range.
+// CheckMutable returns ErrInvalid if a mutable parameter is not known, or has a value that no node can set.
 func CheckMutable(mutable map[string]string) error {
 	for key, value := range mutable {
 		parameter, known := mutableParameters[key]
@@ -81,7 +80,7 @@ func CheckMutable(mutable map[string]string) error {
 	return nil
 }
 
-// supportsMutable returns ErrInvalid for mutable parameters, which are in range, that this node does not have.
+// supportsMutable returns ErrInvalid if this node cannot set one of some mutable parameters, which were checked (CheckMutable).
 func supportsMutable(mutable map[string]string) error {
 	for key, value := range mutable {
 		if supported := mutableParameters[key].supported; supported != nil {
@@ -93,7 +92,7 @@ func supportsMutable(mutable map[string]string) error {
 	return nil
 }
 
-// queueSettings are the mutable parameters as settings of the block queue.
+// queueSettings returns those mutable parameters that are settings of the block queue, by the settings' names.
 func queueSettings(mutable map[string]string) map[string]string {
 	settings := map[string]string{}
 	for key, value := range mutable {
@@ -104,8 +103,8 @@ func queueSettings(mutable map[string]string) map[string]string {
 	return settings
 }
 
-// Modify: see Store. Attached devices change at once, or the whole call fails and
-// nothing has changed.
+// Modify: see Store. The record is changed first, then the attached devices, here or on the consumer's node. If a device cannot be changed, all is changed
+// back. ErrUnavailable if the consumer cannot be asked.
 func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) error {
 	v, err := l.Get(ctx, id)
 	if err != nil {
@@ -144,7 +143,8 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	return nil
 }
 
-// modifiedBy returns what has the consumer of a volume that is exported set all of its mutable parameters; ErrUnavailable if it cannot be asked.
+// modifiedBy returns a function that has the consumer of an exported volume set all mutable parameters of the volume (Consumers.Modified). ErrUnavailable if
+// this node cannot ask consumers.
 func (l *Local) modifiedBy(ctx context.Context, v Volume) (change func(all map[string]string) error, err error) {
 	consumers := l.consumers()
 	if consumers == nil {
@@ -153,8 +153,8 @@ func (l *Local) modifiedBy(ctx context.Context, v Volume) (change func(all map[s
 	return func(all map[string]string) error { return consumers.Modified(ctx, v.ID, v.Exported, all) }, nil
 }
 
-// Modified sets all mutable parameters of a volume that this node uses, and another one has: that has written them down. Its devices here
-// change at once, or the whole call fails and nothing has changed.
+// Modified sets all mutable parameters of a volume on the devices that this node has of it. It does not change the record: the home of the
+// volume, or of its legs, has them there already. With an error nothing has changed; ErrInvalid if this node cannot set one.
 func (l *Local) Modified(ctx context.Context, id ID, mutable map[string]string) error {
 	if err := CheckMutable(mutable); err != nil {
 		return err
@@ -165,7 +165,8 @@ func (l *Local) Modified(ctx context.Context, id ID, mutable map[string]string) 
 	return l.setMutable(ctx, id, mutable, mutable)
 }
 
-// setMutable has the devices of a volume that are attached here follow its mutable parameters, which are all; or, with an error, changes nothing.
+// setMutable sets mutable parameters on the attached devices of a volume. Limits are set together, so all has to have all parameters of the volume; of the
+// settings of the block queue only those in mutable are set. With an error nothing has changed.
 func (l *Local) setMutable(ctx context.Context, id ID, mutable, all map[string]string) error {
 	stack, err := l.stack(id)
 	if err != nil {
@@ -195,7 +196,7 @@ func (l *Local) setMutable(ctx context.Context, id ID, mutable, all map[string]s
 	return err
 }
 
-// merged returns the mutable parameters with changes made.
+// merged returns mutable parameters with some of them changed.
 func merged(mutable, changes map[string]string) map[string]string {
 	all := maps.Clone(mutable)
 	maps.Copy(all, changes)

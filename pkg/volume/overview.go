@@ -14,11 +14,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// patience is how long an overview waits for a pool. A disk that hangs is what an operator wants to see in it.
+// patience is how long an overview waits for a pool. The overview of a node with a disk that hangs has to say so, and not to hang too.
 const patience = 15 * time.Second
 
-// Overview is what there is on this node, and what is wrong with it; kinds are the kinds of storage of the pools, by their names. What a
-// pool does not tell is left out, and its problems say why, also if it does not answer in time: it fails only if the context ends.
+// Overview returns what there is on this node, and what is wrong with it. kinds has the kind of storage of each pool, by the pool's name. What a pool does not
+// tell is left out, and its problems say why; so is all of a pool that does not answer in time, which Missing says too. The only error is that of ctx.
 func (l *Local) Overview(ctx context.Context, kinds map[string]string) (*overview.Overview, error) {
 	o := &overview.Overview{Taken: time.Now().UTC()}
 	n := overview.Node{Name: l.node, Ready: true}
@@ -46,27 +46,29 @@ func (l *Local) Overview(ctx context.Context, kinds map[string]string) (*overvie
 	return o, ctx.Err()
 }
 
-// look is what a pool shows.
+// look is what an overview has of one pool.
 type look struct {
 	pool      overview.Pool
 	volumes   []overview.Volume
 	snapshots []overview.Snapshot
-	hangs     bool // it does not answer: there is nothing but that
+	hangs     bool // the pool does not answer: look has nothing of it but that problem
 }
 
-// looking is the look at a pool that is under way: one at a time, so that a disk that hangs costs one goroutine.
+// looking is a look at a pool that is under way. Each pool has one at a time, so that a disk that hangs blocks one goroutine.
 type looking struct {
 	done  chan struct{} // closed at its end
 	began time.Time
 }
 
-// lookAt looks at a pool, after who is at it already, and answers once, within patience of the beginning of what is waited for.
+// lookAt begins to look at a pool, and returns a channel that gets the result: see lookInTime.
 func (l *Local) lookAt(ctx context.Context, at int) <-chan look {
 	answer := make(chan look, 1)
 	go func() { answer <- l.lookInTime(ctx, l.pools[at]) }()
 	return answer
 }
 
+// lookInTime looks at a pool. If another caller's look is under way, it waits for its end first. A look that has been under way for longer than patience is not
+// waited for: the pool hangs.
 func (l *Local) lookInTime(ctx context.Context, pool blockdev.Pool) look {
 	hangs := func(since time.Time) look {
 		message := fmt.Sprintf("its storage does not answer since %s; look at the kernel's log", since.Format(time.RFC3339))
@@ -100,17 +102,17 @@ func (l *Local) lookInTime(ctx context.Context, pool blockdev.Pool) look {
 			late.Stop()
 			return one
 		case <-other.waited(mine):
-			late.Stop() // the other one is through
+			late.Stop() // the other look has ended
 		case <-ctx.Done():
 			late.Stop()
-			return hangs(other.began) // nobody reads it
+			return hangs(other.began) // Overview returns the error of ctx
 		case <-late.C:
 			return hangs(other.began)
 		}
 	}
 }
 
-// waited is closed when the look has ended; never for one's own, whose answer is waited for.
+// waited returns a channel that is closed when the look has ended; nil for the caller's own look, whose result the caller waits for instead.
 func (o *looking) waited(own *looking) <-chan struct{} {
 	if o == own {
 		return nil
@@ -120,7 +122,7 @@ func (o *looking) waited(own *looking) <-chan struct{} {
 
 var severities = map[blockdev.Severity]overview.Severity{blockdev.DataLoss: overview.DataLoss, blockdev.Inaccessible: overview.Inaccessible, blockdev.Degraded: overview.Degraded}
 
-// problemsOf are the problems of a subject as an overview has them; an error is one of them.
+// problemsOf returns the problems of a subject for an overview, each once. An error counts as one more.
 func problemsOf(problems []blockdev.Problem, err error, kind, name string) []overview.Problem {
 	if err != nil {
 		problems = append(slices.Clone(problems), blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)})
@@ -149,7 +151,7 @@ func (l *Local) poolOverview(ctx context.Context, pool blockdev.Pool) overview.P
 	return out
 }
 
-// records of a kind of a pool that is open; that they cannot be listed is a problem of the pool.
+// records returns the records of a kind in a pool; none if the pool is not open. If they cannot be listed, out gets that as a problem, unless it has others.
 func (l *Local) records(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, out *overview.Pool) []blockdev.Record {
 	if blockdev.Unwrap(pool) == nil {
 		return nil // its problems say so
@@ -210,7 +212,8 @@ func (l *Local) snapshotsOverview(ctx context.Context, pool blockdev.Pool, in *o
 	return all
 }
 
-// addProgress says how far something is that is copied or zeroed. What is being made has no record that counts, and so no name, yet.
+// addProgress adds how far something is that is being copied or zeroed. A volume or snapshot that is being made has no ready record yet, so it is added by its
+// ID, without a name.
 func (l *Local) addProgress(o *overview.Overview, c progress.Copy) {
 	ref := blockdev.ParseRef(c.Subject)
 	id, far := ID{ref.Kind, c.Pool, ref.Key}.String(), &overview.Progress{Done: c.Done, Total: c.Total}
@@ -237,7 +240,7 @@ func (l *Local) addProgress(o *overview.Overview, c progress.Copy) {
 	o.Volumes = append(o.Volumes, overview.Volume{ID: id, Name: id, Node: l.node, Pool: c.Pool, Size: c.Total, Created: c.Began, State: overview.Making, Progress: far})
 }
 
-// stateBy is the state of what has a record.
+// stateBy returns the state of a volume or snapshot that has a record and these problems.
 func stateBy(problems []overview.Problem) overview.State {
 	if slices.ContainsFunc(problems, func(p overview.Problem) bool { return p.Severity == overview.DataLoss }) {
 		return overview.Lost
@@ -245,7 +248,7 @@ func stateBy(problems []overview.Problem) overview.State {
 	return overview.Ready
 }
 
-// used is what an object takes of its pool; nil if that is not known.
+// used returns how many bytes an object takes of its pool; nil if that is not known.
 func used(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) *int64 {
 	if measurer, ok := blockdev.As[blockdev.Measurer](pool); ok {
 		if n, err := measurer.Used(ctx, ref); err == nil {

@@ -1,6 +1,5 @@
-// Package volume is the domain: what a volume, a snapshot and a group snapshot are,
-// and the Store that takes them through their lives. Local is the store of one
-// machine, over its pools.
+// Package volume defines volumes, snapshots and group snapshots, and the Store that makes, changes and deletes them. Local is the store of one node, over its
+// pools; pkg/cluster/store has that of a cluster.
 package volume
 
 import (
@@ -11,84 +10,84 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Store keeps volumes and their snapshots, wherever they are.
+// Store keeps volumes and their snapshots, on one node or in a cluster.
 //
-// Every call is idempotent: a retry finds what an earlier try did, and removing
-// what is not there is success. The caller serialises calls for the same volume,
-// snapshot or group (by name until there is an ID, and as a source too). An error
-// wraps one of the sentinels of pkg/errdefs, or a context error, which alone mean
-// that the work may still be going on.
+// Every call is idempotent: a retry finds what an earlier try did, and to remove what is not there is success. The caller serialises calls for the same
+// volume, snapshot or group, also for one that is a source; by its name until it has an ID. An error wraps one of the sentinels of pkg/errdefs, or a context
+// error. Only after a context error the work may still go on.
 type Store interface {
-	// Create makes a volume, or returns the one of that name. ErrExists if it differs
-	// from the spec; ErrNotFound if its source is gone; ErrOutOfRange or ErrNoSpace if
-	// the size cannot be had ever, or now.
+	// Create makes a volume, or returns the one of that name. ErrExists if that differs from the spec (Spec.Check); ErrNotFound if the source is gone;
+	// ErrOutOfRange for a size that can never be served; ErrNoSpace if there is no room for it now; ErrInvalid for a spec that nobody can serve.
 	Create(ctx context.Context, spec Spec) (Volume, error)
-	// Delete removes a volume; ErrInUse while it is claimed or attached.
+	// Delete removes a volume. ErrInUse while it is claimed or used.
 	Delete(ctx context.Context, id ID) error
-	// Get returns a volume; ErrNotFound if there is none.
+	// Get returns a volume. ErrNotFound if there is none, or it is not finished.
 	Get(ctx context.Context, id ID) (Volume, error)
-	// List returns up to limit (0: all) volumes in the order of their IDs, from the one
-	// after the given ID on.
+	// List returns up to limit (0: all) finished volumes, in a fixed order, from the one after the given ID on.
 	List(ctx context.Context, after ID, limit int) ([]Volume, error)
-	// Claim fences a volume to one node. ErrInUse if another node holds it, ErrExists
-	// if this one does in another way, ErrLimit if the node has all it can.
+	// Claim gives a volume to a node, for its use (ControllerPublishVolume). Beside it there are at most claims of many readers (Claim.Many), if it is one
+	// itself. ErrInUse if another node has a claim that does not allow this one; ErrExists if the node itself has one that differs; ErrPrecondition if the
+	// node cannot use the volume; ErrNotFound if there is no such node; ErrLimit if the node has as many volumes as it can.
 	Claim(ctx context.Context, id ID, claim Claim) error
-	// Release gives up the claim of a node, or with an empty node any claim.
+	// Release ends the claim of a node, or with an empty node all claims, and the exports for them.
 	Release(ctx context.Context, id ID, node string) error
-	// Expand grows a volume to within the range.
+	// Expand grows a volume to a size within the range. One that is large enough stays as it is. ErrOutOfRange if the volume is larger than the limit, or no
+	// size within it is possible; ErrNoSpace if there is no room for it now.
 	Expand(ctx context.Context, id ID, size Range) (Volume, error)
-	// Modify sets mutable parameters; keys that are not given stay.
+	// Modify sets mutable parameters (MutableParameters). Those that are not given stay. ErrInvalid for values that are not known, or that the node cannot set.
 	Modify(ctx context.Context, id ID, mutable map[string]string) error
-	// Health of a volume; empty means that nothing is known to be wrong.
+	// Health returns what is wrong with a volume; nothing if no problem is known.
 	Health(ctx context.Context, id ID) ([]blockdev.Problem, error)
 
-	// CreateSnapshot cuts a snapshot: a point in time, also of a mounted volume.
+	// CreateSnapshot makes a snapshot of a volume as it is at one point in time, also while it is in use, or returns the one of that name. ErrExists if that is
+	// of another volume.
 	CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error)
-	// DeleteSnapshot removes a snapshot; ErrInvalid if it is part of a group.
+	// DeleteSnapshot removes a snapshot. ErrInvalid if it is part of a group.
 	DeleteSnapshot(ctx context.Context, id ID) error
-	// GetSnapshot returns a snapshot; ErrNotFound if there is none, or if it is of a group that is not complete.
+	// GetSnapshot returns a snapshot. ErrNotFound if there is none, or it is of a group that is not complete.
 	GetSnapshot(ctx context.Context, id ID) (Snapshot, error)
-	// ListSnapshots is like List; a source restricts it to snapshots of that volume.
+	// ListSnapshots is List for snapshots; with a source, for those of that volume.
 	ListSnapshots(ctx context.Context, source ID, after ID, limit int) ([]Snapshot, error)
-	// CreateGroup cuts snapshots of several volumes at one point in time: all or none.
+	// CreateGroup makes snapshots of several volumes at one point in time, all or none, or returns the group of that name. ErrExists if that is of other
+	// volumes.
 	CreateGroup(ctx context.Context, name string, sources []ID) (Group, error)
 	// DeleteGroup removes all snapshots of a group.
 	DeleteGroup(ctx context.Context, id GroupID) error
-	// GetGroup returns a group; ErrNotFound unless all of its snapshots are there.
+	// GetGroup returns a group. ErrNotFound unless all of its snapshots are there.
 	GetGroup(ctx context.Context, id GroupID) (Group, error)
 
-	// NodesIn returns the nodes that have all of some labels (of Kubernetes: a zone, a region);
-	// ErrNoSpace if there is none, ErrInvalid if the store knows of no labels.
+	// NodesIn returns the nodes that have all of some labels, as for a zone or region of Kubernetes. ErrNoSpace if there is none; ErrInvalid if the store knows
+	// of no labels.
 	NodesIn(ctx context.Context, labels map[string]string) ([]string, error)
-	// Capacity of the pools of a set (poolset.Set) on a node together, or with no node on all, for volumes that are kept by a scheme; the empty
-	// set is the default pool.
+	// Capacity returns the capacity of the pools of a set (poolset.Set) together, on a node, or with an empty node on all nodes. The empty set is each node's
+	// default pool. Nodes that do not have the scheme do not count; MaxVolume is that for volumes with it.
 	Capacity(ctx context.Context, pools string, scheme Scheme, node string) (blockdev.Capacity, error)
 }
 
-// Reacher is a Store of nodes that reach each other, and so use each other's volumes (AccessAny).
+// Reacher is a Store of nodes that can use each other's volumes over a network (AccessAny).
 type Reacher interface {
 	Store
-	// Networks are the names of the networks in which nodes reach each other, by the names of the nodes; those that are in none are not there.
+	// Networks returns the network that each node is in, by the names of nodes. Nodes in the same network reach each other. Nodes in none are left out.
 	Networks(ctx context.Context) (map[string]string, error)
-	// Places are where replicas of one volume are apart, by the names of the nodes: the values of a label of theirs, or without one the nodes themselves. Nodes that may get no replica, as they have no such label or are cordoned,
-	// are not there.
+	// Places returns the place of each node, by the names of nodes. No two replicas of a volume are in one place. The place is the value of a label of the node;
+	// if no label is given, it is the node itself. Nodes that get no replica, because they have no such label or are cordoned, are left out.
 	Places(ctx context.Context, label string) (map[string]string, error)
 }
 
-// Differ is a Store that knows the bytes of its snapshots, as one that is on their node does.
+// Differ is a Store that can tell which ranges of its snapshots hold data, because it is on their node. Ranges are in bytes, come in order, and end after the
+// offset from. An error of yield ends the call, which returns it. ErrUnsupported if the pool cannot tell; ErrBusy while the snapshot is being deleted.
 type Differ interface {
 	Store
-	// Allocated calls yield with the ranges of a snapshot, from an offset on, that were
-	// ever written, in order.
+	// Allocated calls yield with the ranges of a snapshot that were ever written.
 	Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error
-	// Changed calls yield with the ranges in which target differs from base.
+	// Changed calls yield with the ranges in which target differs from base. Both are snapshots of one volume, and base was cut first: else ErrInvalid.
 	Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error
 }
 
-// Volume is a volume as it is.
+// Volume is a volume with its present state.
 type Volume struct {
 	ID ID
-	// Pool of the node where it is. Its ID may name another one.
+	// Pool that the volume is in, on its node. The ID names another one if the volume has moved.
 	Pool       string
 	Name       string
 	Size       int64 // bytes
@@ -98,34 +97,35 @@ type Volume struct {
 	Format     Format
 	Encryption Encryption
 	Header     Header // of an encrypted volume
-	separate   bool   // behind its header there may be the identity of what it is a copy of
+	separate   bool   // the filesystem behind the header may still have the identity of that of its source
 	Access     Access
-	// HomeTimeout is how long what another node writes and reads waits for a home that is away; 0: for ever.
+	// HomeTimeout is how long I/O on another node waits for a home that does not answer, before it fails; 0: for ever.
 	HomeTimeout time.Duration
-	// Replicas is how many legs it is to have (docs/replication.md); 0: it is one volume, on one node.
+	// Replicas is how many legs the volume is to have (docs/replication.md); 0: it has none, and is on one node.
 	Replicas int
-	// ReplicaOf is the key of the volume that it is a leg of (docs/replication.md); empty: it is one of its own.
+	// ReplicaOf is the key of the volume that this one is a leg of (docs/replication.md); empty: it is no leg.
 	ReplicaOf string
 	Mutable   map[string]string
-	Claim     Claim // of no node if it is not claimed
-	Exported  Grant // to no node if it is not exported
-	// Readers are the nodes whose claims are those of many (Claim.Many); while there are any, Claim is of none.
+	Claim     Claim // zero if it is not claimed, or has Readers
+	Exported  Grant // zero if it is not exported to a node for writing
+	// Readers are the nodes that have claims of many readers (Claim.Many), as the cluster says.
 	Readers []string
-	// Read: many read it on this node, or from here.
+	// Read: its record says that many nodes read it, of which this one may be one.
 	Read bool
-	// Sealed: its bytes do not change, as it is about to move to another node, or has moved.
+	// Sealed: it is about to move to another node, or has moved (Local.Seal, Local.SealFor).
 	Sealed bool
-	// Kept: it is sealed by KeepLeftover.
+	// Kept: the seal is that of KeepLeftover.
 	Kept bool
-	// Left is the node that it has moved to from here: see Local.Left. Empty: it has not, as far as this node knows.
+	// Left is the node to which it has moved (Local.Left); empty if it has not, as far as its record says.
 	Left string
-	// Stale: this is as it was last, as the node that has it does not answer now.
-	Stale     bool
-	Node      string
+	// Stale: this is the last known state, as the node that has the volume does not answer now.
+	Stale bool
+	Node  string // where it is; of a Local its node, also if the volume is another node's
+	// Ephemeral: see Spec.
 	Ephemeral string
-	// Target is where the node published it last, if that was to be its only target.
+	// Target is the path at which its node last published it, if no other path is allowed; empty: any path is.
 	Target string
-	// Flags stand for the mount flags that it was staged with last (pkg/node); empty: not known.
+	// Flags is a digest of the mount flags with which it was last staged (pkg/node); empty: not known.
 	Flags   string
 	For     Requester
 	Created time.Time
