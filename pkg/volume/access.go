@@ -7,11 +7,11 @@ type Access string
 
 // The ways of access.
 const (
-	AccessNode Access = ""    // the node that has it
-	AccessAny  Access = "any" // all nodes of the network of the node that has it, which is its home
+	AccessNode Access = ""    // only the node that has it, its home
+	AccessAny  Access = "any" // all nodes in the network of its home
 )
 
-// String is the access as it is called in a class.
+// String returns the access as the parameter of a class has it.
 func (a Access) String() string {
 	if a == AccessNode {
 		return "node"
@@ -19,7 +19,7 @@ func (a Access) String() string {
 	return string(a)
 }
 
-// homeTimeoutOf reads what homeTimeoutLabel wrote; 0 for anything else.
+// homeTimeoutOf is the inverse of homeTimeoutLabel; 0 for any other text.
 func homeTimeoutOf(label string) time.Duration {
 	d, err := time.ParseDuration(label)
 	if err != nil {
@@ -28,7 +28,7 @@ func homeTimeoutOf(label string) time.Duration {
 	return d
 }
 
-// homeTimeoutLabel is a HomeTimeout as a record has it; empty for none.
+// homeTimeoutLabel returns a HomeTimeout as a label; empty for 0.
 func homeTimeoutLabel(d time.Duration) string {
 	if d == 0 {
 		return ""

@@ -7,14 +7,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Claim fences a volume to a node.
+// Claim gives a volume to a node for its use, from ControllerPublishVolume until ControllerUnpublishVolume.
 type Claim struct {
 	Node     string
 	ReadOnly bool
-	// Mode is the CSI access mode, and whether it is for block or mount access.
+	// Mode is whether it is for block or mount access, and the CSI access mode: ACCESS,MODE.
 	Mode string
-	// Generation is larger than that of all claims before, of a volume that other nodes than its own can use; else 0. The store counts it:
-	// to Store.Claim it means nothing.
+	// Generation is larger than that of all earlier claims, if nodes other than its home can use the volume; otherwise 0. The store sets it, and ignores that
+	// of Store.Claim.
 	Generation int64
 }
 
@@ -55,7 +55,7 @@ func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 	return nil
 }
 
-// claimed counts the claims of the node. The caller holds mu.
+// claimed returns how many volumes of the node's pools are claimed. The caller holds mu.
 func (l *Local) claimed() (all int64) {
 	for _, n := range l.claims {
 		all += n
@@ -90,7 +90,7 @@ func (l *Local) Release(ctx context.Context, id ID, node string) error {
 	return nil
 }
 
-// Claimed says how a volume is claimed. Here that is always known: its record has it.
+// Claimed returns the claim of a volume. On a single node it is always known, as the record has it.
 func (l *Local) Claimed(_ context.Context, v Volume, _ bool) (claim Claim, known bool) {
 	return v.Claim, true
 }

@@ -16,15 +16,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// recover makes a pool ready that nobody uses yet: it finishes or undoes what a crash left half-done.
+// recover finishes or undoes what a crash left half-done of a pool's volumes and snapshots, when the pool has opened, before anybody uses it. ErrUnavailable
+// as for refuseCopy.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
-	if err := l.refuseCopy(pool); err != nil { // before anything of it is looked at, or changed
+	if err := l.refuseCopy(pool); err != nil { // before anything in the pool is changed
 		return err
 	}
-	if err := l.recoverPlaces(ctx, pool); err != nil { // all that follows looks volumes up by that
+	if err := l.recoverPlaces(ctx, pool); err != nil { // what follows finds volumes by that
 		return err
 	}
-	if err := l.stacks.Recover(ctx, pool); err != nil { // first: a suspended device also holds up who looks at its filesystem
+	if err := l.stacks.Recover(ctx, pool); err != nil { // a look at a filesystem would wait for a suspended device
 		return err
 	}
 	if err := l.endFreezes(ctx, pool); err != nil {
@@ -33,7 +34,7 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := l.detachOrphans(ctx, pool); err != nil {
 		return err
 	}
-	if err := l.limitAttached(ctx, pool); err != nil { // of those that are left
+	if err := l.limitAttached(ctx, pool); err != nil { // after detachOrphans, so that only the devices that stay are left
 		return err
 	}
 	claims, err := l.recoverVolumes(ctx, pool)
@@ -109,7 +110,7 @@ func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims 
 		if v.Ephemeral == "" {
 			continue
 		}
-		// Without the pod's directory there is nobody left to unpublish it.
+		// The kubelet unpublishes no volume of a pod whose directory is gone.
 		if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
 			if err := l.remove(ctx, pool, record.Ref); err != nil {
 				klog.FromContext(ctx).Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
@@ -158,14 +159,14 @@ func (l *Local) recoverGroup(ctx context.Context, pools map[string]blockdev.Pool
 	if !all {
 		klog.FromContext(ctx).Info("A part of a group snapshot is missing; keeping the rest", "group", id.String(), "snapshots", len(members), "of", members[0].GroupSize)
 	}
-	if err := setWhole(ctx, func(name string) (blockdev.Pool, error) { return pools[name], nil }, members, true); err != nil { // older versions did not
+	if err := setWhole(ctx, func(name string) (blockdev.Pool, error) { return pools[name], nil }, members, true); err != nil { // older drivers did not record it
 		klog.FromContext(ctx).Error(err, "could not note that a group snapshot is complete; the next start tries again", "group", id.String())
 	}
 	return nil
 }
 
-// endFreezes thaws the filesystems that this driver may have left frozen. What others
-// froze stays frozen, but for volumes of other nodes.
+// endFreezes thaws the filesystems that this driver may have left frozen. A freeze of somebody else stays, except on volumes of other nodes: no record tells
+// whose those are.
 func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
@@ -184,7 +185,7 @@ func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
 			return err
 		}
 	}
-	// What another node has was frozen for that (Hold), and nothing says which: its home may not answer, and its pods wait.
+	// A volume of another node may have been frozen for its home (Hold). No record here says so, and its home may not answer; so all of them are thawed.
 	volumes, err := l.stacks.Volumes(ctx, pool)
 	if err != nil {
 		return err

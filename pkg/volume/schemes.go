@@ -5,7 +5,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 )
 
-// SchemesHere are those that volumes on this machine can have, as its kernel and its programs are now.
+// SchemesHere returns the schemes that volumes on this machine can have, with its present kernel and programs.
 func SchemesHere() []Scheme {
 	if luks.Available() != nil {
 		return nil
@@ -13,7 +13,7 @@ func SchemesHere() []Scheme {
 	return []Scheme{LUKS2}
 }
 
-// Capacity is what a pool has for volumes of a scheme, of which it keeps more than their size.
+// Capacity returns the capacity of a pool for volumes of a scheme: MaxVolume is less by the scheme's Overhead.
 func (s Scheme) Capacity(of blockdev.Capacity) blockdev.Capacity {
 	of.MaxVolume = max(0, of.MaxVolume-s.Overhead())
 	return of
