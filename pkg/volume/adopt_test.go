@@ -26,7 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// becoming is a node that uses a volume of its own, which gets replicas meanwhile.
+// becoming is a node with a volume of its own that gets replicas while the node uses it.
 type becoming struct {
 	*testing.T
 	pool    blockdev.Pool
@@ -34,8 +34,8 @@ type becoming struct {
 	local   *volume.Local
 	e       *volume.Everywhere
 	id      volume.ID
-	claimed bool // by the volume with replicas
-	asked   int  // how often its user was to hold back what it writes
+	claimed bool // the volume with replicas is claimed for this node
+	asked   int  // how often the consumer of the volume was asked to hold back its writes
 }
 
 func newBecoming(t *testing.T) *becoming {
@@ -51,7 +51,7 @@ func newBecoming(t *testing.T) *becoming {
 	return b
 }
 
-// start starts the driver of the node, the first time or again. Until its pool of volumes with replicas is one that can mirror, none is there.
+// start starts the driver of the node, the first time or again. On a machine that cannot mirror, a pool in memory stands for that of volumes with replicas.
 func (b *becoming) start() {
 	b.Helper()
 	open := func(pool blockdev.Pool) *volume.Local {
@@ -87,7 +87,7 @@ func (b *becoming) Modified(context.Context, volume.ID, volume.Grant, map[string
 	return nil
 }
 
-// becomes is what the controller and the agent say when it has got replicas.
+// becomes does what the controller and the agent do when the volume gets replicas.
 func (b *becoming) becomes() {
 	b.Helper()
 	check.OK(b, b.local.SetReplicaOf(b.Context(), b.id, b.id.Key))
@@ -101,7 +101,7 @@ func (b *becoming) get() volume.Volume {
 	return v
 }
 
-// raw hands the volume out.
+// raw hands the volume out as a raw device.
 func (b *becoming) raw() blockdev.Device {
 	b.Helper()
 	d, err := b.e.AttachRaw(b.Context(), b.get(), nil, true)
@@ -109,7 +109,7 @@ func (b *becoming) raw() blockdev.Device {
 	return d
 }
 
-// gone waits until nothing of the volume is left.
+// gone waits until no device of the volume is left.
 func (b *becoming) gone() {
 	b.Helper()
 	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
@@ -126,7 +126,7 @@ func (b *becoming) gone() {
 	}
 }
 
-// unreached are legs of which none answers.
+// unreached are the legs of a volume, none of which answers.
 type unreached struct{ replicapool.Legs }
 
 func (unreached) Generation(blockdev.Ref) (int64, bool)               { return 1, true }
@@ -138,7 +138,8 @@ func (unreached) Record(context.Context, string, blockdev.Ref) (blockdev.Record,
 	return blockdev.Record{}, errdefs.ErrUnavailable
 }
 
-// TestAdoptCutShort: while what was handed over cannot come over its mirror, it is found by its devices, whoever has the claim, and after a start: nobody is told that its writes are held back, and it is taken down with nothing left.
+// TestAdoptCutShort: while no leg answers, the devices of a volume in use cannot be laid over its mirror. Until then the volume is found by its devices,
+// whether it is claimed or not. Its writes cannot be held back, so no snapshot is made. It can be detached, and nothing is left.
 func TestAdoptCutShort(t *testing.T) {
 	drivertest.NeedMapper(t)
 	b := newBecoming(t)
@@ -164,7 +165,7 @@ func TestAdoptCutShort(t *testing.T) {
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
 
-// heldOpen is a raw volume that is used, and that somebody has open.
+// heldOpen returns a volume that is handed out as a raw device, which a process has open (f).
 func heldOpen(t *testing.T) (b *becoming, f *os.File) {
 	t.Helper()
 	b = newBecoming(t)
@@ -173,7 +174,7 @@ func heldOpen(t *testing.T) (b *becoming, f *os.File) {
 	return b, f
 }
 
-// TestHeldOpenWhileItBecomes: a device that somebody has open still when it is taken down is in use until he ends, though the volume has got replicas.
+// TestHeldOpenWhileItBecomes: the device of a volume that has got replicas is not detached (ErrInUse) while a process has it open.
 func TestHeldOpenWhileItBecomes(t *testing.T) {
 	drivertest.NeedMapper(t)
 	b, f := heldOpen(t)
@@ -186,7 +187,8 @@ func TestHeldOpenWhileItBecomes(t *testing.T) {
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
 
-// TestHeldOpenIsNoLeg: a device that somebody has open still, who had the volume before it got replicas, is below no mirror: he would write past it. That is so after a start, too.
+// TestHeldOpenIsNoLeg: a device that a process has opened before the volume got replicas is not laid below a mirror, also not after a start of the driver: the
+// process would write past the mirror.
 func TestHeldOpenIsNoLeg(t *testing.T) {
 	drivertest.NeedMapper(t)
 	b, f := heldOpen(t)
@@ -204,7 +206,8 @@ func TestHeldOpenIsNoLeg(t *testing.T) {
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
 
-// TestFrozenWhileItBecomes: a filesystem that was mounted before there were replicas is frozen as that of any volume, which the next start ends; what is not is for who has the mirror.
+// TestFrozenWhileItBecomes: for a snapshot, a filesystem that was mounted before the volume got replicas is frozen by its own node, so that the next start of
+// the driver ends a freeze that was left. The consumer of the mirror is not asked.
 func TestFrozenWhileItBecomes(t *testing.T) {
 	b := newBecoming(t)
 	v := b.get()
@@ -229,7 +232,8 @@ func TestFrozenWhileItBecomes(t *testing.T) {
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
 
-// TestExportedLegIsNotUsed: a leg that its node gives to another one is not in use here, though it has a device that is kept: whoever is to use its volume here now gets it by its mirror, or not at all, and never the leg itself.
+// TestExportedLegIsNotUsed: a leg that is exported to another node counts as not used on its own node, although it has a kept device there. So a volume with
+// that leg is used here through its mirror only, or not at all.
 func TestExportedLegIsNotUsed(t *testing.T) {
 	b := newBecoming(t)
 	b.becomes()
@@ -240,7 +244,7 @@ func TestExportedLegIsNotUsed(t *testing.T) {
 		}
 	}
 	b.claimed = true
-	check.OK(t, b.e.Detach(t.Context(), b.id)) // of what it had here
+	check.OK(t, b.e.Detach(t.Context(), b.id)) // detaches nothing of the leg
 	if to, is, err := b.local.ExportOf(t.Context(), b.id); !is || to.Node != "user" || err != nil {
 		t.Errorf("it is exported to %v: %v, %v", to, is, err)
 	}

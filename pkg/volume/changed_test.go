@@ -21,7 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// changing is a raw volume to which anything is done, and what it held at each of its snapshots.
+// changing is a raw volume that is changed at random, and what it held at each of its snapshots.
 type changing struct {
 	*testing.T
 	l         *volume.Local
@@ -34,7 +34,7 @@ type changing struct {
 
 const page = 4096
 
-// step does something to the device; not all of it is synced.
+// step changes the device at random: by writes, discards or zeros. Writes are not synced.
 func (c *changing) step(f *os.File) {
 	c.Helper()
 	at := c.random.Int64N(c.v.Size/page) * page
@@ -53,11 +53,11 @@ func (c *changing) step(f *os.File) {
 		err = discard(unix.BLKDISCARD)
 	case 1:
 		err = discard(unix.BLKZEROOUT)
-	case 2: // what is there already
+	case 2: // the same bytes again
 		if _, err = f.ReadAt(data, at); err == nil {
 			_, err = f.WriteAt(data, at)
 		}
-	case 3: // within a sector
+	case 3: // one byte
 		_, err = f.WriteAt([]byte{byte(c.random.Uint32())}, at+c.random.Int64N(page))
 	default:
 		for i := range data {
@@ -68,7 +68,7 @@ func (c *changing) step(f *os.File) {
 	check.OK(c, err)
 }
 
-// cut does some steps, may grow the volume, and cuts it while it is attached.
+// cut may grow the volume, does some steps, and makes a snapshot while the volume is attached.
 func (c *changing) cut() {
 	c.Helper()
 	if c.random.IntN(3) == 0 {
@@ -92,7 +92,7 @@ func (c *changing) cut() {
 	c.snapshots, c.held = append(c.snapshots, s), append(c.held, held)
 }
 
-// covered makes sure that ranges from an offset on have all in which two contents differ, and are in order and within the second one.
+// covered checks the ranges of a list from an offset on: they have all bytes in which a and b differ, are in order, and end within b.
 func (c *changing) covered(what string, from int64, a, b []byte, list func(yield func(blockdev.Extent) error) error) {
 	c.Helper()
 	listed, end := make([]bool, len(b)/page), int64(0)
@@ -114,7 +114,8 @@ func (c *changing) covered(what string, from int64, a, b []byte, list func(yield
 	}
 }
 
-// compare compares the last snapshot with all before it, and itself with zeros.
+// compare checks the ranges of the last snapshot: those that hold data, and those that changed since the first snapshot and since the one before. It also
+// checks what a copy of it reads.
 func (c *changing) compare() {
 	c.Helper()
 	last := len(c.snapshots) - 1
@@ -124,14 +125,14 @@ func (c *changing) compare() {
 		c.covered("allocated", from, nil, held, func(yield func(blockdev.Extent) error) error { return c.l.Allocated(ctx, target.ID, from, yield) })
 		for i, base := range c.snapshots[:last] {
 			if i > 0 && i < last-1 {
-				continue // the first and the one before will do
+				continue
 			}
 			c.covered(fmt.Sprintf("changed since %d", i), from, c.held[i], held, func(yield func(blockdev.Extent) error) error {
 				return c.l.Changed(ctx, base.ID, target.ID, from, yield)
 			})
 		}
 	}
-	// What a copy on another node would get.
+	// What a copy on another node reads.
 	origin, err := c.l.Open(ctx, target.ID)
 	check.OK(c, err)
 	from := c.random.Int64N(target.Size/page) * page
@@ -142,7 +143,7 @@ func (c *changing) compare() {
 	}
 }
 
-// changedBlocks does anything to a volume of each of some pools.
+// changedBlocks changes a volume in each of some pools at random, and compares its snapshots, one of which is deleted.
 func changedBlocks(t *testing.T, l *volume.Local, rounds int, pools ...string) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -160,7 +161,7 @@ func changedBlocks(t *testing.T, l *volume.Local, rounds int, pools ...string) {
 		if err := l.Changed(t.Context(), c.snapshots[3].ID, c.snapshots[1].ID, 0, func(blockdev.Extent) error { return nil }); err == nil {
 			t.Errorf("%s: a later snapshot is a base", pool)
 		}
-		check.OK(t, l.DeleteSnapshot(t.Context(), c.snapshots[2].ID)) // of which the next one may be made
+		check.OK(t, l.DeleteSnapshot(t.Context(), c.snapshots[2].ID)) // the next one may share blocks with it
 		c.snapshots, c.held = append(c.snapshots[:2], c.snapshots[3:]...), append(c.held[:2], c.held[3:]...)
 		c.compare()
 		for _, s := range c.snapshots {
@@ -170,8 +171,8 @@ func changedBlocks(t *testing.T, l *volume.Local, rounds int, pools ...string) {
 	}
 }
 
-// TestChangedBlocks: whatever was done to a volume between two of its snapshots, in pools of files that share blocks and that do not, all that differs is
-// listed, from any byte on.
+// TestChangedBlocks: all bytes in which two snapshots of a volume differ are listed, from any offset on, whatever was done in between, in pools of files on
+// a filesystem that shares blocks and on one that does not.
 func TestChangedBlocks(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -192,7 +193,7 @@ func TestLVMChangedBlocks(t *testing.T) {
 	changedBlocks(t, l, 4, "xfs", "linear", "thin", "plain")
 }
 
-// TestChangedProgress: how far the comparison of two snapshots is, if they have to be read, everybody can see until it ends.
+// TestChangedProgress: the overview shows how far the comparison of two snapshots is that have to be read, until it ends.
 func TestChangedProgress(t *testing.T) {
 	dir := drivertest.Dir(t)
 	mounted := filepath.Join(dir, "ext4")
@@ -219,7 +220,7 @@ func TestChangedProgress(t *testing.T) {
 		o, err := l.Overview(t.Context(), nil)
 		check.OK(t, err)
 		for _, s := range o.Snapshots {
-			if s.ID == cuts[1].ID.String() && s.Progress != nil && far < 0 { // the first range: the second one was just found
+			if s.ID == cuts[1].ID.String() && s.Progress != nil && far < 0 { // at the first range, which is told once the second one is found
 				seen, far = s.Progress.Total == v.Size, s.Progress.Done
 			}
 		}

@@ -13,8 +13,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestReachedOutlived: what somebody has open still by a claim that has ended, over a connection that is gone, is not what a later claim of the node uses. With another
-// size it would get the table of the later one's device, and what was written to it before would come to the disk.
+// TestReachedOutlived: a process keeps a device open after its claim has ended and the connection below is gone. A later claim of the node does not get that
+// device: the volume is refused until the process ends. Nothing that the process has written comes to the disk, although the volume has grown meanwhile.
 func TestReachedOutlived(t *testing.T) {
 	p := newPair(t)
 	if !p.real {
@@ -28,7 +28,7 @@ func TestReachedOutlived(t *testing.T) {
 	check.OK(t, errors.Join(err, device.Close()))
 	check.OK(t, second(pod.WriteAt(bytes.Repeat([]byte("before!!"), 512), 8*mib))) // into the page cache
 
-	p.generation = 2 // another node's
+	p.generation = 2 // of another node
 	check.OK(t, p.home.Unexport(t.Context(), id, 1))
 	p.gone(id)
 	check.OK(t, second(p.home.Expand(t.Context(), id, volume.Range{Required: 64 * mib})))
@@ -61,7 +61,8 @@ func TestReachedOutlived(t *testing.T) {
 	}
 }
 
-// TestReachedUnstaged: what a stage left that was cut short, over a connection that is gone, keeps no later one from the volume: nobody has it.
+// TestReachedUnstaged: a device that an interrupted stage has left over a connection that is gone, and that nobody has open, does not keep a later claim from
+// using the volume.
 func TestReachedUnstaged(t *testing.T) {
 	p := newPair(t)
 	if !p.real {
@@ -83,7 +84,7 @@ func TestReachedUnstaged(t *testing.T) {
 	}
 }
 
-// TestReachedTaken: who uses a volume goes on after another tool has cleared the kernel's target of its home.
+// TestReachedTaken: the I/O of a volume's consumer goes on after another tool has cleared the kernel's target on the home, once the home exports anew.
 func TestReachedTaken(t *testing.T) {
 	p := newPair(t)
 	if !p.real {
@@ -113,7 +114,7 @@ rmdir subsystems/* hosts/*`) // as nvmetcli clear
 	}
 }
 
-// away has all volumes on another node.
+// away is an Elsewhere by which all volumes are on another node.
 type away struct{ volume.Elsewhere }
 
 func (away) Has(volume.ID) bool { return true }

@@ -15,21 +15,21 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// TestEncryptedRanges: whoever asks which bytes of a snapshot were written, or changed, is told of those that the volume has behind its header.
+// TestEncryptedRanges: the ranges of a snapshot of an encrypted volume that were written or changed are those of the volume, without the header.
 func TestEncryptedRanges(t *testing.T) {
 	const header, piece = 16 * mib, 64 << 10
 	disk := memory.NewDisk(storetest.Size)
 	pool := disk.Open("default", nil)
 	l := start(t, 0, pool)
 	_, err := pool.Create(t.Context(), blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: volume.KeyOf("v")}, Name: "v", Size: header + 4*mib,
-		Labels: map[string]string{"encryption": "luks2", "header": "formatted:" + volume.KeyOf("v")}}) // on a machine that can encrypt
+		Labels: map[string]string{"encryption": "luks2", "header": "formatted:" + volume.KeyOf("v")}}) // as a machine that can encrypt would make it
 	check.OK(t, err)
 	v, err := l.Get(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")})
 	check.OK(t, err)
 	if v.Size != 4*mib || v.Encryption.Scheme != volume.LUKS2 {
 		t.Fatalf("it is %+v", v)
 	}
-	// As the pool keeps it: the header, and ciphertext behind it.
+	// write writes to the pool's object, which has the header and then the ciphertext.
 	write := func(at, length int64) {
 		t.Helper()
 		data := make([]byte, length)
@@ -51,10 +51,10 @@ func TestEncryptedRanges(t *testing.T) {
 		return all
 	}
 	write(0, piece)
-	write(header-piece, 2*piece) // of the header the end, and what is behind it
+	write(header-piece, 2*piece) // across the end of the header
 	write(header+v.Size-piece, piece)
 	one := cut("one")
-	write(4096, 4096) // another key
+	write(4096, 4096) // in the header, as for another key
 	two := cut("two")
 	write(header+mib, piece)
 	three := cut("three")
@@ -87,7 +87,7 @@ func TestEncryptedRanges(t *testing.T) {
 	}
 }
 
-// TestGroupStaysWhileListed: a group whose members the caller does not name is not deleted while somebody is told what is in one of them.
+// TestGroupStaysWhileListed: a group is not deleted (ErrBusy) while the ranges of one of its members are being listed.
 func TestGroupStaysWhileListed(t *testing.T) {
 	disk := memory.NewDisk(storetest.Size)
 	l := start(t, 0, disk.Open("default", nil))
@@ -123,7 +123,7 @@ func TestGroupStaysWhileListed(t *testing.T) {
 	check.OK(t, l.DeleteGroup(t.Context(), target))
 }
 
-// TestCopyOfEncrypted: a volume of which nobody says that it is encrypted is no copy of one that is, nor of its snapshots.
+// TestCopyOfEncrypted: an encrypted volume, or a snapshot of it, cannot be copied to a volume that is to be unencrypted.
 func TestCopyOfEncrypted(t *testing.T) {
 	pool := memory.NewDisk(storetest.Size).Open("default", nil)
 	l := start(t, 0, pool)
@@ -138,7 +138,7 @@ func TestCopyOfEncrypted(t *testing.T) {
 	}
 }
 
-// TestWrongBase: what was no base says why, and what to do; the clock of a node may have been set back between two snapshots.
+// TestWrongBase: Changed refuses a base that was cut after the target, or is of another volume, and says why.
 func TestWrongBase(t *testing.T) {
 	l := start(t, 0, memory.NewDisk(1<<30).Open("pool", nil))
 	var cuts []volume.Snapshot

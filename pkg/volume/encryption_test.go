@@ -17,7 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestEncryptedSize: what an encrypted volume takes of its pool, in the pool's steps, is larger by its header than what was asked for.
+// TestEncryptedSize: the size of an encrypted volume is chosen so that the volume and its header together are a multiple of the pool's granularity.
 func TestEncryptedSize(t *testing.T) {
 	const block, header = 4096, 16 * mib
 	for _, c := range []struct {
@@ -41,7 +41,7 @@ func TestEncryptedSize(t *testing.T) {
 	}
 }
 
-// TestEncryptionOfCopies: a copy is encrypted if and only if its source is.
+// TestEncryptionOfCopies: a copy must be encrypted if and only if its source is.
 func TestEncryptionOfCopies(t *testing.T) {
 	plain, encrypted := volume.Contents{Filesystem: "ext4"}, volume.Contents{Filesystem: "ext4", Scheme: volume.LUKS2}
 	for _, c := range []struct {
@@ -66,7 +66,7 @@ func TestEncryptionOfCopies(t *testing.T) {
 	}
 }
 
-// TestDeletedForGood: what is encrypted is erased, and what is not is deleted, also if somebody looks at its device just then.
+// TestDeletedForGood: an encrypted volume is erased, another one is only deleted, even if its device is held open by a scanner at that moment.
 func TestDeletedForGood(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -76,7 +76,7 @@ func TestDeletedForGood(t *testing.T) {
 		v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 8 * mib}})
 		check.OK(t, err)
 		ref := blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}
-		if encrypted { // without a device mapper there is no other way to one
+		if encrypted { // by its labels, as the machine may have no device mapper
 			_, err = pool.SetLabels(t.Context(), ref, func(labels map[string]string) error {
 				labels["encryption"], labels["header"] = "luks2", "formatted:00112233-4455-6677-8899-aabbccddeeff"
 				return nil
@@ -95,7 +95,7 @@ func TestDeletedForGood(t *testing.T) {
 	}
 }
 
-// removing is a pool that notes how something was removed.
+// removing is a pool that records whether Erase or Delete was called.
 type removing struct {
 	blockdev.Pool
 	erased, deleted bool
@@ -111,7 +111,7 @@ func (r *removing) Delete(ctx context.Context, ref blockdev.Ref) error {
 	return r.Pool.Delete(ctx, ref)
 }
 
-// TestDeletedLater: while nobody can say whether a snapshot is encrypted, it is not deleted.
+// TestDeletedLater: a snapshot whose record cannot be read now is not deleted, as it may be encrypted.
 func TestDeletedLater(t *testing.T) {
 	l, _, broken := one(t)
 	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
@@ -129,7 +129,7 @@ func TestDeletedLater(t *testing.T) {
 	check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
 }
 
-// TestUnknownScheme: what a newer driver has encrypted in another way is not taken for what this one knows.
+// TestUnknownScheme: a volume with an encryption that this driver does not know is not attached; the error names the encryption.
 func TestUnknownScheme(t *testing.T) {
 	drivertest.NeedRoot(t)
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))

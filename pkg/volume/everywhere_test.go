@@ -31,7 +31,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// pair is a node that has volumes and one that uses them, on one kernel: over its NVMe/TCP if it has that (real), else over what stands for it.
+// pair is a node that has volumes and a node that uses them, on one kernel: over the kernel's NVMe/TCP if it has that (real), else over remotetest.Network,
+// which stands for it.
 type pair struct {
 	*testing.T
 	home, user *volume.Local
@@ -39,7 +40,7 @@ type pair struct {
 	remote     *remotepool.Pool
 	kernel     remotepool.Kernel
 	real       bool
-	generation int64 // of all claims
+	generation int64 // of the present claim of each volume
 }
 
 func newPair(t *testing.T) *pair {
@@ -120,7 +121,7 @@ func (p *pair) make(name string, e volume.Encryption) volume.ID {
 	return v.ID
 }
 
-// get returns a volume as who uses it knows it.
+// get returns a volume as the node that uses it sees it.
 func (p *pair) get(id volume.ID) volume.Volume {
 	p.Helper()
 	v, err := p.user.Get(p.Context(), id)
@@ -128,7 +129,7 @@ func (p *pair) get(id volume.ID) volume.Volume {
 	return v
 }
 
-// bytes are those that the home has of a volume that is used nowhere.
+// bytes returns the bytes of a volume that is not used, as its home has them.
 func (p *pair) bytes(id volume.ID) []byte {
 	p.Helper()
 	device := pooltest.Attach(p, p.pool, blockdev.Ref{Kind: id.Kind, Key: id.Key}, blockdev.Attachment{ReadOnly: true})
@@ -137,7 +138,7 @@ func (p *pair) bytes(id volume.ID) []byte {
 	return all
 }
 
-// unused makes sure that nothing of a volume is left on either node.
+// unused detaches a volume from its consumer, and checks that then no device is left on either node, and no export.
 func (p *pair) unused(id volume.ID) {
 	p.Helper()
 	check.OK(p, p.user.Detach(p.Context(), id))
@@ -151,7 +152,7 @@ func (p *pair) unused(id volume.ID) {
 	}
 }
 
-// gone waits until who used a volume finds that its claim has ended.
+// gone waits until the consumer of a volume has found that its claim has ended, and is disconnected.
 func (p *pair) gone(id volume.ID) {
 	p.Helper()
 	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
@@ -166,7 +167,7 @@ func (p *pair) gone(id volume.ID) {
 	}
 }
 
-// bare waits until no device is over that of a connection: one that goes with its last user goes a moment later.
+// bare waits until no device is over that of a connection. A device goes a moment after its last user.
 func (p *pair) bare(id volume.ID) {
 	p.Helper()
 	connected, err := p.kernel.List("nqn.2026-11.dev.ashlar:" + id.Key)
@@ -195,7 +196,8 @@ func writeSynced(path string, b []byte) error {
 	return errors.Join(err, f.Sync(), f.Close())
 }
 
-// TestReachedFormat: what is used elsewhere is formatted there, once, and the record says so at home, with the flags of its mount; a start takes away what nothing uses.
+// TestReachedFormat: a volume is formatted by the node that uses it, once, and the home's record says so, with the mount flags. When that node's driver starts,
+// it removes what nothing uses.
 func TestReachedFormat(t *testing.T) {
 	p := newPair(t)
 	id := p.make("v", volume.Encryption{})
@@ -224,7 +226,8 @@ func TestReachedFormat(t *testing.T) {
 	}
 }
 
-// TestReachedRaw: a device that is handed out elsewhere stays until it is detached, grows with the volume, and what is written to it is at home then.
+// TestReachedRaw: a raw device on another node grows with the volume, and what is written to it is on the home. When the home attaches the volume itself, it
+// ends the export, and no later write arrives.
 func TestReachedRaw(t *testing.T) {
 	p := newPair(t)
 	id := p.make("v", volume.Encryption{})
@@ -238,7 +241,7 @@ func TestReachedRaw(t *testing.T) {
 	if err != nil || len(devices) != 1 || devices[0].Size != 48<<20 || devices[0].Number != device.Number || grown.Size != 48<<20 {
 		t.Errorf("grown to %d it is %+v, %v", grown.Size, devices, err)
 	}
-	if !p.real { // what stands for the kernel's has no fence
+	if !p.real { // remotetest.Network has no fence
 		check.OK(t, p.user.Detach(t.Context(), id))
 	}
 	here, err := p.home.Attach(t.Context(), p.get(id), nil) // that ends the export
@@ -259,7 +262,7 @@ func TestReachedRaw(t *testing.T) {
 	}
 }
 
-// TestReachedEncrypted: the key stays with who uses the volume, and so does what is readable.
+// TestReachedEncrypted: an encrypted volume is opened on the node that uses it. The home has neither the key nor any readable data.
 func TestReachedEncrypted(t *testing.T) {
 	p := newPair(t)
 	if targets, err := dm.Targets(); err != nil || targets["crypt"] == "" {
@@ -285,7 +288,7 @@ func TestReachedEncrypted(t *testing.T) {
 	p.unused(id)
 }
 
-// TestUserLabels: who uses a volume changes what is its user's of the record, from what that was, and does not fill it.
+// TestUserLabels: the consumer of a volume changes only userLabels in the record, only from the values that they have, and only to short values.
 func TestUserLabels(t *testing.T) {
 	l := start(t, 0, memory.NewDisk(1<<30).Open("default", nil))
 	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib}})
@@ -308,7 +311,7 @@ func TestUserLabels(t *testing.T) {
 	}
 }
 
-// TestReachedLegMarks: what another node writes to a leg is marked at its home, and asked for there; the devices of that node mark nothing.
+// TestReachedLegMarks: what another node writes to a leg is marked on the leg's home, which tells the marks. The devices of the other node mark nothing.
 func TestReachedLegMarks(t *testing.T) {
 	p := newPair(t)
 	v, err := p.home.Create(t.Context(), volume.Spec{Name: "leg", Size: volume.Range{Required: legSize}, Access: volume.AccessAny, ReplicaOf: "ff"})

@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// The store of one machine, over a pool in memory. A call that is made again finds what the one before it made.
+// The store of one node, over a pool in memory. A call that is repeated returns what the first one made.
 func ExampleStore() {
 	mounts, err := mount.LoadTable()
 	if err != nil {
@@ -37,7 +37,7 @@ func ExampleStore() {
 	// the copy has 128 MiB
 }
 
-// aLife takes a volume from nothing to nothing.
+// aLife makes, uses and deletes a volume, a snapshot of it, and a copy of that.
 func aLife(ctx context.Context, store volume.Store) error {
 	spec := volume.Spec{Name: "data", Size: volume.Range{Required: 64 << 20}, Filesystem: filesystem.Ext4}
 	v, err := store.Create(ctx, spec)

@@ -10,7 +10,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
-// SetLongestFreeze is for tests that cannot wait for the usual one.
+// SetLongestFreeze sets how long a copy may hold back the writers of its source.
 func (l *Local) SetLongestFreeze(d time.Duration) { l.longestFreeze = d }
 
 // SetPatience sets how long an overview waits for a pool.
@@ -19,14 +19,14 @@ func (l *Local) SetPatience(d time.Duration) { l.patience = d }
 // RetryExports is one round of KeepExports.
 func (l *Local) RetryExports(ctx context.Context) { l.retryExports(ctx) }
 
-// EndUnsaid is one, too.
+// EndUnsaid is one round of ending exports that no record says (endUnsaid).
 func (l *Local) EndUnsaid(ctx context.Context) error { return l.endUnsaid(ctx) }
 
-// WithoutMarks has this machine be one that marks nothing, until with is called.
+// WithoutMarks makes this machine one that cannot mark writes, until with is called.
 func WithoutMarks() (with func()) {
 	marksAvailable = func() error { return fmt.Errorf("%w: there is no era", errdefs.ErrUnsupported) }
 	return func() { marksAvailable = era.Available }
 }
 
-// Mounts is the table of mounts, for who mounts by himself.
+// Mounts returns the table of mounts, for tests that mount by themselves.
 func (l *Local) Mounts() *mount.Table { return l.mounts }

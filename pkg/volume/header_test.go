@@ -20,7 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestHeaderByRecord: what a record says of a header decides what may be written, and on any doubt nothing is.
+// TestHeaderByRecord: whether a LUKS2 header is written depends on the record's state and on what is on the device; if they do not fit, nothing is written.
 func TestHeaderByRecord(t *testing.T) {
 	drivertest.NeedRoot(t)
 	if err := luks.Available(); err != nil {
@@ -75,7 +75,7 @@ func TestHeaderByRecord(t *testing.T) {
 		if !errors.Is(err, c.want) || (err == nil) != (c.want == nil) || c.want != nil && !slices.Equal(errdefs.Kinds(err), []error{c.want}) {
 			t.Errorf("%s: error %v, want %v", what, err, c.want)
 		}
-		if what == "cut short, with its header" && !bytes.Equal(get(t, bare.Path), before) { // the record may be an old one
+		if what == "cut short, with its header" && !bytes.Equal(get(t, bare.Path), before) { // the header may be in use already, if the record was restored from a backup
 			t.Errorf("%s: it was made anew", what)
 		}
 		if err == nil {
@@ -91,7 +91,7 @@ func TestHeaderByRecord(t *testing.T) {
 	}
 }
 
-// withoutSlots leaves of a header what luksFormat has made until it has stretched the key.
+// withoutSlots leaves a header as luksFormat leaves it if it is cut short before the key is stretched.
 func withoutSlots(t *testing.T, device string) {
 	t.Helper()
 	if out, err := exec.Command("cryptsetup", "--batch-mode", "luksErase", device).CombinedOutput(); err != nil {
@@ -99,7 +99,8 @@ func withoutSlots(t *testing.T, device string) {
 	}
 }
 
-// TestHeaderOfOldRecord: a record from before a filesystem was made has nothing made over it, whatever it says, and with the right key.
+// TestHeaderOfOldRecord: if the record of an encrypted volume is from before its filesystem was made, as after a restore from a backup, no filesystem is made
+// over the one that is there, although the key is right.
 func TestHeaderOfOldRecord(t *testing.T) {
 	drivertest.NeedRoot(t)
 	if err := luks.Available(); err != nil {
@@ -130,7 +131,7 @@ func TestHeaderOfOldRecord(t *testing.T) {
 		})
 		check.OK(t, err)
 	}
-	// A crash came between the header and the filesystem, when the beginning was cleared.
+	// As after a crash between the header and the filesystem, when the beginning had been cleared.
 	device, err := l.Attach(t.Context(), v, key)
 	check.OK(t, err)
 	put(t, device.Path, 0, string(make([]byte, 128<<10)))

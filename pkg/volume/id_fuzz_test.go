@@ -9,8 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// FuzzParseID: an ID is input. Whatever parses is written in one way only, and cannot be
-// a path.
+// FuzzParseID: IDs come from outside. A text that parses is what String returns for the ID, and cannot be a path.
 func FuzzParseID(f *testing.F) {
 	key := volume.KeyOf("pvc-1")
 	for _, seed := range []string{

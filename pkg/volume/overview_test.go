@@ -12,8 +12,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestOverviewHangs: a disk that hangs is in the overview, which comes in time, with all that is on other disks; however often
-// somebody asks, one goroutine waits for it, and all is shown again once it answers.
+// TestOverviewHangs: while the disk of a pool hangs, the overview is returned in time, with the problem of that pool and all that is in other pools. However
+// many overviews are asked for, one goroutine waits for the disk. Once it answers, everything is shown again.
 func TestOverviewHangs(t *testing.T) {
 	release := make(chan struct{})
 	var mu sync.Mutex
@@ -41,7 +41,7 @@ func TestOverviewHangs(t *testing.T) {
 	mu.Lock()
 	hung = true
 	mu.Unlock()
-	local.SetPatience(4 * time.Second) // in which a slow machine, too, has the other one answer
+	local.SetPatience(4 * time.Second) // the other pool answers by then, also on a slow machine
 	var all sync.WaitGroup
 	for range 4 {
 		all.Go(func() {
@@ -59,7 +59,7 @@ func TestOverviewHangs(t *testing.T) {
 	mu.Unlock()
 	close(release)
 	local.SetPatience(time.Minute)
-	for range 2 { // the first one waits for the look that is under way
+	for range 2 { // the first one waits for the look that still is under way
 		o, err := local.Overview(t.Context(), nil)
 		if err != nil || len(o.Volumes) != 2 || len(o.Problems) != 0 || len(o.Missing) != 0 {
 			t.Errorf("the disk answers again: %v: %+v", err, o)

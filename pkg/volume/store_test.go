@@ -7,7 +7,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// TestStore: Local keeps every clause of Store.
+// TestStore: Local passes the suite for every Store.
 func TestStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) storetest.Fixture {
 		disk := memory.NewDisk(storetest.Size)
