@@ -21,10 +21,10 @@ import (
 
 const gib = 1 << 30
 
-// contents are in a volume of a GiB, with holes between them in which a copy notes how far it is.
+// contents are what withContents writes to a volume of a GiB. The rest of it are holes, in which a copy records its progress too.
 var contents = []drivertest.Content{{Seed: "first", Size: 3 * mib}, {Seed: "odd", Offset: 300*mib + 4096, Size: 5*mib + 4096}, {Seed: "last", Offset: gib - mib, Size: mib}}
 
-// twoPools are the URLs of pools a and b in a directory.
+// twoPools returns the URLs of pools a and b, of files in a new directory.
 func twoPools(t *testing.T) (urls map[string]string) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -36,7 +36,7 @@ func twoPools(t *testing.T) (urls map[string]string) {
 	return urls
 }
 
-// over starts a store over pools, which ends with stop or the test.
+// over starts a store over the pools a and b. stop closes the pools, as does the end of the test.
 func over(t *testing.T, urls map[string]string) (l *volume.Local, stop func()) {
 	t.Helper()
 	var all []blockdev.Pool
@@ -103,7 +103,8 @@ func copyOf(name string, source volume.ID) volume.Spec {
 	return volume.Spec{Name: name, Pool: "b", Provisioning: blockdev.Thin, Source: source, Size: volume.Range{Required: gib + 64*mib}}
 }
 
-// TestCopyToAnotherPool: a snapshot is restored, and a volume cloned, in another pool of the node, and stands alone there.
+// TestCopyToAnotherPool: a snapshot is restored, and a volume cloned, in another pool of the node. The copies do not need their sources any more, and nothing
+// is left of what they were cut from.
 func TestCopyToAnotherPool(t *testing.T) {
 	urls := twoPools(t)
 	l, stop := over(t, urls)
@@ -146,7 +147,7 @@ func pathOf(url string) string {
 	return url[len("file://") : len(url)-len("?reservePercent=0&create=1")]
 }
 
-// TestCopyToAnotherPoolFormatted: a copy carries the filesystem of its source, and its record says so, so that it is never formatted.
+// TestCopyToAnotherPoolFormatted: a copy in another pool carries the filesystem of its source, and its record says so. Another filesystem is refused.
 func TestCopyToAnotherPoolFormatted(t *testing.T) {
 	l, _ := over(t, twoPools(t))
 	v, err := l.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Size: volume.Range{Required: 64 * mib}, Filesystem: filesystem.Ext4})
@@ -172,7 +173,7 @@ func TestCopyToAnotherPoolFormatted(t *testing.T) {
 	check.OK(t, device.Close())
 }
 
-// stopping is an origin that fails once it has handed on so many bytes, and notes from where it is read.
+// stopping returns an origin whose Read fails with failure after so many bytes. It sets from to the offset from which it is read.
 func stopping(o volume.Origin, after int64, failure error, from *int64) volume.Origin {
 	read := o.Read
 	o.Read = func(ctx context.Context, at int64, visit func(int64, []byte) error) error {
@@ -188,8 +189,8 @@ func stopping(o volume.Origin, after int64, failure error, from *int64) volume.O
 	return o
 }
 
-// TestImportGoesOn: a copy that was cut short is nobody's, also after a start, and the next call goes on where it stopped; if its origin
-// is another one by then, the call begins anew.
+// TestImportGoesOn: a copy that was cut short cannot be used. The next call resumes it where it stopped, also after a start of the driver; if the origin was
+// made at another time, the copy begins anew.
 func TestImportGoesOn(t *testing.T) {
 	urls := twoPools(t)
 	l, stop := over(t, urls)
@@ -230,7 +231,7 @@ func TestImportGoesOn(t *testing.T) {
 	}
 }
 
-// TestImportOverBadNetwork: an origin that goes away again and again is copied in the end: what came before it went is not copied anew.
+// TestImportOverBadNetwork: an origin that fails again and again is copied in the end, as each call goes on further than the one before.
 func TestImportOverBadNetwork(t *testing.T) {
 	l, _ := over(t, twoPools(t))
 	_, s := withContents(t, l)
@@ -256,7 +257,8 @@ func TestImportOverBadNetwork(t *testing.T) {
 	holds(t, l, v)
 }
 
-// TestImportFails: what fails for good leaves nothing, and what an origin sends beyond itself is not taken.
+// TestImportFails: a copy that fails for good leaves nothing; one whose origin sends wrong data leaves what is resumed. Values of an origin that are not
+// known, and data that is out of range, not aligned or too long, are refused. A later copy of the good origin succeeds in each case.
 func TestImportFails(t *testing.T) {
 	urls := twoPools(t)
 	l, _ := over(t, urls)
@@ -304,8 +306,8 @@ func TestImportFails(t *testing.T) {
 	}
 }
 
-// TestLVMCopyToAnotherPool: what a raw volume holds, also while it is attached, is in its clone and in the restore of its snapshot, from
-// each kind of pool to each other.
+// TestLVMCopyToAnotherPool: a clone of an attached raw volume, or a restore of its snapshot, in another pool has its bytes, from each kind of pool to each
+// other kind.
 func TestLVMCopyToAnotherPool(t *testing.T) {
 	l, _ := kinds(t)
 	all := []string{"xfs", "linear", "thin", "plain"}

@@ -18,13 +18,13 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-// moving are two nodes, each with a target of its own, and a volume of the first that node c uses by claim 3.
+// moving is two nodes, a and b, each with a kernel's target of its own (ka, kb), and a volume of a that node c uses by its claim of generation 3.
 type moving struct {
 	a, b    *volume.Local
 	ka, kb  *target
 	v       volume.Volume
-	at      volume.Exported // of a
-	cluster *stays          // of a
+	at      volume.Exported // by a
+	cluster *stays          // asked by a
 	restart func()
 }
 
@@ -51,7 +51,7 @@ func newMoving(t *testing.T, other string) *moving {
 	return m
 }
 
-// mirror makes what a new node has what the old one has, as the kernel of their user does.
+// mirror copies ranges from the export of the old node to that of the new node, as the kernel of their consumer does.
 func (m *moving) mirror(t *testing.T, to volume.Exported, ranges []blockdev.Extent) {
 	t.Helper()
 	m.ka.mu.Lock()
@@ -75,10 +75,10 @@ func (m *moving) mirror(t *testing.T, to volume.Exported, ranges []blockdev.Exte
 	}
 }
 
-// TestMoveInUse: a volume moves while another node uses it: what that has mirrored is nobody's before it is complete and arrives, and then all of the volume is there, with how it is used,
-// exported to that node by the same name all along, also after the new node's driver has started again.
+// TestMoveInUse: a volume moves while another node uses it. The new home's copy cannot be used before it is complete and has arrived. Then it is the whole
+// volume, with the record of its use. All the time it is exported to the consumer by the same name, also after a start of the new home's driver.
 func TestMoveInUse(t *testing.T) {
-	for _, pool := range []string{"a", "b"} { // of the new node
+	for _, pool := range []string{"a", "b"} { // on the new home
 		t.Run(pool, func(t *testing.T) { moveInUse(t, pool) })
 	}
 }
@@ -116,7 +116,7 @@ func moveInUse(t *testing.T, pool string) {
 	if again, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c")); err != nil || !reflect.DeepEqual(again, sealed) {
 		t.Errorf("sealed again it is %+v, %v; it was %+v", again, err, sealed)
 	}
-	exportedTo(t, m.a, m.ka, m.v.ID, grant(3, "c")) // its user goes on
+	exportedTo(t, m.a, m.ka, m.v.ID, grant(3, "c")) // the consumer goes on
 	fails(t, m.b.Complete(t.Context(), "c", sealed, to, room.NQN), errdefs.ErrPrecondition, "Complete of what is in another pool")
 	for range 2 {
 		check.OK(t, m.b.Complete(t.Context(), pool, sealed, to, room.NQN))
@@ -145,8 +145,8 @@ func moveInUse(t *testing.T, pool string) {
 	holds(t, m.b, moved)
 }
 
-// TestMoveInUsePrepared: what was prepared is replaced by what is described later, and by nothing else; and completed, or dropped, for the one who is connected to it, while it is what
-// that was told of.
+// TestMoveInUsePrepared: what was prepared for a volume is replaced only for a later description of the volume. It is completed or dropped only for the consumer
+// that it was prepared for, by the export that this is connected to.
 func TestMoveInUsePrepared(t *testing.T) {
 	m := newMoving(t, "a")
 	to := grant(4, "c")
@@ -214,7 +214,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, room.NQN))
 	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete of what is gone")
 
-	// A node that has started anew may have lost what it was given.
+	// After a restart of its machine, the new home may have lost writes that it had acknowledged.
 	from, err = m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
 	room = prepare(from)
@@ -226,15 +226,15 @@ func TestMoveInUsePrepared(t *testing.T) {
 	from, err = m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
 	prepare(from)
-	// Nobody wants it any more: it goes with its export.
+	// A leftover is dropped together with its export.
 	check.OK(t, m.b.DropLeftover(t.Context(), volume.Leftover{ID: m.v.ID, Pool: "a", For: m.v.ID.Key}))
 	if len(m.kb.exports) != 0 {
 		t.Errorf("it exports %v", m.kb.exports)
 	}
 }
 
-// TestMoveInUseOtherObject: what is complete may be all there is of what was written since the volume moved. So another object of the same name replaces it by nothing, be
-// that used or not.
+// TestMoveInUseOtherObject: a complete copy may be the only one that has what was written since the volume moved. So a move by another object of the same name
+// does not replace it, whether its volume is in use or not.
 func TestMoveInUseOtherObject(t *testing.T) {
 	m := newMoving(t, "a")
 	describe := func(object string) volume.Origin {
@@ -246,7 +246,7 @@ func TestMoveInUseOtherObject(t *testing.T) {
 	prepare := func(from volume.Origin) (volume.Exported, error) {
 		return m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, grant(4, "c"))
 	}
-	check.OK(t, second(prepare(describe("other")))) // that is nothing yet
+	check.OK(t, second(prepare(describe("other")))) // not completed, so it may be replaced
 	room, err := prepare(describe("one"))
 	check.OK(t, err)
 	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
@@ -262,7 +262,7 @@ func TestMoveInUseOtherObject(t *testing.T) {
 	check.OK(t, second(prepare(describe("one"))))
 }
 
-// TestMoveInUseHere: to a user on the new node nothing is exported.
+// TestMoveInUseHere: if the new home is itself the consumer, nothing is exported.
 func TestMoveInUseHere(t *testing.T) {
 	m := newMoving(t, "a")
 	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
@@ -281,7 +281,8 @@ func TestMoveInUseHere(t *testing.T) {
 	}
 }
 
-// TestSealedForUser: what is sealed for its user changes only if it stays, whoever changes it; and that is no seal of a volume that nobody uses.
+// TestSealedForUser: a volume that is sealed for its consumer is changed, or used on its home, only if the cluster says that it stays; the seal is then
+// ended. That seal does not count as one of a volume that is not in use.
 func TestSealedForUser(t *testing.T) {
 	m := newMoving(t, "a")
 	user := grant(3, "c")
@@ -341,7 +342,7 @@ func TestSealedForUser(t *testing.T) {
 		t.Errorf("not used any more it is sealed at %v, %v; its user had it sealed at %v", unused.Created, err, used.Created)
 	}
 
-	// On its own node it has to be attached.
+	// If the consumer is the home itself, the volume has to be attached there.
 	fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 4, grant(4, node))), errdefs.ErrPrecondition, "SealFor of what nobody has attached")
 	device, err := m.a.AttachRaw(t.Context(), m.v, nil, true)
 	check.OK(t, err)
@@ -351,7 +352,7 @@ func TestSealedForUser(t *testing.T) {
 	check.OK(t, errors.Join(device.Close(), m.a.Detach(t.Context(), m.v.ID)))
 }
 
-// TestDataRanges: a volume that holds data in very many places tells coarser ranges, none of which is left out.
+// TestDataRanges: for a volume that holds data in very many places, there are at most 512 ranges, which have all of the data.
 func TestDataRanges(t *testing.T) {
 	disk := memory.NewDisk(8 << 30)
 	pool := disk.Open("default", nil)
@@ -389,7 +390,8 @@ func TestDataRanges(t *testing.T) {
 	}
 }
 
-// TestMoveInUseLeft: a node that a volume has left while it was used, and that was taken for gone then, still says to whom it gave it. That does not keep the volume from coming back.
+// TestMoveInUseLeft: a volume has left its home while it was in use, and the home still has its old copy, sealed and exported, as it was taken for gone. When
+// the volume moves back, that copy is replaced, and its export ended.
 func TestMoveInUseLeft(t *testing.T) {
 	m := newMoving(t, "a")
 	from, err := m.a.Describe(t.Context(), m.v.ID, 3)

@@ -19,9 +19,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestPoolComesLater: a store over two pools of which one is not there serves the other, says
-// of the missing one that it is missing, removes nothing of what may be in it, and has all of it
-// once it comes: also what a crash left half-done there.
+// TestPoolComesLater: a store over two pools of which one is missing serves the other, and says that the one is missing. It removes no part of a group that may
+// be whole there. Once the pool opens, all that is in it is there, and what a crash has left in it is finished or removed.
 func TestPoolComesLater(t *testing.T) {
 	disk, other := memory.NewDisk(1<<30), memory.NewDisk(1<<30)
 	before := start(t, 2, disk.Open("first", nil), other.Open("second", nil))
@@ -31,7 +30,7 @@ func TestPoolComesLater(t *testing.T) {
 	check.OK(t, before.Claim(t.Context(), b.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
 	group, err := before.CreateGroup(t.Context(), "g", []volume.ID{a.ID, b.ID})
 	check.OK(t, err)
-	unsure, err := before.CreateGroup(t.Context(), "h", []volume.ID{a.ID, b.ID}) // of which no record says that it is whole
+	unsure, err := before.CreateGroup(t.Context(), "h", []volume.ID{a.ID, b.ID}) // a group that no record says to be whole
 	check.OK(t, err)
 	for i, d := range []*memory.Disk{disk, other} {
 		_, err := d.Open("", nil).SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Snapshot, Key: unsure.Snapshots[i].ID.Key}, func(labels map[string]string) error {
@@ -106,7 +105,7 @@ func made(t testing.TB) func(volume.Volume, error) volume.Volume {
 	}
 }
 
-// TestCopiedPool: a copy of a pool beside it is not used, so that the group snapshots of the pool are what they were.
+// TestCopiedPool: a copy of a pool is not opened beside that pool, so that the pool's group snapshots stay whole.
 func TestCopiedPool(t *testing.T) {
 	disk := memory.NewDisk(1 << 30)
 	before := start(t, 0, disk.Open("first", nil))
@@ -134,7 +133,8 @@ func TestCopiedPool(t *testing.T) {
 	fails(t, l.DeleteGroup(t.Context(), group.ID), errdefs.ErrUnavailable, "DeleteGroup, as a pool may have a part of it")
 }
 
-// TestCopyComesLater: of a pool and its copy that come at the same moment the one is used that came first, and nothing of the other one is; nor while its disk is away, which so can come back.
+// TestCopyComesLater: if a pool and a copy of it open at the same moment, the one that comes first is used, and nothing in the other one. The other one is not
+// used either while the disk of the first is away, so that this can come back.
 func TestCopyComesLater(t *testing.T) {
 	disk := memory.NewDisk(1 << 30)
 	ref := made(t)(start(t, 0, disk.Open("first", nil)).Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 8 << 20}})).ID
@@ -154,7 +154,7 @@ func TestCopyComesLater(t *testing.T) {
 		}
 		held := false
 		pool, copied := come("first", func(operation string, _ blockdev.Ref) error {
-			if operation == "Orphans" && !held { // its records were looked at, and the other one comes
+			if operation == "Orphans" && !held { // its records have been read by now
 				held = true
 				<-waits
 			}

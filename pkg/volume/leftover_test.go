@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// aged is a pool all of whose objects were made so long ago.
+// aged is a pool whose objects are listed as if they were made longer ago, by so much.
 type aged struct {
 	*memory.Pool
 	by time.Duration
@@ -27,8 +27,9 @@ func (a *aged) List(ctx context.Context, kind blockdev.Kind, after string, limit
 	return records, err
 }
 
-// TestOldLeftovers: a copy that takes longer than a day is not begun anew because the driver starts again: neither what is copied goes, nor what it
-// is copied from. Where there is no cluster, which says what is wanted, both go after a day. What has moved here while it was used, and has not arrived, may be all there is, and stays.
+// TestOldLeftovers: an unfinished copy, and the snapshot that was cut for it, stay over a start of the driver, also after more than a day. DropOldLeftovers,
+// which is for a node without a cluster, removes both once they are older than a day. It keeps a copy of a volume that moved while it was in use, which may
+// be the only one that has the last writes.
 func TestOldLeftovers(t *testing.T) {
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)

@@ -8,7 +8,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// TestLegState: what the record of a leg says is read as it was written, also by versions that knew of no moment in which all legs were equal; what is not understood is an error.
+// TestLegState: the state in the record of a leg is read as it was written, also if an older version wrote it, without Common and lists. ErrDataLoss for a text
+// that is not understood.
 func TestLegState(t *testing.T) {
 	for label, want := range map[string]LegState{
 		"":                     {Closed: true},

@@ -12,8 +12,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestReachedLimits: who uses a volume of another node sets its limits again after a start, as they are said to be, with its home or without; where there are none, or
-// nothing is attached, nothing is set.
+// TestReachedLimits: when the driver of a node starts, LimitAgain sets the limits of a volume of another node to those that it is given. It sets nothing
+// if there are none, if a value is not understood, or if the volume is not attached.
 func TestReachedLimits(t *testing.T) {
 	kubepods := drivertest.Pods(t, true)
 	p := newPair(t)
@@ -40,7 +40,7 @@ func TestReachedLimits(t *testing.T) {
 	check.OK(t, p.user.Limit(v, device))
 	kubepods.SetLimits(number + " wiops=5")
 	again(limited, v.Mutable)
-	kubepods.SetLimits(number + " wiops=max") // lifted, and the driver ended
+	kubepods.SetLimits(number + " wiops=max") // as if the driver had ended while they were lifted
 	again("", nil)
 	again("", map[string]string{"writeIOPS": "max", "readAheadKiB": "64"})
 	again("", map[string]string{"writeIOPS": "less"})

@@ -24,7 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// leg is a volume that is one, and what was written to it, in MiB: since each era that was told, and 0.
+// leg is a leg, and which of its blocks of 1 MiB were written since each era that was begun, and since 0.
 type leg struct {
 	testing.TB
 	pool    blockdev.Pool
@@ -36,7 +36,7 @@ type leg struct {
 
 const legSize = 16 * mib
 
-// overLegs runs a test over a leg in a pool of each kind.
+// overLegs runs a test with a new leg in a pool of each kind, and checks that nothing is left of it.
 func overLegs(t *testing.T, spec volume.Spec, test func(g *leg)) {
 	drivertest.NeedMapper(t)
 	check.OK(t, era.Available())
@@ -95,7 +95,7 @@ func (g *leg) detach() {
 	g.path = ""
 }
 
-// put writes into blocks, past the page cache.
+// put writes 4 KiB into each of some blocks, past the page cache.
 func (g *leg) put(blocks ...int64) {
 	g.Helper()
 	f, err := os.OpenFile(g.path, os.O_WRONLY|unix.O_DIRECT, 0)
@@ -112,7 +112,7 @@ func (g *leg) put(blocks ...int64) {
 	}
 }
 
-// begin begins an era, if marks are kept.
+// begin begins an era; 0 if writes are not marked.
 func (g *leg) begin() (number uint32) {
 	g.Helper()
 	number, err := g.l.BeginEra(g.Context(), g.v.ID)
@@ -127,7 +127,7 @@ func (g *leg) begin() (number uint32) {
 	return number
 }
 
-// marks are the blocks that count as written; all: it is the whole volume.
+// marks returns the blocks that count as written since an era; all: they are the whole volume.
 func (g *leg) marks(since uint32) (have map[int64]bool, all bool) {
 	g.Helper()
 	extents, err := g.l.Marks(g.Context(), g.v.ID, since)
@@ -145,7 +145,7 @@ func (g *leg) marks(since uint32) (have map[int64]bool, all bool) {
 	return have, total == now.Size
 }
 
-// safe makes sure that all that was written counts, since whatever era.
+// safe makes sure that all blocks that were written since each era count as written.
 func (g *leg) safe(when string) {
 	g.Helper()
 	for since, blocks := range g.written {
@@ -158,7 +158,7 @@ func (g *leg) safe(when string) {
 	}
 }
 
-// exact makes sure that just what was written counts.
+// exact makes sure that those blocks count as written since an era that were, and no others.
 func (g *leg) exact(since uint32, when string) {
 	g.Helper()
 	if have, _ := g.marks(since); !maps.Equal(have, g.written[since]) {
@@ -166,7 +166,7 @@ func (g *leg) exact(since uint32, when string) {
 	}
 }
 
-// whole makes sure that all of it counts as written, and since 0 what holds data.
+// whole makes sure that writes are not marked: since each era but 0 the whole leg counts as written, and no era begins.
 func (g *leg) whole(when string) {
 	g.Helper()
 	g.safe(when)
@@ -180,7 +180,7 @@ func (g *leg) whole(when string) {
 	}
 }
 
-// nothing makes sure that nothing is left of a leg.
+// nothing makes sure that the pool has no leg and no marks, and the kernel no device of marks.
 func (g *leg) nothing() {
 	g.Helper()
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Marks} {
@@ -193,7 +193,7 @@ func (g *leg) nothing() {
 	}
 }
 
-// damage overwrites the metadata of a leg that is not attached.
+// damage overwrites the beginning of the marks of a leg that is not attached, if it has any.
 func (g *leg) damage(text []byte) {
 	g.Helper()
 	device, err := g.pool.Attach(g.Context(), blockdev.Ref{Kind: blockdev.Marks, Key: g.v.ID.Key}, blockdev.Attachment{})
@@ -206,7 +206,8 @@ func (g *leg) damage(text []byte) {
 	check.OK(g, errors.Join(second(f.WriteAt(text, 0)), f.Sync(), f.Close(), device.Close()))
 }
 
-// TestLVMMarks: what is written to a leg is told, since each era, while it is attached; also after that, a start, and growth. Copies have none of it.
+// TestLVMMarks: what was written to an attached leg since each era is told, also after a start of the driver, after the leg was detached, and after it has
+// grown. A copy of a leg does not get its marks: all of it counts as written.
 func TestLVMMarks(t *testing.T) {
 	overLegs(t, volume.Spec{}, func(g *leg) {
 		g.whole("before it is attached")
@@ -261,7 +262,8 @@ func TestLVMMarks(t *testing.T) {
 	})
 }
 
-// TestLVMMarksLost: what is lost of marks, or never was, counts as written, all of it; and they begin anew where they can.
+// TestLVMMarksLost: after marks were lost or damaged, or while the kernel cannot mark writes, the whole leg counts as written. Marks begin anew when the leg is
+// attached next on a kernel that can.
 func TestLVMMarksLost(t *testing.T) {
 	overLegs(t, volume.Spec{}, func(g *leg) {
 		g.attach()
@@ -305,7 +307,8 @@ func TestLVMMarksLost(t *testing.T) {
 	})
 }
 
-// TestLVMMarksLater: a volume that becomes a leg has marks when it is attached next, and what was written before counts.
+// TestLVMMarksLater: a volume that becomes a leg gets marks when it is attached next, and all that was written before counts as written. So does the whole leg
+// once it has grown so much that its marks have no room, until it is attached again.
 func TestLVMMarksLater(t *testing.T) {
 	urls := kindURLs(t)
 	g := &leg{TB: t, pool: open(t, "plain", urls["plain"]), written: map[uint32]map[int64]bool{0: {}}}
@@ -324,7 +327,7 @@ func TestLVMMarksLater(t *testing.T) {
 	g.exact(begun, "attached as a leg")
 	g.safe("what was there before")
 
-	// There is no room for the marks of so much.
+	// The object of the marks has no room for those of so large a leg.
 	check.OK(t, second(g.l.Expand(t.Context(), g.v.ID, volume.Range{Required: 700 * mib})))
 	g.put(600)
 	g.whole("grown")
@@ -338,7 +341,7 @@ func TestLVMMarksLater(t *testing.T) {
 	g.nothing()
 }
 
-// cutPool is a pool of which nothing can be changed any more after some changes: its driver is about to die.
+// cutPool is a pool in which nothing can be changed or attached after some such calls, as if the driver had died.
 type cutPool struct {
 	blockdev.Pool
 	left int
@@ -380,7 +383,7 @@ func (p *cutPool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Att
 	return p.Pool.Attach(ctx, ref, how)
 }
 
-// TestLVMMarksCut: whatever a driver that dies has done of an attach, all that is written counts.
+// TestLVMMarksCut: if the driver dies at any step of the attachment of a leg, all that is written before and later still counts as written.
 func TestLVMMarksCut(t *testing.T) {
 	overLegs(t, volume.Spec{}, func(g *leg) {
 		whole := g.pool
@@ -420,7 +423,7 @@ func TestLVMMarksCut(t *testing.T) {
 	})
 }
 
-// TestLVMMarksAnyhow: whatever happens to a leg, and in which order, all that is written counts.
+// TestLVMMarksAnyhow: after any order of writes, eras, attachments, starts, growth, damage, and kernels that cannot mark, all that was written counts as written.
 func TestLVMMarksAnyhow(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -446,7 +449,7 @@ func TestLVMMarksAnyhow(t *testing.T) {
 				g.detach()
 			case "start":
 				g.start()
-				g.attach() // what is mounted nowhere is detached
+				g.attach() // the start has detached it, as it is not mounted
 			case "grow":
 				if g.v.Size < 40*mib {
 					check.OK(g, second(g.l.Expand(t.Context(), g.v.ID, volume.Range{Required: g.v.Size + 4*mib})))
@@ -468,7 +471,7 @@ func TestLVMMarksAnyhow(t *testing.T) {
 	})
 }
 
-// TestLVMMarksOutlivePower: a mark is on the disk before what was written is.
+// TestLVMMarksOutlivePower: when a write to a leg has ended, its mark is on the disk: a copy of the pool's files has it, as after a loss of power.
 func TestLVMMarksOutlivePower(t *testing.T) {
 	drivertest.NeedMapper(t)
 	check.OK(t, era.Available())
@@ -482,7 +485,7 @@ func TestLVMMarksOutlivePower(t *testing.T) {
 	g.put(1)
 	begun := g.begin()
 	g.put(2, 9)
-	drivertest.Run(t, "cp", "-a", filepath.Join(dir, "a"), filepath.Join(dir, "b")) // what is above the files has no part in it
+	drivertest.Run(t, "cp", "-a", filepath.Join(dir, "a"), filepath.Join(dir, "b")) // without what the devices over the files have in memory
 	after := *g
 	after.pool = open(t, "default", at("b"))
 	after.start()

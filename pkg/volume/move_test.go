@@ -18,10 +18,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// stays answers for a cluster whether volumes move.
+// stays is a Moves: err is its answer to whether a volume stays on its node.
 type stays struct {
 	err  error
-	used []int64 // of which claims it was asked
+	used []int64 // the generations of the claims that Stays was asked about
 }
 
 func (s *stays) Stays(_ context.Context, _ volume.ID, _ string, used int64) error {
@@ -31,7 +31,7 @@ func (s *stays) Stays(_ context.Context, _ volume.ID, _ string, used int64) erro
 
 func (s *stays) IsHere(context.Context, volume.ID, string) error { return s.err }
 
-// twoHomes are two nodes with a pool each, of the first a, and of the second another name; restart starts them, the first time or again.
+// twoHomes is two nodes with one pool each. That of the first is called a, that of the second other. restart starts their drivers, the first time or again.
 func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) {
 	t.Helper()
 	urls := twoPools(t)
@@ -54,8 +54,8 @@ func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) 
 	}
 }
 
-// TestMoveGoesOn: what a node has of a volume that moves there is nobody's before it arrives; after a start the next call goes on where the last one stopped, unless the volume was
-// used meanwhile.
+// TestMoveGoesOn: what the new node has of a volume cannot be used before it has arrived. After a start of the drivers, the next call resumes the copy where the
+// last one stopped; if the volume was used meanwhile, the copy begins anew.
 func TestMoveGoesOn(t *testing.T) {
 	restart := twoHomes(t, "a")
 	a, b := restart()
@@ -107,7 +107,7 @@ func TestMoveGoesOn(t *testing.T) {
 	holds(t, b, moved)
 }
 
-// TestMoveGrows: a volume that is sealed may grow, by zeros. What is on the new node of it grows with it, whether all bytes are there or some, and is not brought anew.
+// TestMoveGrows: a sealed volume may grow. Its copy on the new node, unfinished or whole, grows with it, and is not copied anew.
 func TestMoveGrows(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
@@ -142,7 +142,8 @@ func TestMoveGrows(t *testing.T) {
 	holds(t, b, moved)
 }
 
-// TestMoveLeft: what a node knows that the volume has left is not used, whoever says that it stays, before somebody adopts it. What is sealed at another time has not left.
+// TestMoveLeft: once the record of a volume says that it has left the node, it is not used there, even if the cluster says that it stays, until it is adopted
+// (Readopt). The record says so only for the seal by which it has left.
 func TestMoveLeft(t *testing.T) {
 	restart := twoHomes(t, "a")
 	a, _ := restart()
@@ -173,7 +174,7 @@ func TestMoveLeft(t *testing.T) {
 	} {
 		fails(t, err, errdefs.ErrPrecondition, name+" of what has left")
 	}
-	// Its new node brings it still, and knows nothing of that.
+	// It can still be copied to its new node, where the record does not say so.
 	again, err := a.Seal(t.Context(), v.ID, volume.AnyClaims)
 	check.OK(t, err)
 	if !again.Created.Equal(from.Created) {
@@ -190,7 +191,8 @@ func TestMoveLeft(t *testing.T) {
 	check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
 }
 
-// TestMoveSealed: what is sealed is used again only if it stays, and what is not sealed does not depart.
+// TestMoveSealed: a sealed volume is used again only if the cluster says that it stays, and is removed (Depart) only by its seal. The new node refuses a
+// description with unknown or bad values, and keeps a volume of its own of that name.
 func TestMoveSealed(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
@@ -217,7 +219,7 @@ func TestMoveSealed(t *testing.T) {
 	fails(t, a.Depart(t.Context(), v.ID, from.Created), errdefs.ErrPrecondition, "Depart of what is used again")
 	check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
 
-	// What another node says of a volume goes into records.
+	// What another node tells of a volume would go into the record.
 	from, err = a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
 	for name, change := range map[string]func(*volume.Origin){
@@ -231,7 +233,7 @@ func TestMoveSealed(t *testing.T) {
 		change(&bad)
 		fails(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
 	}
-	// What is there of that name, and whole, stays.
+	// A whole volume of that name stays.
 	own, err := b.Create(t.Context(), volume.Spec{Name: "source", Size: volume.Range{Required: mib}})
 	check.OK(t, err)
 	fails(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
@@ -240,7 +242,7 @@ func TestMoveSealed(t *testing.T) {
 	}
 }
 
-// TestLVMMove: a volume moves from each kind of pool to each other, which has another name, whatever sizes that has.
+// TestLVMMove: a volume moves from each kind of pool to each other kind, by another name of the pool, whatever the granularities are.
 func TestLVMMove(t *testing.T) {
 	urls := kindURLs(t)
 	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
@@ -285,7 +287,8 @@ func TestLVMMove(t *testing.T) {
 	check.OK(t, homes[at].Delete(t.Context(), v.ID))
 }
 
-// TestMoveBack: a node that was taken for gone when a volume had left it has its old bytes still. When the volume moves back they give way, but only to bytes of as many claims.
+// TestMoveBack: a node that was taken for gone after a volume had moved away still has the old copy. When the volume moves back, that is replaced, but only if
+// the volume has had at least as many claims.
 func TestMoveBack(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
@@ -306,8 +309,8 @@ func TestMoveBack(t *testing.T) {
 	holds(t, a, v)
 }
 
-// TestDropMoved: what a node has left of a volume that has moved on, be it twice, goes if the node that has it says that it came from there; what was sealed at another time stays, and so
-// does what the new node has lost, or has only in part.
+// TestDropMoved: a node removes its old copy of a volume that has moved on, also several times, if the node that has the volume now confirms that it came by
+// that seal. A copy with another seal stays, and so does one whose successor is lost or has not arrived.
 func TestDropMoved(t *testing.T) {
 	var disks []*memory.Disk
 	var nodes []*volume.Local
@@ -353,15 +356,15 @@ func TestDropMoved(t *testing.T) {
 	check.OK(t, a.DropMoved(t.Context(), "default", v.ID, has(c)))
 	fails(t, second(a.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what was dropped")
 
-	for range 9 { // of many moves the last are known
+	for range 9 { // only the last moves are remembered
 		move(t, "v", v.ID, c, b, "default")
 		move(t, "v", v.ID, b, c, "default")
 	}
 	came(c, left.Created, false)
 }
 
-// TestSealTime: a home whose clock was set back, also while its driver was down, seals and describes a volume at times that are later than all that it has told: the new node refuses what
-// is of an earlier one.
+// TestSealTime: if the clock of a home is set back, also while its driver is down, the times of its next seals and descriptions are still later than all that
+// it has told before, as a new node refuses earlier ones.
 func TestSealTime(t *testing.T) {
 	pool, err := pools.Open(t.Context(), "a", twoPools(t)["a"])
 	check.OK(t, err)

@@ -16,8 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestSnapshotMoves: what a node has of a snapshot that moves there is nobody's before it arrives; after a start the next call goes on where the last one stopped. Then it is the
-// snapshot that it was, without its volume, and moves on.
+// TestSnapshotMoves: what the new node has of a snapshot cannot be used before it has arrived. After a start of the drivers, the next call resumes the copy
+// where the last one stopped. After its arrival the snapshot is the same, can be restored without its volume, and can move on.
 func TestSnapshotMoves(t *testing.T) {
 	restart := twoHomes(t, "a")
 	a, b := restart()
@@ -70,7 +70,8 @@ func TestSnapshotMoves(t *testing.T) {
 	}
 }
 
-// TestSnapshotMovesRefused: what is another snapshot is neither taken for what has moved, nor removed as that; what is cut again is brought anew.
+// TestSnapshotMovesRefused: a snapshot that was cut at another time is not taken for the one that moves, and not removed as that. One that was deleted and made
+// again is copied anew. Descriptions with unknown or bad values are refused.
 func TestSnapshotMovesRefused(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, was := withContents(t, a)
@@ -105,7 +106,7 @@ func TestSnapshotMovesRefused(t *testing.T) {
 	fails(t, b.CopySnapshotIn(t.Context(), "snapshot", from), errdefs.ErrExists, "BringSnapshot of another one than is there")
 }
 
-// TestSnapshotMovesLeftovers: what is here of a snapshot that comes, and has not arrived, is a leftover, and goes as one; nothing else does.
+// TestSnapshotMovesLeftovers: a copied snapshot that has not arrived is a leftover, and can be dropped as one. After its arrival it is none, and stays.
 func TestSnapshotMovesLeftovers(t *testing.T) {
 	urls := twoPools(t)
 	var opened []blockdev.Pool
@@ -135,7 +136,8 @@ func TestSnapshotMovesLeftovers(t *testing.T) {
 	}
 }
 
-// TestGroupMoves: the members of a group move one by one. A start keeps what is on either node, and what has not arrived is no part of the group.
+// TestGroupMoves: the members of a group move one by one. A start of the drivers keeps the members on either node. One that has not arrived is not part of the
+// group yet.
 func TestGroupMoves(t *testing.T) {
 	restart := twoHomes(t, "a")
 	a, b := restart()
@@ -170,7 +172,7 @@ func TestGroupMoves(t *testing.T) {
 	check.OK(t, b.DeleteGroup(t.Context(), group.ID))
 }
 
-// TestGroupMovesDeletedLater: what a node has of a group that is on two nodes, and is not deleted because it is read, is there as before.
+// TestGroupMovesDeletedLater: if a group of which another node has a part is not deleted because a member is being read (ErrBusy), that member is still there.
 func TestGroupMovesDeletedLater(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
@@ -195,7 +197,7 @@ func TestGroupMovesDeletedLater(t *testing.T) {
 	fails(t, second(a.GetSnapshot(t.Context(), stays.ID)), errdefs.ErrNotFound, "GetSnapshot of what was deleted")
 }
 
-// TestEncryptedSnapshotMoves: what is encrypted moves as it is kept, with what its record says of the header, and without a key.
+// TestEncryptedSnapshotMoves: an encrypted snapshot moves as it is, without a key, and its record keeps what it says of the header.
 func TestEncryptedSnapshotMoves(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -208,7 +210,7 @@ func TestEncryptedSnapshotMoves(t *testing.T) {
 	v, err := homes[0].Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 24 * mib}})
 	check.OK(t, err)
 	_, err = files[0].SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}, func(labels map[string]string) error {
-		labels["encryption"], labels["header"] = string(volume.LUKS2), string(volume.Formatted)+":0a0b" // without a device mapper there is no other way to one
+		labels["encryption"], labels["header"] = string(volume.LUKS2), string(volume.Formatted)+":0a0b" // by its labels, as the machine may have no device mapper
 		return nil
 	})
 	check.OK(t, err)
@@ -229,7 +231,7 @@ func TestEncryptedSnapshotMoves(t *testing.T) {
 	}
 }
 
-// TestLVMSnapshotMoves: a snapshot moves from each kind of pool to each other, whatever sizes that has, and is restored there.
+// TestLVMSnapshotMoves: a snapshot moves from each kind of pool to each other kind, whatever the granularities are, and can be restored there.
 func TestLVMSnapshotMoves(t *testing.T) {
 	urls := kindURLs(t)
 	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
@@ -272,7 +274,8 @@ func TestLVMSnapshotMoves(t *testing.T) {
 	check.OK(t, homes[at].DeleteSnapshot(t.Context(), was.ID))
 }
 
-// TestSnapshotMovesOfOtherPool: a snapshot of a volume whose ID names another pool moves, and is still of that volume, before and after that comes there. A snapshot moves to no pool of another name.
+// TestSnapshotMovesOfOtherPool: a snapshot whose volume is in a pool that the volume's ID does not name moves, and is still of that volume, before and after the
+// volume comes to the same node. A snapshot cannot move to a node without a pool of its name.
 func TestSnapshotMovesOfOtherPool(t *testing.T) {
 	a, b, _ := otherPools(t)()
 	v, before := withContents(t, a)

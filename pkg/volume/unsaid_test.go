@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// relabelled changes a label of a volume's record behind its node's back; empty: it has it no more.
+// relabelled changes a label in the record of a volume without the Local; an empty value deletes it.
 func relabelled(t *testing.T, pool blockdev.Pool, v volume.Volume, label, value string) {
 	t.Helper()
 	check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
@@ -24,8 +24,8 @@ func relabelled(t *testing.T, pool blockdev.Pool, v volume.Volume, label, value 
 	})))
 }
 
-// TestExportUnsaid: what is exported and in no record ends, with its device, when nobody works on the volume; what a record says, or cannot say, and what another node exports
-// of the same kernel, stay.
+// TestExportUnsaid: an export that no record says is ended, and its device detached, once no call holds the volume's lock. An export stays if a record says it,
+// if the record cannot be read, or if it is another node's on the same kernel.
 func TestExportUnsaid(t *testing.T) {
 	pool, k := memory.NewDisk(8<<30).Open("default", nil), newTarget(t)
 	l := start(t, 0, pool)
@@ -72,7 +72,8 @@ func TestExportUnsaid(t *testing.T) {
 	check.OK(t, errors.Join(l.Unexport(t.Context(), made["said"].ID, 0), l.Unexport(t.Context(), made["unread"].ID, 0), other.Unexport(t.Context(), made["unsaid"].ID, 0)))
 }
 
-// TestReadUnsaid: readers that the record does not know of end, and the volume can be written to again; those of now stay.
+// TestReadUnsaid: exports to readers that are not of the reading in the record are ended; those of that reading stay. When the record has none, all are ended,
+// and the volume can be written to again.
 func TestReadUnsaid(t *testing.T) {
 	needGuard(t)
 	pool, k := opened(t, "default", filesURL(t)), newTarget(t)
