@@ -145,8 +145,8 @@ func moveInUse(t *testing.T, pool string) {
 	holds(t, m.b, moved)
 }
 
-// TestMoveInUsePrepared: what was prepared for a volume is replaced only for a later description of the volume. It is completed or dropped only for the consumer
-// that it was prepared for, by the export that this is connected to.
+// TestMoveInUsePrepared: what was prepared for a volume is replaced only for a later description of the volume. It is completed or dropped only for the
+// consumer that it was prepared for, by the export that this is connected to.
 func TestMoveInUsePrepared(t *testing.T) {
 	m := newMoving(t, "a")
 	to := grant(4, "c")

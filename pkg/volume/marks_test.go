@@ -423,7 +423,8 @@ func TestLVMMarksCut(t *testing.T) {
 	})
 }
 
-// TestLVMMarksAnyhow: after any order of writes, eras, attachments, starts, growth, damage, and kernels that cannot mark, all that was written counts as written.
+// TestLVMMarksAnyhow: after any order of writes, eras, attachments, starts, growth, damage, and kernels that cannot mark, all that was written counts as
+// written.
 func TestLVMMarksAnyhow(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

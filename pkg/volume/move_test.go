@@ -54,8 +54,8 @@ func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) 
 	}
 }
 
-// TestMoveGoesOn: what the new node has of a volume cannot be used before it has arrived. After a start of the drivers, the next call resumes the copy where the
-// last one stopped; if the volume was used meanwhile, the copy begins anew.
+// TestMoveGoesOn: what the new node has of a volume cannot be used before it has arrived. After a start of the drivers, the next call resumes the copy
+// where the last one stopped; if the volume was used meanwhile, the copy begins anew.
 func TestMoveGoesOn(t *testing.T) {
 	restart := twoHomes(t, "a")
 	a, b := restart()

@@ -274,8 +274,8 @@ func TestLVMSnapshotMoves(t *testing.T) {
 	check.OK(t, homes[at].DeleteSnapshot(t.Context(), was.ID))
 }
 
-// TestSnapshotMovesOfOtherPool: a snapshot whose volume is in a pool that the volume's ID does not name moves, and is still of that volume, before and after the
-// volume comes to the same node. A snapshot cannot move to a node without a pool of its name.
+// TestSnapshotMovesOfOtherPool: a snapshot whose volume is in a pool that the volume's ID does not name moves, and is still of that volume, before and
+// after the volume comes to the same node. A snapshot cannot move to a node without a pool of its name.
 func TestSnapshotMovesOfOtherPool(t *testing.T) {
 	a, b, _ := otherPools(t)()
 	v, before := withContents(t, a)

@@ -21,7 +21,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// otherPools are two nodes, of which the first has a pool a, and the second a pool a and a pool b; restart starts them, the first time or again.
+// otherPools is two nodes. The first has a pool a, the second a pool a and a pool b. restart starts their drivers, the first time or again; it returns pool
+// b too.
 func otherPools(t *testing.T) (restart func() (first, second *volume.Local, b blockdev.Pool)) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -51,7 +52,7 @@ func otherPools(t *testing.T) (restart func() (first, second *volume.Local, b bl
 	}
 }
 
-// move moves a volume from one node to a pool of another.
+// move moves a volume from one node to a pool of another node.
 func move(t *testing.T, name string, id volume.ID, from, to *volume.Local, pool string) {
 	t.Helper()
 	sealed, err := from.Seal(t.Context(), id, 3)
@@ -62,8 +63,8 @@ func move(t *testing.T, name string, id volume.ID, from, to *volume.Local, pool 
 	fails(t, second(from.Get(t.Context(), id)), errdefs.ErrNotFound, "Get where it was")
 }
 
-// TestMoveToOtherPool: a volume that moves to a pool of another name is the same volume: all that can be done to it can be done there, by its ID, also after a start. What is made of it there
-// says so, and it moves back.
+// TestMoveToOtherPool: a volume that has moved to a pool of another name keeps its ID. All calls for it work there, also after a start of the drivers.
+// Snapshots and copies that are made of it there name it as their source. It can move back.
 func TestMoveToOtherPool(t *testing.T) {
 	restart := otherPools(t)
 	a, b, pool := restart()
@@ -98,7 +99,7 @@ func TestMoveToOtherPool(t *testing.T) {
 	}
 	check.OK(t, b.Claim(t.Context(), v.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
 	check.OK(t, b.Release(t.Context(), v.ID, node))
-	check.OK(t, b.Claim(t.Context(), v.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"})) // of which there can be one
+	check.OK(t, b.Claim(t.Context(), v.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"})) // the node can have one claim
 	check.OK(t, b.Release(t.Context(), v.ID, node))
 	grown, err := b.Expand(t.Context(), v.ID, volume.Range{Required: v.Size + mib})
 	check.OK(t, err)
@@ -154,12 +155,13 @@ func TestMoveToOtherPool(t *testing.T) {
 		t.Errorf("back it is %+v", back)
 	}
 	holds(t, a, back)
-	check.OK(t, second(a.CreateSnapshot(t.Context(), "snapshot", v.ID))) // the one of before
+	check.OK(t, second(a.CreateSnapshot(t.Context(), "snapshot", v.ID))) // it is there already
 	check.OK(t, errors.Join(a.DeleteSnapshot(t.Context(), before.ID), a.Delete(t.Context(), v.ID)))
 	fails(t, second(a.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what was deleted")
 }
 
-// TestOnePlace: a node has a volume that comes there in one pool: what another of its pools has of it, unfinished or left behind, goes, and if it may be more the volume does not come.
+// TestOnePlace: a node has a volume that moves there in one pool only. What another of its pools has of it, an unfinished copy or what an earlier move left, is
+// removed. If that may be newer than the volume, the move is refused.
 func TestOnePlace(t *testing.T) {
 	a, b, pool := otherPools(t)()
 	v, _ := withContents(t, a)
@@ -167,14 +169,14 @@ func TestOnePlace(t *testing.T) {
 	from, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
 	fails(t, b.CopyIn(t.Context(), "b", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
-	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from)) // asked for anew
+	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from)) // now pool a is asked for
 	if left, err := b.Leftovers(t.Context(), pool); err != nil || len(left) > 0 {
 		t.Errorf("pool b has %v, %v", left, err)
 	}
 	check.OK(t, b.Arrive(t.Context(), v.ID))
 	check.OK(t, a.Depart(t.Context(), v.ID, from.Created))
 
-	left, err := b.Seal(t.Context(), v.ID, 3) // and moves away, and is not given back
+	left, err := b.Seal(t.Context(), v.ID, 3) // it moves away, and what is here is not removed
 	check.OK(t, err)
 	check.OK(t, a.CopyIn(t.Context(), "a", "source", blockdev.Thin, left))
 	check.OK(t, a.Arrive(t.Context(), v.ID))
@@ -198,7 +200,8 @@ func TestOnePlace(t *testing.T) {
 	}
 }
 
-// TestPlaceComesLater: a volume in a pool that its ID does not name, and that is not open yet, is not taken for lost by who knows where it is; when the pool is there it is found by its record.
+// TestPlaceComesLater: a volume that was located (Locate) in a pool which its ID does not name is not taken for lost while that pool is not open: calls return
+// ErrUnavailable. Once the pool is open, the volume is found.
 func TestPlaceComesLater(t *testing.T) {
 	origin, disk, other := memory.NewDisk(1<<30), memory.NewDisk(1<<30), memory.NewDisk(1<<30)
 	a, b := start(t, 0, origin.Open("first", nil)), start(t, 0, disk.Open("first", nil), other.Open("second", nil))
@@ -231,8 +234,8 @@ func TestPlaceComesLater(t *testing.T) {
 	})
 }
 
-// leaveInSecond has a node that was open with its pool second have something left of a volume there, in a way, and then the volume itself in its pool first, which came there while
-// second was away. It returns the volume, and the two pools' disks.
+// leaveInSecond makes the disks of the two pools of a node, first and second. Pool second has what is left of a volume: as way says, sealed after it had moved
+// away, or an unfinished copy. Pool first has the volume itself, which came there while second was away.
 func leaveInSecond(t *testing.T, way string) (id volume.ID, first, late *memory.Disk) {
 	t.Helper()
 	origin, first, late := memory.NewDisk(1<<30), memory.NewDisk(1<<30), memory.NewDisk(1<<30)
@@ -255,7 +258,7 @@ func leaveInSecond(t *testing.T, way string) (id volume.ID, first, late *memory.
 	return v.ID, first, late
 }
 
-// TestPlaceOfLeftover: what is left of a volume in a pool that opens late is not taken for the volume, which is in the pool that its ID names, also before that is open.
+// TestPlaceOfLeftover: what is left of a volume in another pool is not taken for the volume, which is in the pool that its ID names, whichever pool opens last.
 func TestPlaceOfLeftover(t *testing.T) {
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)
@@ -292,7 +295,7 @@ func TestPlaceOfLeftover(t *testing.T) {
 	}
 }
 
-// TestLocatedStays: where somebody has located a volume it is, whatever a pool has of it that opens later.
+// TestLocatedStays: a volume is where it was located (Locate), whatever a pool that opens later has of it.
 func TestLocatedStays(t *testing.T) {
 	origin, disk, other := memory.NewDisk(1<<30), memory.NewDisk(1<<30), memory.NewDisk(1<<30)
 	a, b := start(t, 0, origin.Open("first", nil)), start(t, 0, disk.Open("first", nil), other.Open("second", nil))
@@ -315,7 +318,7 @@ func TestLocatedStays(t *testing.T) {
 	})
 }
 
-// TestLeftoverOfPool: a leftover of a volume that is in another pool by now goes from where it was found, and the volume stays.
+// TestLeftoverOfPool: a leftover of a volume that is in another pool by now is dropped from the pool in which it was found, and the volume stays.
 func TestLeftoverOfPool(t *testing.T) {
 	id, first, late := leaveInSecond(t, "unfinished")
 	pool := late.Open("second", nil)
@@ -336,7 +339,8 @@ func TestLeftoverOfPool(t *testing.T) {
 	}
 }
 
-// TestDropLeft: what a pool that opens late has of a volume is not listed beside that. It goes if it had left the node before, and nothing that may be more does.
+// TestDropLeft: what a pool has left of a volume that is in another pool is not listed. DropLeft removes it if the volume came by its seal, and refuses if it
+// may be newer than the volume, or if the volume itself may have moved.
 func TestDropLeft(t *testing.T) {
 	id, first, late := leaveInSecond(t, "sealed")
 	l := start(t, 0, first.Open("first", nil), late.Open("second", nil))

@@ -19,7 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// TestPeerOf: whose volumes are of one StatefulSet.
+// TestPeerOf: the names of claims of one template of one StatefulSet are recognised, and no others.
 func TestPeerOf(t *testing.T) {
 	of := func(namespace, name string) volume.Requester {
 		return volume.Requester{Namespace: namespace, Name: name}
@@ -30,7 +30,7 @@ func TestPeerOf(t *testing.T) {
 	}{
 		{of("ns", "data-web-0"), of("ns", "data-web-1"), true},
 		{of("ns", "data-web-9"), of("ns", "data-web-10"), true},
-		{of("ns", "data-web-0"), of("ns", "data-web-0"), false}, // the same claim, made anew
+		{of("ns", "data-web-0"), of("ns", "data-web-0"), false}, // the same claim, not a peer of itself
 		{of("ns", "data-web-0"), of("other", "data-web-1"), false},
 		{of("ns", "data-web-0"), of("ns", "wal-web-1"), false},
 		{of("ns", "data-web-0"), of("ns", "data-web-0-1"), false},
@@ -38,7 +38,7 @@ func TestPeerOf(t *testing.T) {
 		{of("ns", "data-x"), of("ns", "data-y"), false},
 		{of("ns", "-0"), of("ns", "-1"), false},
 		{of("ns", "data-"), of("ns", "data-1"), false},
-		{of("ns", "backup-1"), of("ns", "backup-2"), false}, // no StatefulSet makes them: there is a template's name before its own
+		{of("ns", "backup-1"), of("ns", "backup-2"), false}, // no StatefulSet makes these: the names of the template and of the StatefulSet would both be there
 		{of("ns", "-web-1"), of("ns", "-web-2"), false},
 		{of("", ""), of("", ""), false},
 	} {
@@ -48,7 +48,7 @@ func TestPeerOf(t *testing.T) {
 	}
 }
 
-// TestCompare: which pool is the better one.
+// TestCompare: the pools are ordered from the best one for a volume to the worst.
 func TestCompare(t *testing.T) {
 	room := func(available int64, worst blockdev.Severity, peers int) volume.Room {
 		return volume.Room{Capacity: blockdev.Capacity{Available: available, MaxVolume: available}, Worst: worst, Peers: peers}
@@ -67,7 +67,7 @@ func TestCompare(t *testing.T) {
 	}
 }
 
-// two starts a store over the pools a, with more room, and b, whose operations fail as the hooks say.
+// two starts a store over a pool a and a pool b, which has less room. Their operations fail as the hooks say.
 func two(t *testing.T, a, b memory.Hook) (*volume.Local, *memory.Disk, *memory.Disk) {
 	t.Helper()
 	large, small := memory.NewDisk(2<<30), memory.NewDisk(1<<30)
@@ -88,8 +88,8 @@ func refusing(which string, err error) memory.Hook {
 	}
 }
 
-// TestRefusedByOne: what one pool of a set has no room for, or cannot do, the next one makes in the same call; any other failure is the
-// caller's, and nothing is made elsewhere.
+// TestRefusedByOne: if a pool of a set has no room, or cannot make the volume, the next one makes it in the same call. Any other error is returned, and nothing
+// is made in another pool.
 func TestRefusedByOne(t *testing.T) {
 	for _, err := range []error{errdefs.ErrNoSpace, errdefs.ErrUnsupported} {
 		l, _, _ := two(t, refusing("Create", fmt.Errorf("%w: no", err)), nil)
@@ -104,7 +104,7 @@ func TestRefusedByOne(t *testing.T) {
 			t.Errorf("made: %v, %v", all, err)
 		}
 	}
-	// One error says why of all.
+	// If all pools refuse, one error says why each has.
 	l, _, _ := two(t, refusing("Create", fmt.Errorf("%w: a is too small", errdefs.ErrNoSpace)), refusing("Create", fmt.Errorf("%w: b is thick", errdefs.ErrUnsupported)))
 	err := second(l.Create(t.Context(), inSet("v")))
 	if kinds := errdefs.Kinds(err); !slices.Equal(kinds, []error{errdefs.ErrNoSpace}) || !strings.Contains(err.Error(), "a is too small") || !strings.Contains(err.Error(), "b is thick") {
@@ -112,7 +112,8 @@ func TestRefusedByOne(t *testing.T) {
 	}
 }
 
-// TestIll: pools that something is wrong with are the last to be taken, those that cannot be used are not; if none can, the answer says why.
+// TestIll: a pool with a problem is chosen only if no other one has room; an inaccessible one is not asked. If all are inaccessible, one is asked all the same,
+// as its health may be out of date.
 func TestIll(t *testing.T) {
 	l, a, b := two(t, nil, nil)
 	ail := func(disk *memory.Disk, worst blockdev.Severity) {
@@ -147,7 +148,7 @@ func TestIll(t *testing.T) {
 	}
 }
 
-// TestMissingPassedOver: while a disk is missing, its set is served by the others.
+// TestMissingPassedOver: while one pool of a set is missing, volumes are made in the others.
 func TestMissingPassedOver(t *testing.T) {
 	disk := memory.NewDisk(1 << 30)
 	mounts, err := mount.LoadTable()
@@ -169,7 +170,7 @@ func TestMissingPassedOver(t *testing.T) {
 	})
 }
 
-// TestHangingPool: a pool that does not answer is waited for once, then passed over until it has answered.
+// TestHangingPool: a pool that does not answer is waited for once, and then passed over until it has answered.
 func TestHangingPool(t *testing.T) {
 	mounts, err := mount.LoadTable()
 	check.OK(t, err)
@@ -197,7 +198,7 @@ func TestHangingPool(t *testing.T) {
 	})
 }
 
-// TestRetryStays: whoever asks again after its time was over gets the volume from the pool that had begun with it, whichever has most room by then.
+// TestRetryStays: after a call that ran out of time, the retry makes the volume in the pool that had begun with it, even if another pool has more room by then.
 func TestRetryStays(t *testing.T) {
 	late := true
 	l, _, _ := two(t, func(operation string, ref blockdev.Ref) error {

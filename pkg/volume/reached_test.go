@@ -23,7 +23,7 @@ import (
 
 var nvmeAddress = netip.MustParseAddrPort("127.0.0.1:4427")
 
-// needNVMe returns the kernel's target; a test that needs it is for a kernel that has it (hack/vm/kernel.sh).
+// needNVMe returns the kernel's NVMe target. It skips the test on a kernel without NVMe over TCP, unless ASHLAR_NVME is set (hack/vm/kernel.sh).
 func needNVMe(t *testing.T) *nvmet.Target {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -38,7 +38,7 @@ func needNVMe(t *testing.T) *nvmet.Target {
 	return k
 }
 
-// connected is the pool of a consumer: what it is connected to.
+// connected is the pool of a consumer, with the one volume that it is connected to.
 type connected struct {
 	blockdev.Pool
 	ref    blockdev.Ref
@@ -60,7 +60,7 @@ func (c connected) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Dev
 	return map[blockdev.Ref][]blockdev.Device{c.ref: devices}, err
 }
 
-// holder has a consumer on this machine hold its writes back.
+// holder is Consumers with one consumer, node, on this machine.
 type holder struct {
 	consumer
 	node *volume.Local
@@ -81,8 +81,8 @@ func connect(t *testing.T, e volume.Exported) nvme.Device {
 	return device
 }
 
-// TestNVMeExport: a consumer uses a volume over the network as if it were there: while its home's driver starts anew, while the volume grows, and while it is
-// copied; and when the export has ended nothing of it comes any more.
+// TestNVMeExport: a consumer uses a volume over NVMe/TCP like one of its own, also while the driver of the home starts anew, while the volume grows, and
+// while a snapshot is made, which has what the consumer had cached. After the end of the export none of its writes arrive.
 func TestNVMeExport(t *testing.T) {
 	k := needNVMe(t)
 	url := filesURL(t)
@@ -144,7 +144,7 @@ func TestNVMeExport(t *testing.T) {
 	}
 }
 
-// fence makes sure that nothing of a consumer that writes all the time comes after its export has ended.
+// fence makes sure that no write of a consumer, which writes all the time, arrives after its export has ended, as the volume is exported to another one.
 func fence(t *testing.T, l *volume.Local, device nvme.Device, v volume.Volume, first volume.Exported) {
 	t.Helper()
 	f, err := os.OpenFile(device.Path, os.O_RDWR|unix.O_DIRECT, 0)
@@ -193,7 +193,7 @@ func fence(t *testing.T, l *volume.Local, device nvme.Device, v volume.Volume, f
 	check.OK(t, err)
 	own := alignedBlock()
 	check.OK(t, second(g.WriteAt(own, 8*mib)))
-	check.OK(t, nvme.Disconnect(t.Context(), first.NQN)) // kernels before 6.10 wait for what does not come back
+	check.OK(t, nvme.Disconnect(t.Context(), first.NQN)) // before Linux 6.10 the writer waits for the connection until then
 	close(stop)
 	if err := <-ended; err == nil {
 		t.Error("the writer has no error")
@@ -204,7 +204,7 @@ func fence(t *testing.T, l *volume.Local, device nvme.Device, v volume.Volume, f
 	check.OK(t, f.Close())
 	check.OK(t, g.Close())
 	fails(t, l.Unexport(t.Context(), v.ID, 1), nil, "another generation")
-	device2, err := l.Attach(t.Context(), v, nil) // at home
+	device2, err := l.Attach(t.Context(), v, nil) // on the home, which ends the export
 	check.OK(t, err)
 	check.OK(t, device2.Close())
 	if _, is, err := l.ExportOf(t.Context(), v.ID); is || err != nil {
@@ -213,7 +213,7 @@ func fence(t *testing.T, l *volume.Local, device nvme.Device, v volume.Volume, f
 	check.OK(t, nvme.Disconnect(t.Context(), next.NQN))
 }
 
-// alignedBlock is a block that O_DIRECT takes.
+// alignedBlock returns 4 KiB of memory that is aligned as O_DIRECT needs it.
 func alignedBlock() []byte {
 	const block = 4096
 	all, err := unix.Mmap(-1, 0, block, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)

@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// needGuard is for tests of what only a device mapper can do.
+// needGuard skips a test where the device mapper cannot make a device that fails all writes.
 func needGuard(t *testing.T) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -31,7 +31,7 @@ func needGuard(t *testing.T) {
 	}
 }
 
-// written makes a raw volume for any node, which begins with content.
+// written makes a raw volume with access any, the first bytes of which are content.
 func written(t *testing.T, l *volume.Local, name, content string) volume.Volume {
 	t.Helper()
 	v, err := l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: 4 * mib}, Access: volume.AccessAny})
@@ -50,7 +50,8 @@ func writes(t *testing.T, l *volume.Local, v volume.Volume, content string) {
 	check.OK(t, errors.Join(err, f.Close(), device.Close(), l.Detach(t.Context(), v.ID)))
 }
 
-// readBy makes sure of who is given a volume to read, by their generations, that the kernel has no other exports of it, and that its device is there as long as it is read.
+// readBy makes sure that a volume is exported for reading for the claims of the given generations, that there are no other exports of it, and that it is
+// attached if and only if it is read there or here.
 func readBy(t testing.TB, l *volume.Local, k *target, id volume.ID, here bool, want ...int64) {
 	t.Helper()
 	have, err := l.Readers(t.Context(), id)
@@ -75,7 +76,8 @@ func readBy(t testing.TB, l *volume.Local, k *target, id volume.ID, here bool, w
 
 func nobody(int64) bool { return false }
 
-// TestReachedByMany: a volume is read by many nodes at once, and on its own; nobody writes it then, also after a start of the driver; and they end one by one.
+// TestReachedByMany: a volume is read by several nodes at once, and on its home. None of them can write, also after a start of the driver. They end one by
+// one, and then the volume can be written to again.
 func TestReachedByMany(t *testing.T) {
 	needGuard(t)
 	url := filesURL(t)
@@ -90,7 +92,7 @@ func TestReachedByMany(t *testing.T) {
 	v := written(t, l, "a", "content")
 	_, err = l.Export(t.Context(), v.ID, grant(1, "b"))
 	check.OK(t, err)
-	first, err := l.ExportToRead(t.Context(), v.ID, grant(2, "b")) // which ends what is exported for writing
+	first, err := l.ExportToRead(t.Context(), v.ID, grant(2, "b")) // this ends the export for writing
 	check.OK(t, err)
 	again, err := l.ExportToRead(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
@@ -127,7 +129,7 @@ func TestReachedByMany(t *testing.T) {
 
 	check.OK(t, pool.Close())
 	l = start(t, 0, open(t, "default", url))
-	if devices, err := l.Attached(t.Context(), v.ID); len(devices) != 1 || err != nil { // of exports it knows nothing yet
+	if devices, err := l.Attached(t.Context(), v.ID); len(devices) != 1 || err != nil { // before ServeExports
 		t.Errorf("after a start it is attached as %v, %v", devices, err)
 	}
 	serve(t, l, k, &consumer{})
@@ -137,22 +139,22 @@ func TestReachedByMany(t *testing.T) {
 	}
 	check.OK(t, l.EndReaders(t.Context(), v.ID, func(generation int64) bool { return generation != 2 }))
 	readBy(t, l, k, v.ID, true, 3)
-	check.OK(t, l.Detach(t.Context(), v.ID)) // this node has done with it
+	check.OK(t, l.Detach(t.Context(), v.ID)) // this node ends reading
 	readBy(t, l, k, v.ID, false, 3)
-	check.OK(t, l.Detach(t.Context(), v.ID)) // asked again, it stays for the others
+	check.OK(t, l.Detach(t.Context(), v.ID)) // a repeated call does not end the others
 	readBy(t, l, k, v.ID, false, 3)
 	check.OK(t, l.EndReaders(t.Context(), v.ID, nobody))
 	readBy(t, l, k, v.ID, false)
 	writes(t, l, v, "another")
 
-	// Who is the last to leave is this node; and who comes to write ends what is exported.
+	// This node may be the last reader. A claim for writing ends the exports to readers.
 	_, err = l.ExportToRead(t.Context(), v.ID, grant(5, "b"))
 	check.OK(t, err)
 	here, err = l.AttachToRead(t.Context(), v, true)
 	check.OK(t, errors.Join(err, here.Close()))
 	check.OK(t, l.EndReaders(t.Context(), v.ID, nobody))
 	readBy(t, l, k, v.ID, true)
-	check.OK(t, l.EndReadingHere(t.Context(), v.ID)) // nobody takes down here what could not be staged
+	check.OK(t, l.EndReadingHere(t.Context(), v.ID)) // as after a stage that failed, which is never unstaged
 	readBy(t, l, k, v.ID, false)
 	_, err = l.ExportToRead(t.Context(), v.ID, grant(6, "b"))
 	check.OK(t, err)
@@ -163,8 +165,8 @@ func TestReachedByMany(t *testing.T) {
 	check.OK(t, l.Delete(t.Context(), v.ID))
 }
 
-// TestReachedByManyTaken: what others take out of the kernel of what many read is exported again as it was, also after a start of the driver; those who have ended are not, and
-// nothing of either is left when they end.
+// TestReachedByManyTaken: exports to readers that another tool has removed from the kernel are made again as they were, also after a start of the driver. Those
+// that have ended are not. When all readers have ended, nothing is left.
 func TestReachedByManyTaken(t *testing.T) {
 	needGuard(t)
 	url := filesURL(t)
@@ -219,7 +221,7 @@ func TestReachedByManyTaken(t *testing.T) {
 	check.OK(t, l.Delete(t.Context(), v.ID))
 }
 
-// TestReachedByManyRebooted: what was read before the machine started anew is read by nobody, and can be used.
+// TestReachedByManyRebooted: after a restart of the machine, a volume that many nodes read before has no readers, and can be read and written to again.
 func TestReachedByManyRebooted(t *testing.T) {
 	needGuard(t)
 	url := filesURL(t)
@@ -252,8 +254,8 @@ func TestReachedByManyRebooted(t *testing.T) {
 	check.OK(t, l.Delete(t.Context(), v.ID))
 }
 
-// TestReachedByManyCutShort: wherever an export for reading, or the end of it, fails or is cut short, it can be asked for again, also by a driver that was just
-// started; and nothing is exported that can be written to.
+// TestReachedByManyCutShort: at whatever step an export for reading, or its end, fails or is cut short, both can be repeated, also after a start of the driver.
+// Meanwhile no export is there that can be written to.
 func TestReachedByManyCutShort(t *testing.T) {
 	needGuard(t)
 	for n := 0; ; n++ {

@@ -26,8 +26,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// mixed is where pools of files on XFS, which cut in an instant, and of linear logical volumes are. lvm2 looks at all devices of the
-// machine, as it does by default.
+// mixed returns the URLs of a pool of files on XFS, which copies at once, and of one of linear logical volumes. lvm2 looks at all devices of the machine, as it
+// does by default.
 func mixed(t *testing.T) (files, group string) {
 	t.Helper()
 	drivertest.NeedLVM(t)
@@ -47,7 +47,7 @@ func open(t *testing.T, name, url string) blockdev.Pool {
 	return pool
 }
 
-// raw makes a raw volume and hands it out.
+// raw makes a volume and attaches it as a raw device.
 func raw(t *testing.T, l *volume.Local, pool, name string) (volume.Volume, blockdev.Device) {
 	t.Helper()
 	v, err := l.Create(t.Context(), volume.Spec{Name: name, Pool: pool, Size: volume.Range{Required: 16 * mib}})
@@ -58,7 +58,7 @@ func raw(t *testing.T, l *volume.Local, pool, name string) (volume.Volume, block
 	return v, device
 }
 
-// nameOf is what the device mapper calls a device.
+// nameOf returns the name of a device of the device mapper.
 func nameOf(t *testing.T, device blockdev.Device) string {
 	t.Helper()
 	name, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "dm/name"))
@@ -66,7 +66,7 @@ func nameOf(t *testing.T, device blockdev.Device) string {
 	return strings.TrimSpace(string(name))
 }
 
-// within makes sure that a call ends; where it does not, what is suspended is resumed, so that the test ends.
+// within fails the test if a call does not end within limit. Then it resumes all suspended devices again and again, until the call ends.
 func within(t *testing.T, limit time.Duration, what string, call func()) {
 	t.Helper()
 	ended := make(chan struct{})
@@ -92,10 +92,10 @@ func within(t *testing.T, limit time.Duration, what string, call func()) {
 	}
 }
 
-// TestLVMGroupBesideFiles: while a raw volume of files is suspended for a group, lvm2 cuts another member of it.
+// TestLVMGroupBesideFiles: lvm2 makes a snapshot for a member of a group while another member, a raw volume of a file pool, is suspended.
 func TestLVMGroupBesideFiles(t *testing.T) {
 	files, group := mixed(t)
-	l := start(t, 0, open(t, "files", files), open(t, "a-group", group)) // its member is cut first
+	l := start(t, 0, open(t, "files", files), open(t, "a-group", group)) // the member in a-group is cut first
 	a, _ := raw(t, l, "files", "a")
 	b, _ := raw(t, l, "a-group", "b")
 	within(t, 30*time.Second, "a group", func() {
@@ -113,7 +113,7 @@ func TestLVMGroupBesideFiles(t *testing.T) {
 	}
 }
 
-// TestLVMStartBesideSuspended: a start ends the suspension that a crash left of a volume of files, also where lvm2 looks at that device.
+// TestLVMStartBesideSuspended: a start of the driver resumes a device of a file pool that a crash has left suspended, also if lvm2 looks at that device.
 func TestLVMStartBesideSuspended(t *testing.T) {
 	files, group := mixed(t)
 	first := opened(t, "files", files)
@@ -142,7 +142,7 @@ func opened(t *testing.T, name, url string) blockdev.Pool {
 	return pool
 }
 
-// kinds starts a store over a pool of each kind, named by it.
+// kinds starts a store over a pool of each kind, which has the name of the kind.
 func kinds(t *testing.T) (*volume.Local, *mount.Table) {
 	t.Helper()
 	mounts, err := mount.LoadTable()
@@ -157,7 +157,7 @@ func kinds(t *testing.T) (*volume.Local, *mount.Table) {
 	return l, mounts
 }
 
-// kindURLs are where a new pool of each kind is.
+// kindURLs returns the URLs of new pools, one of each kind.
 func kindURLs(t *testing.T) map[string]string {
 	t.Helper()
 	xfs, linear := mixed(t)
@@ -180,7 +180,7 @@ func drop(t *testing.T, l *volume.Local, v volume.Volume) {
 	check.OK(t, l.Delete(t.Context(), v.ID))
 }
 
-// restored attaches a copy of a snapshot.
+// restored makes a copy of a snapshot, and opens its raw device.
 func restored(t *testing.T, l *volume.Local, s volume.Snapshot) (volume.Volume, *os.File) {
 	t.Helper()
 	v, err := l.Create(t.Context(), volume.Spec{Name: "copy of " + s.Name, Source: s.ID, Size: volume.Range{Required: s.Size}})
@@ -193,7 +193,8 @@ func restored(t *testing.T, l *volume.Local, s volume.Snapshot) (volume.Volume, 
 	return v, f
 }
 
-// TestLVMRawSnapshots: a snapshot of a raw volume has what the page cache held of it, and is of one moment while it is written to.
+// TestLVMRawSnapshots: a snapshot of a raw volume has what was in the page cache of its device, and is of one point in time although the device is being
+// written to.
 func TestLVMRawSnapshots(t *testing.T) {
 	l, _ := kinds(t)
 	for _, pool := range []string{"xfs", "linear", "thin", "plain"} {
@@ -230,7 +231,7 @@ func TestLVMRawSnapshots(t *testing.T) {
 		}()
 		for i := range 4 {
 			s, err := l.CreateSnapshot(t.Context(), fmt.Sprint("busy-", pool, i), v.ID)
-			if pool == "plain" && errors.Is(err, errdefs.ErrInUse) { // it has to copy
+			if pool == "plain" && errors.Is(err, errdefs.ErrInUse) { // it copies byte by byte, and the volume changes meanwhile
 				continue
 			}
 			check.OK(t, err)
@@ -258,7 +259,7 @@ func TestLVMRawSnapshots(t *testing.T) {
 	}
 }
 
-// TestLVMGroupEnds: whenever the context of a group ends, nothing stays suspended.
+// TestLVMGroupEnds: whenever the context of a CreateGroup ends, no device stays suspended.
 func TestLVMGroupEnds(t *testing.T) {
 	l, _ := kinds(t)
 	var volumes []volume.Volume
@@ -288,7 +289,7 @@ func TestLVMGroupEnds(t *testing.T) {
 	}
 }
 
-// TestLVMFrozenByOthers: of a filesystem that somebody else froze a snapshot is made, and it stays frozen.
+// TestLVMFrozenByOthers: a snapshot is made of a volume whose filesystem somebody else has frozen. The freeze stays.
 func TestLVMFrozenByOthers(t *testing.T) {
 	l, mounts := kinds(t)
 	for _, pool := range []string{"xfs", "linear", "thin", "plain"} {
@@ -316,8 +317,7 @@ func TestLVMFrozenByOthers(t *testing.T) {
 	}
 }
 
-// TestLVMDeleteLookedAt: something that only looks at the device of a logical volume for a moment, as udev does, does not keep the
-// volume from being deleted.
+// TestLVMDeleteLookedAt: a process that has the device of a logical volume open only for a moment, as udev does, does not keep the volume from being deleted.
 func TestLVMDeleteLookedAt(t *testing.T) {
 	l, _ := kinds(t)
 	v, device := raw(t, l, "linear", "a")
@@ -335,13 +335,13 @@ func TestLVMDeleteLookedAt(t *testing.T) {
 	}
 }
 
-// TestLVMAttachedOpensPool: the call with which a pool comes to be open tells of the same devices as any other.
+// TestLVMAttachedOpensPool: a call of Attached that causes its pool to be opened returns the same devices as any later one.
 func TestLVMAttachedOpensPool(t *testing.T) {
 	files, _ := mixed(t)
 	first := opened(t, "files", files)
 	v, device := raw(t, start(t, 0, first), "files", "a")
 	check.OK(t, first.Close())
-	target := filepath.Join(drivertest.Dir(t), "target") // else a start takes it away
+	target := filepath.Join(drivertest.Dir(t), "target") // mounted there, so that a start does not detach the device
 	check.OK(t, os.WriteFile(target, nil, 0o600))
 	check.OK(t, unix.Mount(device.Path, target, "", unix.MS_BIND, ""))
 	there := false
@@ -371,14 +371,14 @@ func TestLVMAttachedOpensPool(t *testing.T) {
 	check.OK(t, late.Close())
 }
 
-// usedElsewhere are volumes of other nodes that are used here: all. Nobody has to be asked where they are.
+// usedElsewhere is an Elsewhere by which this node uses all volumes of other nodes.
 type usedElsewhere struct{}
 
 func (usedElsewhere) Has(volume.ID) bool                            { return true }
 func (usedElsewhere) Find(context.Context, volume.ID) (bool, error) { return true, nil }
 
-// TestLVMSeatOfClosedPool: a volume that has moved while it was used is not attached a second time, as another node's, when the driver starts and the pool that it
-// has come from, by whose names its devices are called still, is not open.
+// TestLVMSeatOfClosedPool: a volume that has moved to another node while this node used it still has a device by the names of its old pool. While that pool is
+// not open, after a start of the driver, the volume is not attached a second time as another node's.
 func TestLVMSeatOfClosedPool(t *testing.T) {
 	files, _ := mixed(t)
 	first := opened(t, "files", files)
@@ -389,7 +389,7 @@ func TestLVMSeatOfClosedPool(t *testing.T) {
 	check.OK(t, err)
 	check.OK(t, device.Close())
 	check.OK(t, first.Close())
-	target := filepath.Join(drivertest.Dir(t), "target") // else a start takes it away
+	target := filepath.Join(drivertest.Dir(t), "target") // mounted there, so that a start does not detach the device
 	check.OK(t, os.WriteFile(target, nil, 0o600))
 	check.OK(t, unix.Mount(device.Path, target, "", unix.MS_BIND, ""))
 
@@ -401,7 +401,7 @@ func TestLVMSeatOfClosedPool(t *testing.T) {
 		return pools.Open(ctx, "files", files)
 	})
 	disk := memory.NewDisk(1 << 30)
-	others := disk.Open("files", nil) // what it would be attached of
+	others := disk.Open("files", nil) // the pool from which it would be attached
 	check.OK(t, second(others.Create(t.Context(), blockdev.Spec{Ref: blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, Size: 16 * mib})))
 	e := volume.NewEverywhere(start(t, 0, late), start(t, 0, others), usedElsewhere{})
 	fails(t, second(e.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrUnavailable, "the pool is not open")
@@ -420,7 +420,7 @@ func TestLVMSeatOfClosedPool(t *testing.T) {
 	check.OK(t, late.Close())
 }
 
-// TestLVMHeldThenMounted: what was handed out raw and is still held is not given to somebody else to mount.
+// TestLVMHeldThenMounted: a volume whose raw device a process still has open is not attached to be mounted.
 func TestLVMHeldThenMounted(t *testing.T) {
 	l, _ := kinds(t)
 	for _, pool := range []string{"plain", "linear"} {
