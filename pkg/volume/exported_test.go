@@ -29,18 +29,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// target is an exporter that holds what it exports open, as the kernel's does. It outlives those who use it.
+// target is an Exporter that keeps exported devices open, as the kernel does. It outlives the drivers that use it.
 type target struct {
 	mu      sync.Mutex
 	exports map[string]nvmet.Export
 	open    map[string]*os.File
 	calls   []string
-	adds    []int                   // how many exports each call was for
-	step    func(what string) error // before and after each call
-	plain   bool                    // it asks for no secrets
-	refused string                  // NQN of what it does not export
-	listed  func()                  // after each list
-	shown   func(*nvmet.Export)     // changes what a list has
+	adds    []int                   // how many exports each call of Add had
+	step    func(what string) error // called before and after each call; its error is that of the call
+	plain   bool                    // it does not authenticate
+	refused string                  // NQN of an export that it refuses
+	listed  func()                  // called after each list
+	shown   func(*nvmet.Export)     // changes the exports that a list returns
 }
 
 func newTarget(t *testing.T) *target {
@@ -49,7 +49,7 @@ func newTarget(t *testing.T) *target {
 	return k
 }
 
-// reboot is what a reboot leaves of the exports.
+// reboot removes all exports, as a restart of the machine does.
 func (k *target) reboot() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -157,7 +157,7 @@ func (k *target) taken() []string {
 	return calls
 }
 
-// stepping is a pool that says what it is about to do, and what it has done; step may let that fail.
+// stepping is a pool that calls step before and after what it does; an error of step is that of the call.
 type stepping struct {
 	blockdev.Pool
 	step func(what string) error
@@ -192,7 +192,7 @@ func (s *stepping) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.At
 	var device blockdev.Device
 	ended := true
 	defer func() {
-		if ended { // what a process has open ends with it
+		if ended { // a process that ends closes what it has open
 			_ = device.Close()
 		}
 	}()
@@ -211,9 +211,9 @@ func (s *stepping) Detach(ctx context.Context, ref blockdev.Ref) error {
 // consumer is a node that volumes are exported to.
 type consumer struct {
 	asked    []string
-	failure  error // of what is asked
-	released error // of release
-	nothing  bool  // it has nothing to hold back
+	failure  error // its answer to each call
+	released error // its answer to release
+	nothing  bool  // it has no writes to hold back
 	mutable  map[string]string
 }
 
@@ -244,7 +244,7 @@ func (c *consumer) taken() []string {
 
 var nodeKey = []byte("0123456789abcdef0123456789abcdef")
 
-// serve has a store export volumes.
+// serve lets a store export volumes by a target.
 func serve(t *testing.T, l *volume.Local, k *target, consumers volume.Consumers) *keylock.Table {
 	t.Helper()
 	locks := &keylock.Table{}
@@ -259,7 +259,7 @@ func filesURL(t *testing.T) string {
 	return "file://" + dir + "?reservePercent=0&create=1"
 }
 
-// home is a node with a pool of files, of which volumes are exported.
+// home returns the store of a node with a file pool, which exports volumes by a target to a consumer, and the pool's URL.
 func home(t *testing.T) (l *volume.Local, k *target, c *consumer, url string) {
 	t.Helper()
 	url = filesURL(t)
@@ -279,7 +279,7 @@ func same[T comparable](t testing.TB, what string, have, want []T) {
 	}
 }
 
-// exportedTo makes sure of whom a volume is exported to, by its record and by the kernel.
+// exportedTo makes sure that a volume is exported to want, and to nobody else, by its record and by the target; the zero Grant: it is not exported.
 func exportedTo(t testing.TB, l *volume.Local, k *target, id volume.ID, want volume.Grant) {
 	t.Helper()
 	have, is, err := l.ExportOf(t.Context(), id)
@@ -310,7 +310,8 @@ func exportedTo(t testing.TB, l *volume.Local, k *target, id volume.ID, want vol
 	}
 }
 
-// TestExportTLS: each generation has its own key of TLS, which nothing tells but the answer; again, and after a start, it is the same.
+// TestExportTLS: the export of each generation has a TLS key of its own, which is in the answer only. A repeated Export returns the same key. An export
+// that was made without TLS stays as it is until it ends.
 func TestExportTLS(t *testing.T) {
 	l, k, _, _ := home(t)
 	v := create(t, l, "a")
@@ -318,7 +319,7 @@ func TestExportTLS(t *testing.T) {
 	if check.OK(t, err); plain.PSK != (secret.Text{}) {
 		t.Errorf("without TLS there is a key: %v", plain)
 	}
-	// What is exported without goes on, also what is made again, until it ends; who asks for it is told so, whichever way it was.
+	// An export goes on without TLS, or with it, as it was made, until it ends. The answer says so (Otherwise).
 	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, TLS: true, Locks: &keylock.Table{}})
 	ails(t, l, v.ID)
 	exportedTo(t, l, k, v.ID, grant(1, "b"))
@@ -385,7 +386,7 @@ func TestExport(t *testing.T) {
 	if again.NQN != first.NQN || again.Host != first.Host || again.Secret != first.Secret || again.UUID != first.UUID {
 		t.Errorf("asked again: %v, %v", again.NQN, first.NQN)
 	}
-	// Nothing tells the secret but the answer.
+	// The secret and the host's name are neither printed nor in the record.
 	text := fmt.Sprintf("%v %+v %#v", first, first, first)
 	for _, value := range first.Record.Labels {
 		text += " " + value
@@ -413,12 +414,12 @@ func TestExport(t *testing.T) {
 		fails(t, second(l.Export(t.Context(), v.ID, grant(2, to))), errdefs.ErrInvalid, to)
 	}
 	fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrInUse, "delete")
-	check.OK(t, l.Unexport(t.Context(), v.ID, 2)) // another one
+	check.OK(t, l.Unexport(t.Context(), v.ID, 2)) // another generation: nothing ends
 	exportedTo(t, l, k, v.ID, grant(1, "b"))
 	if calls := k.taken(); len(calls) > 0 {
 		t.Errorf("calls %v", calls)
 	}
-	// Another one ends it first.
+	// An export to another node ends the present one first.
 	next, err := l.Export(t.Context(), v.ID, grant(2, "c"))
 	check.OK(t, err)
 	same(t, "calls", k.taken(), []string{"remove " + first.NQN, "add " + next.NQN})
@@ -427,7 +428,7 @@ func TestExport(t *testing.T) {
 	}
 	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrPrecondition, "an earlier generation")
 	exportedTo(t, l, k, v.ID, grant(2, "c"))
-	k.plain = true // of a kernel that cannot ask
+	k.plain = true // as a kernel that cannot authenticate
 	other, err := l.Export(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
 	exportedTo(t, l, k, v.ID, grant(2, "b"))
@@ -444,7 +445,7 @@ func TestExport(t *testing.T) {
 	_ = url
 }
 
-// TestExportNotServed: a node that was not started for it exports nothing, and keeps what was exported from being used twice.
+// TestExportNotServed: a node that does not serve exports exports nothing. A volume that it exported before cannot be attached on it, nor the export be ended.
 func TestExportNotServed(t *testing.T) {
 	disk := memory.NewDisk(8 << 30)
 	l, k := start(t, 0, disk.Open("default", nil)), newTarget(t)
@@ -461,7 +462,7 @@ func TestExportNotServed(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
 }
 
-// ails makes sure of what is wrong with a volume.
+// ails makes sure that a volume has the problems with the given reasons, and no others.
 func ails(t *testing.T, l *volume.Local, id volume.ID, want ...string) {
 	t.Helper()
 	problems, err := l.Health(t.Context(), id)
@@ -473,7 +474,7 @@ func ails(t *testing.T, l *volume.Local, id volume.ID, want ...string) {
 	same(t, "problems", reasons, want)
 }
 
-// TestExportDamaged: who a volume is exported to cannot be read, so nobody uses it.
+// TestExportDamaged: a volume whose record does not tell to whom it is exported, as the label cannot be read, is not exported and not copied (ErrDataLoss).
 func TestExportDamaged(t *testing.T) {
 	disk := memory.NewDisk(8 << 30)
 	pool := disk.Open("default", nil)
@@ -495,8 +496,8 @@ func TestExportDamaged(t *testing.T) {
 	}
 }
 
-// TestExportUnread: a volume whose record does not say to whom it is exported can be released and deleted: the kernel says what has to end, and what is of
-// another generation stays.
+// TestExportUnread: the exports of a volume whose label cannot be read are ended by what the kernel tells, so that the volume can be released and deleted. One
+// of another generation stays.
 func TestExportUnread(t *testing.T) {
 	disk := memory.NewDisk(8 << 30)
 	pool := disk.Open("default", nil)
@@ -510,7 +511,7 @@ func TestExportUnread(t *testing.T) {
 			return nil
 		})))
 	}
-	for _, generation := range []int64{3, 0} { // one of them, and all
+	for _, generation := range []int64{3, 0} { // 0: of any generation
 		exported, err := l.Export(t.Context(), v.ID, grant(3, "b"))
 		check.OK(t, err)
 		check.OK(t, second(l.Export(t.Context(), other.ID, grant(3, "b"))))
@@ -531,12 +532,12 @@ func TestExportUnread(t *testing.T) {
 	unread()
 	fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrDataLoss, "delete")
 	check.OK(t, l.Unexport(t.Context(), v.ID, 3))
-	unread() // and the kernel exports nothing
+	unread() // now the kernel has no export of it
 	check.OK(t, l.Delete(t.Context(), v.ID))
 	check.OK(t, l.Unexport(t.Context(), other.ID, 3)) // its device would outlive the test
 }
 
-// TestExportInUse: what is in use at home is not exported, and what is exported is not attached at home before that has ended.
+// TestExportInUse: a volume that is in use on its home is not exported. An exported one is attached on its home only after its export has ended.
 func TestExportInUse(t *testing.T) {
 	l, k, _, _ := home(t)
 	v, device := raw(t, l, "default", "a")
@@ -567,7 +568,7 @@ func TestExportInUse(t *testing.T) {
 	}
 	check.OK(t, l.Detach(t.Context(), v.ID))
 
-	// Somebody here holds the device that was exported: the fence is complete, and the rest is when it is let go.
+	// If a process here has the exported device open, the export ends (the fence), but the device stays until it is closed.
 	exported, err := l.Export(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
 	user, err = os.Open(k.exports[exported.NQN].Device)
@@ -606,7 +607,7 @@ func mountNew(t *testing.T, l *volume.Local, v volume.Volume) (dir string) {
 	return dir
 }
 
-// TestExportRaw: a blank volume stays blank when it cannot be taken back from its consumer.
+// TestExportRaw: a blank volume stays Blank, not Raw, if AttachRaw fails because its export does not end.
 func TestExportRaw(t *testing.T) {
 	l, k, _, _ := home(t)
 	v := create(t, l, "a")
@@ -622,7 +623,8 @@ func TestExportRaw(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
 }
 
-// TestExportStarts: a start of the driver finds what is exported as it was, and what the kernel does not export any more it exports again before anybody asks.
+// TestExportStarts: a start of the driver finds the exports as they were. Those that the kernel does not have any more it makes again, also if the pool or the
+// exporter is there only later.
 func TestExportStarts(t *testing.T) {
 	url := filesURL(t)
 	k := newTarget(t)
@@ -651,7 +653,7 @@ func TestExportStarts(t *testing.T) {
 		}
 	}
 
-	// A pool that comes later, and an exporter that does.
+	// The pool opens later; then also the exporter does.
 	for _, late := range []bool{false, true} {
 		k.reboot()
 		check.OK(t, l.Detach(t.Context(), v.ID))
@@ -684,7 +686,7 @@ func TestExportStarts(t *testing.T) {
 			ails(t, l, v.ID, "NotExported")
 			ready = true
 			unlock := check.Locked(t, locks, keylock.Volume(v.ID.Key))
-			l.RetryExports(t.Context()) // somebody works on it
+			l.RetryExports(t.Context()) // a call has the lock of the volume
 			ails(t, l, v.ID, "NotExported")
 			unlock()
 			l.RetryExports(t.Context())
@@ -697,8 +699,8 @@ func TestExportStarts(t *testing.T) {
 	check.OK(t, pool.Close())
 }
 
-// TestExportEndsWithMachine: what was exported before the machine started anew does not go on, as the disk may have lost what was acknowledged and not
-// flushed; the consumer asks again, and is given another one.
+// TestExportEndsWithMachine: after a restart of the machine its exports are not made again, as the disk may have lost writes that were acknowledged and not
+// flushed. A consumer that asks again gets another export.
 func TestExportEndsWithMachine(t *testing.T) {
 	url, k := filesURL(t), newTarget(t)
 	pool := opened(t, "default", url)
@@ -722,7 +724,7 @@ func TestExportEndsWithMachine(t *testing.T) {
 	check.OK(t, errors.Join(l.Unexport(t.Context(), v.ID, 7), pool.Close()))
 }
 
-// TestExportsTogether: what is exported again at a start is in one call, and one that cannot be does not keep the others.
+// TestExportsTogether: a start makes all exports again in one call. One that fails does not keep the others from being made.
 func TestExportsTogether(t *testing.T) {
 	disks := []*memory.Disk{memory.NewDisk(8 << 30), memory.NewDisk(8 << 30)}
 	again := func() *volume.Local {
@@ -766,7 +768,7 @@ func TestExportsTogether(t *testing.T) {
 	}
 }
 
-// TestExportsRetried: what could not be exported at a start, as the exporter was not there yet, is exported in one call as well.
+// TestExportsRetried: exports that could not be made at a start, as the exporter was not ready, are made later in one call too.
 func TestExportsRetried(t *testing.T) {
 	disk, k := memory.NewDisk(8<<30), newTarget(t)
 	l := start(t, 0, disk.Open("default", nil))
@@ -799,7 +801,8 @@ func TestExportsRetried(t *testing.T) {
 	}
 }
 
-// TestExportTaken: what somebody takes out of the kernel's target (nvmetcli clear does that to all of it) is exported again, as it was; what has begun to end is not.
+// TestExportTaken: exports that another tool has removed from the kernel's target, as nvmetcli clear removes all, are made again as they were. Those whose end
+// has begun are not.
 func TestExportTaken(t *testing.T) {
 	l, k, _, _ := home(t)
 	v, ending := create(t, l, "a"), create(t, l, "b")
@@ -830,7 +833,7 @@ func TestExportTaken(t *testing.T) {
 	}
 }
 
-// TestExportTakenInPart: what does not appear at the node's address any more, or has no host, is made whole again.
+// TestExportTakenInPart: an export that another tool has taken off the node's address, or from which it has removed the host, is made whole again.
 func TestExportTakenInPart(t *testing.T) {
 	l, k, _, _ := home(t)
 	v := create(t, l, "a")
@@ -847,8 +850,8 @@ func TestExportTakenInPart(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
 }
 
-// TestExportEnding: what has begun to end is not exported again, though it is in the record still: neither what was taken, nor what could not be exported, and also if the end
-// begins while that is found out.
+// TestExportEnding: an export whose end has begun is not made again, although the record still has it: neither if another tool has removed it, also when
+// the end begins just as that is noticed, nor if it could not be made at the start.
 func TestExportEnding(t *testing.T) {
 	disk, k := memory.NewDisk(8<<30), newTarget(t)
 	l := start(t, 0, disk.Open("default", nil))
@@ -887,8 +890,8 @@ func TestExportEnding(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
 }
 
-// TestExportAndLeftover: what another pool has left of a volume may be exported still, to who used it when it left. Both are exported again at a start, and the end of that export does not
-// have the volume's own, which failed, be forgotten.
+// TestExportAndLeftover: what another pool has left of a volume may still be exported, to the consumer from before the move. A start makes that export again,
+// and that of the volume. If the latter fails, the end of the former does not hide that.
 func TestExportAndLeftover(t *testing.T) {
 	id, first, late := leaveInSecond(t, "sealed")
 	pool, k := late.Open("second", nil), newTarget(t)
@@ -924,7 +927,7 @@ func TestExportAndLeftover(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), id, 5))
 }
 
-// TestExportPoolBack: a pool that comes while a call works on one of its volumes has that exported when the call is done, by the record of then.
+// TestExportPoolBack: if a call holds the lock of a volume when its pool opens, the volume is exported again after that call, if the record still says so then.
 func TestExportPoolBack(t *testing.T) {
 	disk, k := memory.NewDisk(8<<30), newTarget(t)
 	l := start(t, 0, disk.Open("default", nil))
@@ -952,7 +955,7 @@ func TestExportPoolBack(t *testing.T) {
 	if len(k.exports) > 0 {
 		t.Errorf("while calls work on the volumes, %v is exported", k.exports)
 	}
-	ails(t, l, v.ID) // so far nothing
+	ails(t, l, v.ID) // to wait for the lock is no problem
 	check.OK(t, l.Unexport(t.Context(), ending.ID, 1))
 	unlock()
 	l.RetryExports(t.Context())
@@ -962,8 +965,8 @@ func TestExportPoolBack(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
 }
 
-// TestExportEarlier: a node that exports nothing, as its kernel lacks what that needs or its flags are gone, ends what it exported before the machine started, and nothing else:
-// the kernel has nothing of that.
+// TestExportEarlier: a node that cannot export any more, as its kernel or its flags do not allow it, ends the exports from before the machine's last start, as
+// the kernel cannot have them. It does not end others (ErrUnavailable).
 func TestExportEarlier(t *testing.T) {
 	disk, k := memory.NewDisk(8<<30), newTarget(t)
 	pool := disk.Open("default", nil)
@@ -1003,7 +1006,7 @@ func TestExportEarlier(t *testing.T) {
 	drop(t, l, read)
 }
 
-// TestExportGrows: the consumer of a volume that grows is told, if need be again.
+// TestExportGrows: the consumer of a volume that grows is told of it; if that fails, by the next call.
 func TestExportGrows(t *testing.T) {
 	l, k, _, _ := home(t)
 	v := create(t, l, "a")
@@ -1029,7 +1032,8 @@ func TestExportGrows(t *testing.T) {
 	}
 }
 
-// TestExportCopies: while a copy of a volume that is exported is made, its consumer holds its writes back; without, there is none.
+// TestExportCopies: while an exported volume is copied, its consumer holds its writes back. If it does not answer, or does not hold them until the end, no copy
+// is made.
 func TestExportCopies(t *testing.T) {
 	slow := time.Duration(0)
 	k, c := newTarget(t), &consumer{}
@@ -1077,9 +1081,9 @@ func TestExportCopies(t *testing.T) {
 		}
 		*c = consumer{nothing: true}
 		check.OK(t, copies[what](what+" of nothing that is held back"))
-		check.OK(t, copies[what](what+" of nothing that is held back")) // it is there
+		check.OK(t, copies[what](what+" of nothing that is held back")) // it is there already
 	}
-	// The group holds all back before it cuts the first.
+	// A group has all consumers hold their writes back before the first snapshot is made.
 	*c = consumer{}
 	check.OK(t, copies["group"]("g"))
 	if asked := c.taken(); len(asked) != 4 || asked[0][:4] != "hold" || asked[1][:4] != "hold" {
@@ -1096,7 +1100,7 @@ func TestExportCopies(t *testing.T) {
 		t.Errorf("asked %v", asked)
 	}
 	serve(t, l, k, nil)
-	l.SetLongestFreeze(time.Microsecond) // the while is over
+	l.SetLongestFreeze(time.Microsecond) // that time is over now
 	fails(t, copies["snapshot"]("nobody asks"), errdefs.ErrUnavailable, "without a way to the consumer")
 	for _, id := range []volume.ID{a.ID, b.ID} {
 		check.OK(t, l.Unexport(t.Context(), id, 0))
@@ -1104,7 +1108,7 @@ func TestExportCopies(t *testing.T) {
 	check.OK(t, copies["clone"]("of what nobody uses"))
 }
 
-// TestExportModified: the consumer of a volume sets its parameters, or they stay.
+// TestExportModified: the consumer of an exported volume sets its mutable parameters. If it cannot be asked, nothing changes.
 func TestExportModified(t *testing.T) {
 	l, k, c, _ := home(t)
 	v := create(t, l, "a")
@@ -1132,7 +1136,7 @@ func TestExportModified(t *testing.T) {
 	}
 	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
 
-	// As the consumer.
+	// Modified, which a consumer calls, sets them on its devices and not in the record.
 	device, err := l.AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
 	check.OK(t, device.Close())
@@ -1146,7 +1150,7 @@ func TestExportModified(t *testing.T) {
 	drop(t, l, v)
 }
 
-// elsewhere is a pool whose records another node has. What is attached of it is a connection.
+// elsewhere is a pool of volumes of another node: it lists no records, and connected is attached, as if over a connection.
 type elsewhere struct {
 	blockdev.Pool
 	connected blockdev.Ref
@@ -1161,14 +1165,15 @@ func (elsewhere) List(context.Context, blockdev.Kind, string, int) ([]blockdev.R
 	return nil, nil
 }
 
-// TestHold: a consumer freezes what it has mounted until its home has made its copy, and never for longer than it may.
+// TestHold: a consumer freezes the mounted filesystem for the home until release is called, but no longer than it may. release tells whether the writes were
+// held back all the time.
 func TestHold(t *testing.T) {
 	disk := memory.NewDisk(8 << 30)
 	l := start(t, 0, disk.Open("default", nil))
 	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
 	check.OK(t, err)
 	dir := mountNew(t, l, v)
-	// write writes a file, which takes until writes go on.
+	// write begins to write a file, which ends when writes go on.
 	write := func() <-chan error {
 		done := make(chan error, 1)
 		go func() { done <- os.WriteFile(filepath.Join(dir, "file"), []byte("content"), 0o600) }()
@@ -1200,7 +1205,7 @@ func TestHold(t *testing.T) {
 	check.OK(t, release())
 	goesOn(done)
 
-	// Somebody else ends it, or nobody does.
+	// Somebody else ends the freeze, or it lasts for too long.
 	release, err = l.Hold(t.Context(), v.ID)
 	check.OK(t, err)
 	check.OK(t, freeze(dir, false))
@@ -1212,7 +1217,7 @@ func TestHold(t *testing.T) {
 	fails(t, release(), errdefs.ErrUnavailable, "held for too long")
 	l.SetLongestFreeze(time.Minute)
 
-	// Frozen by others: it stays so.
+	// The freeze of somebody else stays.
 	check.OK(t, freeze(dir, true))
 	release, err = l.Hold(t.Context(), v.ID)
 	if release != nil || err != nil {
@@ -1223,7 +1228,7 @@ func TestHold(t *testing.T) {
 	check.OK(t, freeze(dir, false))
 	goesOn(done)
 
-	// A start ends it.
+	// A start of the driver ends the freeze.
 	release, err = l.Hold(t.Context(), v.ID)
 	check.OK(t, err)
 	done = write()
@@ -1258,10 +1263,11 @@ func freeze(dir string, on bool) error {
 	return unix.IoctlSetInt(int(f.Fd()), request, 0)
 }
 
-// crash is how a process ends.
+// crash is the panic that stands for the end of a process.
 type crash struct{}
 
-// life is one process over a pool.
+// life runs do with the store of a new process over a pool. step is called at each step of the pool and the target. If it panics with crash, the process has
+// ended, and life returns errBroken.
 func life(t *testing.T, url string, k *target, step func(string) error, do func(*volume.Local) error) (err error) {
 	t.Helper()
 	pool := opened(t, "default", url)
@@ -1280,7 +1286,7 @@ func life(t *testing.T, url string, k *target, step func(string) error, do func(
 	return do(l)
 }
 
-// whole makes sure that a volume is exported to whom its record says, and nobody else.
+// whole makes sure that a volume is exported to the node that its record says, and to no other.
 func whole(t *testing.T, l *volume.Local, k *target, id volume.ID) {
 	t.Helper()
 	have, _, err := l.ExportOf(t.Context(), id)
@@ -1288,8 +1294,8 @@ func whole(t *testing.T, l *volume.Local, k *target, id volume.ID) {
 	exportedTo(t, l, k, id, have)
 }
 
-// cutShort has each step of what is done with exports fail, and then end the process, before and after it. What is done again then
-// comes to its end, after a reboot too, and nothing stays behind. Of many steps each one of some is taken, in one of the ways.
+// cutShort lets the calls for exports fail, or the process end, before and after each of their steps. In each case a repeated call succeeds, and nothing is
+// left. each: only every so many steps are taken. ways are what happens: "fails", "ends the process" or "ends the machine".
 func cutShort(t *testing.T, url string, each int, ways ...string) {
 	k := newTarget(t)
 	nothing := func(string) error { return nil }
@@ -1340,7 +1346,7 @@ func cutShort(t *testing.T, url string, each int, ways ...string) {
 					return errBroken
 				}
 				err := life(t, url, k, step, func(l *volume.Local) error {
-					left, armed = n, true // the start is not what is cut short
+					left, armed = n, true // only the call is cut short, not the start
 					err := c.do(l)
 					armed = false
 					if reached && ends == "fails" {
@@ -1370,7 +1376,7 @@ func cutShort(t *testing.T, url string, each int, ways ...string) {
 					if err := l.Unexport(t.Context(), v.ID, 0); err != nil {
 						return err
 					}
-					// Others only stay while somebody looks at them, as all of a machine's devices are looked at.
+					// A device that is not kept goes with its last user, as a scanner of the machine.
 					if devices := must(l.Attached(t.Context(), v.ID)); slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept }) {
 						t.Errorf("%s, %q %s: attached as %v", c.what, at, ends, devices)
 					}
@@ -1428,8 +1434,8 @@ func TestLVMExportCutShort(t *testing.T) {
 	cutShort(t, drivertest.NewGroup(t, 256*mib).ThinPool(t, "tp", "-L", "160M", "--poolmetadatasize", "8M")+"?reservePercent=0", 2, "ends the process")
 }
 
-// TestLVMExportEncrypted: what is exported of a volume that is encrypted is what the pool has of it, with the header, and needs no key. What is suspended
-// for a copy of a raw volume is what is exported.
+// TestLVMExportEncrypted: of an encrypted volume the pool's device is exported, with the header and without a key. For a copy of a volume that the consumer has
+// not mounted, that device is suspended.
 func TestLVMExportEncrypted(t *testing.T) {
 	drivertest.NeedLVM(t)
 	k, c := newTarget(t), &consumer{nothing: true}
@@ -1462,7 +1468,7 @@ func TestLVMExportEncrypted(t *testing.T) {
 	check.OK(t, l.Delete(t.Context(), v.ID))
 }
 
-// TestExportKey: the key of a node is made once, and is its own.
+// TestExportKey: the key of a node is made once, at random, in a file of mode 0600. A file of another length is refused (ErrDataLoss).
 func TestExportKey(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "key")
 	check.OK(t, os.WriteFile(path+".new", []byte("cut short"), 0o600))
@@ -1480,7 +1486,7 @@ func TestExportKey(t *testing.T) {
 	fails(t, second(volume.ExportKey(filepath.Join(path, "key"))), unix.ENOTDIR, "no such folder")
 }
 
-// TestExportRecordDamaged: what is exported of a volume whose record cannot be read any more ends only when all of it is to end.
+// TestExportRecordDamaged: an export of a volume whose record is damaged is ended only by an Unexport of all generations.
 func TestExportRecordDamaged(t *testing.T) {
 	url, k := filesURL(t), newTarget(t)
 	pool := opened(t, "default", url)

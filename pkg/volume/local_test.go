@@ -31,7 +31,7 @@ const (
 	mib  = 1 << 20
 )
 
-// failing lets operations of a pool fail: each that is in the map, from the nth time on.
+// failing lets operations of a pool fail with errBroken: each that is in the map, from its nth call on.
 type failing map[string]int
 
 var errBroken = errors.New("broken")
@@ -46,7 +46,7 @@ func (f failing) hook(operation string, _ blockdev.Ref) error {
 	return nil
 }
 
-// start starts a store over pools; with the same disks again it is a restart.
+// start starts a store over pools. A second call with pools on the same disks is a restart.
 func start(t testing.TB, limit int64, pools ...blockdev.Pool) *volume.Local {
 	t.Helper()
 	mounts, err := mount.LoadTable()
@@ -56,7 +56,7 @@ func start(t testing.TB, limit int64, pools ...blockdev.Pool) *volume.Local {
 	return l
 }
 
-// one starts a store over one new pool, whose operations can be let fail.
+// one starts a store over one new pool, whose operations fail as failing says.
 func one(t *testing.T) (*volume.Local, *memory.Disk, failing) {
 	t.Helper()
 	disk, broken := memory.NewDisk(8<<30), failing{}
@@ -113,7 +113,7 @@ func TestChoose(t *testing.T) {
 			t.Errorf("%+v from %d on: %d, %v; want %d, %v", c.in, c.floor, have, err, c.want, c.err)
 		}
 	}
-	// In coarser steps.
+	// in steps of 4 MiB
 	for _, c := range []struct {
 		in   volume.Range
 		want int64
@@ -156,8 +156,7 @@ func TestKeyOf(t *testing.T) {
 	}
 }
 
-// TestCreateAgain: the same again finds the volume; anything else under its name is
-// refused, and changes nothing.
+// TestCreateAgain: a repeated Create returns the volume. One with the same name and another spec is refused, and changes nothing.
 func TestCreateAgain(t *testing.T) {
 	disk := memory.NewDisk(8 << 30)
 	l := start(t, 0, disk.Open("default", nil), memory.NewDisk(8<<30).Open("other", nil))
@@ -252,7 +251,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// TestFormatIsCopied: what a record says about the bytes goes with them.
+// TestFormatIsCopied: a copy has the format of its source; that of a snapshot is the one from when it was made.
 func TestFormatIsCopied(t *testing.T) {
 	l, _, _ := one(t)
 	for _, format := range []volume.Format{{State: volume.Formatted, Type: filesystem.XFS}, {State: volume.Formatting, Type: filesystem.Ext4}, {State: volume.Raw}, {}} {
@@ -304,7 +303,7 @@ func TestClaim(t *testing.T) {
 	claimed(ids[0], claim)
 	fails(t, l.Delete(t.Context(), ids[0]), errdefs.ErrInUse, "Delete of what is claimed")
 
-	// A claim that could not be written down does not count.
+	// A claim that could not be recorded does not count.
 	broken["SetLabels"] = 1
 	for range 3 {
 		fails(t, l.Claim(t.Context(), ids[1], readOnly), errBroken, "claim that cannot be written")
@@ -313,25 +312,25 @@ func TestClaim(t *testing.T) {
 	check.OK(t, l.Claim(t.Context(), ids[1], readOnly))
 	claimed(ids[1], readOnly)
 	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit")
-	check.OK(t, l.Claim(t.Context(), ids[0], claim)) // has it already
+	check.OK(t, l.Claim(t.Context(), ids[0], claim)) // the claim is there already
 
-	// A restart counts what there is.
+	// A restart counts the claims in the records.
 	l = start(t, 2, disk.Open("default", broken.hook))
 	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit, after a restart")
 	check.OK(t, l.Release(t.Context(), ids[1], "node-2")) // not its claim
 	claimed(ids[1], readOnly)
-	for range 3 { // more than once is once
+	for range 3 { // a repeated release does not count twice
 		check.OK(t, l.Release(t.Context(), ids[1], node))
 		claimed(ids[1], volume.Claim{})
 	}
 	check.OK(t, l.Claim(t.Context(), ids[2], claim))
 	fails(t, l.Claim(t.Context(), ids[3], claim), errdefs.ErrLimit, "one more than the limit, after releases")
-	check.OK(t, l.Release(t.Context(), ids[0], "")) // whoever has it
+	check.OK(t, l.Release(t.Context(), ids[0], "")) // the claim of any node
 	check.OK(t, l.Release(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, node))
 	check.OK(t, l.Delete(t.Context(), ids[0]))
 	check.OK(t, l.Claim(t.Context(), ids[3], claim))
 
-	// The claim of a node that is not this one (a pool that moved here).
+	// The record has the claim of another node, as in a pool whose disk came from there.
 	_, err := disk.Open("default", nil).SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: ids[1].Key}, func(labels map[string]string) error {
 		labels["claim.node"] = "node-0"
 		return nil
@@ -401,8 +400,8 @@ func TestGroup(t *testing.T) {
 	}
 }
 
-// TestGroupAllOrNone: whichever cut fails, nothing stays; and if that cannot be removed,
-// nobody sees it, and the next start removes it.
+// TestGroupAllOrNone: whichever snapshot of a group cannot be made, none stays. Those that cannot be removed are not seen by anybody, and the next start
+// removes them.
 func TestGroupAllOrNone(t *testing.T) {
 	for k := range 3 {
 		for _, undone := range []bool{true, false} {
@@ -440,7 +439,7 @@ func TestGroupAllOrNone(t *testing.T) {
 				if records, err := disk.Open("default", nil).List(t.Context(), blockdev.Snapshot, "", 0); err != nil || len(records) != 0 {
 					t.Errorf("after a restart %d snapshots are in the pool, %v", len(records), err)
 				}
-				// Both the one that went on and the one that was started anew can make it.
+				// The group can then be made, with a restart and without one.
 				for _, store := range []*volume.Local{l, restarted} {
 					group, err := store.CreateGroup(t.Context(), "g", sources)
 					if err != nil || len(group.Snapshots) != 3 || len(snapshots(t, store)) != 3 {
@@ -452,12 +451,11 @@ func TestGroupAllOrNone(t *testing.T) {
 	}
 }
 
-// watched is a pool that notes which of its calls would go on for ever, and of which each volume
-// has a device that is mounted.
+// watched is a pool that records which of its calls came without a deadline. All of its volumes are attached as one device, which is mounted.
 type watched struct {
 	*memory.Pool
 	mounted uint64
-	endless map[string]bool // by call
+	endless map[string]bool // by call: it came without a deadline
 }
 
 func (p watched) note(ctx context.Context, what string) {
@@ -479,8 +477,8 @@ func (p watched) Attached(context.Context, blockdev.Ref) ([]blockdev.Device, err
 	return []blockdev.Device{{Path: "/dev/no-such-device", Number: p.mounted, Size: mib}}, nil
 }
 
-// TestUndoingEnds: a call that undoes what it did after its caller's time is over has an end of its
-// own: a program that hangs then does not keep the pool for ever.
+// TestUndoingEnds: what a call undoes after its caller's time is over has a deadline of its own, so that a program that hangs does not block the pool for
+// ever.
 func TestUndoingEnds(t *testing.T) {
 	_, device := mounted(t)
 	broken := failing{}
@@ -508,14 +506,13 @@ func TestUndoingEnds(t *testing.T) {
 	}
 }
 
-// copying is a pool whose volumes are all mounted, and which copies for as long as it is let. It fixes
-// the bytes of the origin before that, or not.
+// copying is a pool whose volumes are all mounted. Each copy takes until let is received from. With cuts, the bytes of the origin are fixed before that.
 type copying struct {
 	watched
 	cuts   bool
 	let    chan struct{}
 	made   atomic.Int32
-	during func(blockdev.Spec) // the copy
+	during func(blockdev.Spec) // called when a copy begins
 }
 
 func (p *copying) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
@@ -538,7 +535,7 @@ func (p *copying) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Reco
 	return p.Pool.Create(ctx, spec)
 }
 
-// mounted mounts a small ext4, and returns where, and its device.
+// mounted mounts a new ext4, and returns its directory and device number.
 func mounted(t *testing.T) (dir string, device uint64) {
 	t.Helper()
 	drivertest.NeedRoot(t)
@@ -561,8 +558,8 @@ func inUse(t *testing.T, cuts bool) (_ *volume.Local, pool *copying, dir string)
 	return start(t, 0, pool), pool, dir
 }
 
-// TestFreezeEnds: a copy that holds writers back is given up after a while, for good and with a word
-// of what to do; and who asks again and again does not hold them back again and again.
+// TestFreezeEnds: a copy that holds back writers for too long fails with ErrPrecondition, and writes go on. A retry soon after that fails at once, without
+// holding writers back; a later one tries again.
 func TestFreezeEnds(t *testing.T) {
 	l, pool, dir := inUse(t, false)
 	a := create(t, l, "a").ID
@@ -581,7 +578,7 @@ func TestFreezeEnds(t *testing.T) {
 		var source volume.ID
 		var tries int32
 		var err error
-		// On a machine that stands still, it is over before the copy has begun.
+		// On a slow machine the time may be over before the copy has begun; then a longer one is tried.
 		for _, longest = range []time.Duration{20 * time.Millisecond, 500 * time.Millisecond, 3 * time.Second} {
 			l.SetLongestFreeze(longest)
 			source, beside = create(t, l, fmt.Sprint("source of ", what, " ", longest)).ID, create(t, l, fmt.Sprint("beside ", what, " ", longest)).ID
@@ -601,8 +598,8 @@ func TestFreezeEnds(t *testing.T) {
 			t.Errorf("%s: writers were held back %d times", what, n)
 		}
 		l.SetLongestFreeze(longest)
-		for end := time.Now().Add(2 * time.Minute); pool.made.Load()-tries < 2; { // they had their rest
-			if err := copy(source); pool.made.Load()-tries == 2 || !errors.Is(err, errdefs.ErrUnavailable) { // as above
+		for end := time.Now().Add(2 * time.Minute); pool.made.Load()-tries < 2; { // the writers have been left alone for long enough
+			if err := copy(source); pool.made.Load()-tries == 2 || !errors.Is(err, errdefs.ErrUnavailable) { // ErrUnavailable: the time was over before the copy began, as above
 				fails(t, err, errdefs.ErrPrecondition, what+" later")
 			}
 			if time.Now().After(end) {
@@ -618,8 +615,8 @@ func TestFreezeEnds(t *testing.T) {
 	}
 }
 
-// TestFreezeOfOthers: a copy is of one point in time, also if somebody else freezes the source, who may
-// thaw it at any time, or ends the driver's freeze.
+// TestFreezeOfOthers: a copy fails if somebody ends the driver's freeze meanwhile, as it would not be of one point in time. The freeze of somebody else,
+// who may end it at any time, is not relied on, and stays.
 func TestFreezeOfOthers(t *testing.T) {
 	l, pool, dir := inUse(t, true)
 	close(pool.let)
@@ -649,7 +646,7 @@ func TestFreezeOfOthers(t *testing.T) {
 		}
 		thaw, err := filesystem.Freeze(t.Context(), dir)
 		check.OK(t, err)
-		check.OK(t, errors.Join(copy(), thaw())) // it is still theirs to thaw
+		check.OK(t, errors.Join(copy(), thaw())) // the freeze is still there
 		for _, one := range listed(t, l) {
 			if one.Group == (volume.GroupID{}) {
 				check.OK(t, l.DeleteSnapshot(t.Context(), one.ID))
@@ -660,7 +657,7 @@ func TestFreezeOfOthers(t *testing.T) {
 	}
 }
 
-// TestLongCopy: what bounds the time that writers are held back does not bound the copy.
+// TestLongCopy: a copy whose origin is fixed early may take longer than writers may be held back.
 func TestLongCopy(t *testing.T) {
 	l, pool, dir := inUse(t, true)
 	for what, copy := range map[string]func(source volume.ID) error{
@@ -670,8 +667,7 @@ func TestLongCopy(t *testing.T) {
 		},
 		"group": func(source volume.ID) error { return second(l.CreateGroup(t.Context(), "g", []volume.ID{source})) },
 	} {
-		// On a machine that stands still, writers are held back for longer than the copy needs; with a longer
-		// bound, and a source that was not held back yet, they may be.
+		// On a slow machine, writers may be held back for too long. Then a longer bound is tried, with a source that was not held back yet.
 		for _, longest := range []time.Duration{100 * time.Millisecond, time.Second, 10 * time.Second, 30 * time.Second} {
 			l.SetLongestFreeze(longest)
 			source := create(t, l, fmt.Sprint("source of ", what, " ", longest)).ID
@@ -698,10 +694,9 @@ func TestLongCopy(t *testing.T) {
 	}
 }
 
-// TestGroupDeletedWhileCopied: a group is not deleted while one of its snapshots is copied, whoever
-// knows that it is of the group; and not copied while it is deleted.
+// TestGroupDeletedWhileCopied: a group is not deleted (ErrBusy) while one of its snapshots is being copied, and not copied while it is being deleted.
 func TestGroupDeletedWhileCopied(t *testing.T) {
-	var at string // an operation
+	var at string // the operation at which then is called
 	var then func()
 	hook := func(operation string, ref blockdev.Ref) error {
 		if operation+"/"+string(ref.Kind) == at {
@@ -736,7 +731,7 @@ func TestGroupDeletedWhileCopied(t *testing.T) {
 	}
 }
 
-// TestGroupDeleteFails: a group of which some members are gone is gone for everybody.
+// TestGroupDeleteFails: after a deletion that has removed only some members, nobody sees the group or its members any more.
 func TestGroupDeleteFails(t *testing.T) {
 	l, _, broken := one(t)
 	group, err := l.CreateGroup(t.Context(), "g", []volume.ID{create(t, l, "a").ID, create(t, l, "b").ID})
@@ -751,7 +746,8 @@ func TestGroupDeleteFails(t *testing.T) {
 	check.OK(t, l.DeleteGroup(t.Context(), group.ID))
 }
 
-// TestGroupPartLost: what a group has lost (with its disk, say) takes nothing else along.
+// TestGroupPartLost: if a member of a complete group is lost, as with its disk, a start keeps the others. What is left of a group that was being deleted is
+// removed.
 func TestGroupPartLost(t *testing.T) {
 	for _, deleting := range []bool{false, true} {
 		t.Run(fmt.Sprint("deleting ", deleting), func(t *testing.T) {
@@ -810,7 +806,7 @@ func TestSnapshot(t *testing.T) {
 		check.OK(t, l.DeleteSnapshot(t.Context(), made.ID))
 		fails(t, second(l.GetSnapshot(t.Context(), made.ID)), errdefs.ErrNotFound, "GetSnapshot")
 	}
-	// IDs of the other kind name nothing.
+	// Calls for volumes know no IDs of snapshots, and those for snapshots none of volumes.
 	fails(t, second(l.Get(t.Context(), of.ID)), errdefs.ErrNotFound, "Get of a snapshot")
 	check.OK(t, l.Delete(t.Context(), of.ID))
 	check.OK(t, l.DeleteSnapshot(t.Context(), b))
@@ -881,7 +877,7 @@ func TestExpand(t *testing.T) {
 	}
 }
 
-// oneTooMany says that each volume has one more device than it has, last in the list.
+// oneTooMany is a pool that lists, after the devices of each volume, one that does not exist.
 type oneTooMany struct{ *memory.Pool }
 
 func (p oneTooMany) Attached(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
@@ -889,8 +885,7 @@ func (p oneTooMany) Attached(ctx context.Context, ref blockdev.Ref) ([]blockdev.
 	return append(devices, blockdev.Device{Path: "/dev/no-such-device", Size: mib}), err
 }
 
-// TestModify: attached devices change at once; and if the kernel refuses one of them,
-// all of them, and the record, are as they were.
+// TestModify: mutable parameters are set on attached devices at once. If one device cannot be changed, all devices and the record are as before.
 func TestModify(t *testing.T) {
 	drivertest.NeedRoot(t)
 	disk := memory.NewDisk(1 << 30)
@@ -922,13 +917,13 @@ func TestModify(t *testing.T) {
 		check.OK(t, l.Modify(t.Context(), v.ID, change))
 		is("modified", "256", "mq-deadline", change)
 	}
-	check.OK(t, l.Modify(t.Context(), v.ID, map[string]string{"ioScheduler": "none"})) // keys that are not given stay
+	check.OK(t, l.Modify(t.Context(), v.ID, map[string]string{"ioScheduler": "none"})) // the other one stays
 	is("one modified", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
 	fails(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "1"}), errdefs.ErrInvalid, "a bad value")
 	is("bad value", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
 }
 
-// TestStart: what nobody uses any more goes when the store starts.
+// TestStart: a start detaches the devices that nobody uses, and deletes the ephemeral volumes of pods that are gone.
 func TestStart(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -980,13 +975,12 @@ func TestCapacity(t *testing.T) {
 	fails(t, second(l.Capacity(t.Context(), "first", volume.NotEncrypted, "")), errBroken, "Capacity of a pool that does not answer")
 }
 
-// TestFreezeBesidePipe: what else than directories a pod bound of its volume (the kubelet binds a subpath, whatever it
-// is) is not opened for a freeze, nor to end one at the start: who opens a pipe waits for who writes to it, and who opens a
-// socket gets none.
+// TestFreezeBesidePipe: of the binds of a volume only directories are opened, for a freeze and to end one at the start. The kubelet binds a subpath of any
+// kind: to open a pipe would wait for its writer, and a socket cannot be opened.
 func TestFreezeBesidePipe(t *testing.T) {
 	for name, kind := range map[string]uint32{"pipe": unix.S_IFIFO, "socket": unix.S_IFSOCK} {
 		t.Run(name, func(t *testing.T) {
-			bound := filepath.Join(t.TempDir(), name) // before the directory, in the order of names
+			bound := filepath.Join(t.TempDir(), name) // its name comes before that of the directory
 			dir, device := mounted(t)
 			source := filepath.Join(dir, name)
 			check.OK(t, unix.Mknod(source, kind|0o600, 0))
@@ -1001,7 +995,7 @@ func TestFreezeBesidePipe(t *testing.T) {
 			})))
 			thaw, err := filesystem.Freeze(t.Context(), dir)
 			check.OK(t, err)
-			defer thaw() //nolint:errcheck // the start does
+			defer thaw() //nolint:errcheck // the start ends the freeze
 			done := make(chan error, 1)
 			go func() {
 				mounts, err := mount.LoadTable()
@@ -1019,7 +1013,7 @@ func TestFreezeBesidePipe(t *testing.T) {
 				check.OK(t, err)
 			case <-time.After(time.Minute):
 				t.Error("it waits for ever")
-				for { // until nobody waits any more
+				for { // let it go on, until it ends
 					w, err := os.OpenFile(source, os.O_RDWR|unix.O_NONBLOCK, 0)
 					check.OK(t, err)
 					select {
