@@ -13,8 +13,8 @@ type Claim struct {
 	ReadOnly bool
 	// Mode is whether it is for block or mount access, and the CSI access mode: ACCESS,MODE.
 	Mode string
-	// Generation is larger than that of all earlier claims, if nodes other than its home can use the volume; otherwise 0. The store sets it, and ignores that
-	// of Store.Claim.
+	// Generation is larger than that of all earlier claims, if nodes other than its home can use the volume; otherwise 0. The store sets it; callers of
+	// Store.Claim leave it 0.
 	Generation int64
 }
 

@@ -56,8 +56,8 @@ func (s Spec) MinSize() int64 {
 	return s.Filesystem.MinSize()
 }
 
-// Check returns ErrExists if an existing volume is not the one that the spec asks for. It does not compare Spread, Copies, Mutable, Nodes and For. Of a spec
-// without Pool or Provisioning any will do.
+// Check returns ErrExists if an existing volume is not the one that the spec asks for. It does not compare Spread, Copies, Mutable, Nodes and For. An
+// empty Pool or Provisioning fits any.
 func (s Spec) Check(v Volume) error {
 	differs := func(what string, have, want any) error {
 		return fmt.Errorf("%w: volume %q (%s) has %s %v, not %v", errdefs.ErrExists, s.Name, v.ID, what, have, want)
@@ -168,7 +168,7 @@ func (l *Local) createIn(ctx context.Context, spec Spec, pool blockdev.Pool) (Vo
 }
 
 // createCopy makes a volume as a copy of a volume or snapshot, in the pool of the source if spec.Pool allows that, else by createElsewhere. The writers of a
-// volume are held back until its bytes are fixed.
+// volume are held back, where they can be (quiesce), until its bytes are fixed.
 func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 	release, err := l.holdSource(spec.Source)
 	if err != nil {

@@ -21,8 +21,8 @@ type Format struct {
 // FormatState says whether anything was written to a volume.
 type FormatState string
 
-// The states. A new volume is Blank. It is Formatting from before mkfs starts until mkfs has succeeded, and Formatted from then on. It is Raw once it was
-// handed out as a block device for writing: its bytes are its user's, whatever they look like.
+// The states. A new volume is Blank. It is Formatting from before mkfs starts until mkfs has succeeded, and Formatted from then on. It is Raw if it was handed
+// out as a block device for writing before it was Formatted: its bytes are its user's, whatever they look like.
 const (
 	Blank      FormatState = ""
 	Formatting FormatState = "formatting"
@@ -64,7 +64,7 @@ func filesystemOf(r blockdev.Record) filesystem.Type {
 
 // Format makes sure that an attached volume carries the filesystem want. It makes one only if the record says that none was ever finished and that the volume
 // was not handed out as a raw device, and if the bytes agree; otherwise it does not write to the device. It sets v.Format and v.Flags to what the record has
-// then. made: the filesystem was made now, and flags are recorded as by SetFlags.
+// then, and v.Format.Type also for a raw volume. made: the filesystem was made now, and flags are recorded as by SetFlags.
 //
 // ErrPrecondition if the device carries anything else; ErrDataLoss if the filesystem that was made once is gone, or the state in the record is not known.
 func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type, flags string) (made bool, err error) {

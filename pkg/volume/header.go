@@ -51,7 +51,7 @@ func (l *Local) setHeader(ctx context.Context, v *Volume, header Header) error {
 // the record has then.
 //
 // ErrPrecondition if the device has anything else; ErrDataLoss if the header is gone or damaged, or the state in the record is not known; ErrNoKey if a header
-// has to be made and there is no key; ErrKey as for cutShort. A header that is there is not opened.
+// has to be made and there is no key; ErrKey as for cutShort. The key is not tried on a header that is Formatted.
 func (l *Local) prepareHeader(ctx context.Context, v *Volume, key Key) (release func(), err error) {
 	pool, ref, err := l.object(v.ID, blockdev.Volume)
 	if err != nil {
