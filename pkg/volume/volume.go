@@ -23,7 +23,8 @@ type Store interface {
 	Delete(ctx context.Context, id ID) error
 	// Get returns a volume. ErrNotFound if there is none, or it is not finished.
 	Get(ctx context.Context, id ID) (Volume, error)
-	// List returns up to limit (0: all) finished volumes, in a fixed order, from the one after the given ID on.
+	// List returns up to limit (0: all) finished volumes in the order of their IDs, from the one after the given ID on. A Local takes the pool that
+	// a volume is in for the one in its ID.
 	List(ctx context.Context, after ID, limit int) ([]Volume, error)
 	// Claim gives a volume to a node, for its use (ControllerPublishVolume). Beside it there are at most claims of many readers (Claim.Many), if it is one
 	// itself. ErrInUse if another node has a claim that does not allow this one; ErrExists if the node itself has one that differs; ErrPrecondition if the
@@ -80,7 +81,8 @@ type Differ interface {
 	Store
 	// Allocated calls yield with the ranges of a snapshot that were ever written.
 	Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error
-	// Changed calls yield with the ranges in which target differs from base. Both are snapshots of one volume, and base was cut first: else ErrInvalid.
+	// Changed calls yield with the ranges in which target differs from base. ErrInvalid unless both are of one volume, and base was not made
+	// after target.
 	Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error
 }
 

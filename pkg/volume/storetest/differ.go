@@ -12,7 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// WriteTo returns a function that writes to the volumes of a pool.
+// WriteTo returns a function for Fixture.Write that writes to the volumes of a pool.
 func WriteTo(pool blockdev.Pool) func(ctx context.Context, id volume.ID, at int64, data []byte) error {
 	return func(ctx context.Context, id volume.ID, at int64, data []byte) error {
 		ref := blockdev.Ref{Kind: id.Kind, Key: id.Key}
@@ -30,11 +30,11 @@ func WriteTo(pool blockdev.Pool) func(ctx context.Context, id volume.ID, at int6
 }
 
 const (
-	blocks  = 64 // of a volume of differ
-	blockOf = 64 << 10
+	blocks  = 64       // that a volume of differ has
+	blockOf = 64 << 10 // bytes of a block
 )
 
-// ranges lists what a store says: from an offset on, in order, within the volume.
+// ranges returns the ranges that a call lists, and makes sure that they are in order, end after from, and are within the volume.
 func (f fixture) ranges(from int64, list func(yield func(blockdev.Extent) error) error) []blockdev.Extent {
 	f.t.Helper()
 	var have []blockdev.Extent
@@ -49,7 +49,7 @@ func (f fixture) ranges(from int64, list func(yield func(blockdev.Extent) error)
 	return have
 }
 
-// covered: all of some blocks that come after an offset are in a list, and not everything is.
+// covered makes sure that some ranges have all bytes after from of the blocks that are wanted, and not much more than those blocks.
 func (f fixture) covered(what string, have []blockdev.Extent, want []int, from int64) {
 	f.t.Helper()
 	total := int64(0)
@@ -68,7 +68,7 @@ func (f fixture) covered(what string, have []blockdev.Extent, want []int, from i
 	}
 }
 
-// differ: the clauses of volume.Differ, for a store that is one.
+// differ tests what the comments of volume.Differ say, if the store is one.
 func differ(f fixture) {
 	store, ok := f.Store.(volume.Differ)
 	if !ok || f.Write == nil {

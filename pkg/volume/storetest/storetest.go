@@ -1,5 +1,5 @@
-// Package storetest is the one suite that every volume.Store passes: each clause of the
-// interface's comments is a test here.
+// Package storetest is the suite that every volume.Store passes. It tests what the comments of the interface say, as far as one node with two pools can show
+// it.
 package storetest
 
 import (
@@ -21,7 +21,7 @@ import (
 // Limit is how many volumes the node of a store may have claimed.
 const Limit = 3
 
-// Size is that of the default pool of a store, in bytes.
+// Size is the size of each pool of a store, in bytes.
 const Size = 1 << 30
 
 // Fixture is an empty store with one node.
@@ -30,13 +30,13 @@ type Fixture struct {
 	Node string
 	// Pools of the node, the default one first; at least two.
 	Pools []string
-	// KnowsAll: the store knows every volume that there is, also in pools that no node has.
+	// KnowsAll: the store knows all volumes, so one in a pool that it does not know is ErrNotFound, not ErrUnavailable.
 	KnowsAll bool
-	// Write writes to a volume of the default pool; nil: nothing does, and what a volume.Differ says is not tested.
+	// Write writes to a volume of the default pool. nil: volume.Differ is not tested.
 	Write func(ctx context.Context, id volume.ID, at int64, data []byte) error
 }
 
-// Open makes a fixture; it cleans up after itself.
+// Open makes a fixture, which is cleaned up at the end of the test.
 type Open func(t testing.TB) Fixture
 
 // Run runs the suite.
@@ -52,7 +52,7 @@ func Run(t *testing.T, open Open) {
 		{"SpreadAtOnce", spreadAtOnce}, {"Concurrent", concurrent}, {"Cancelled", cancelled},
 	} {
 		t.Run(clause.name, func(t *testing.T) {
-			store := open(t) // which may take long
+			store := open(t) // before the context, as it may take long
 			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 			defer cancel()
 			clause.test(fixture{store, t, ctx})
@@ -177,7 +177,7 @@ func createRefuses(f fixture) {
 		}
 		f.fails(second(f.Get(f.ctx, volume.ID{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf("refused")})), errdefs.ErrNotFound)
 	}
-	f.create(sized("refused", mib)) // the name is free
+	f.create(sized("refused", mib)) // the name is free still
 }
 
 func copies(f fixture) {
@@ -205,7 +205,7 @@ func copies(f fixture) {
 		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Pool: "nvme"})), errdefs.ErrInvalid)
 		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Nodes: []string{"elsewhere"}})), errdefs.ErrNoSpace)
 	}
-	// A copy carries what its source does. Of a raw source nobody knows.
+	// A copy has to have the filesystem of its source. What a raw source carries is not known.
 	formatted := f.create(volume.Spec{Name: "ext4", Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
 	cut, err := f.CreateSnapshot(f.ctx, "of ext4", formatted.ID)
 	f.must(err)
@@ -226,7 +226,7 @@ func copies(f fixture) {
 
 func deleted(f fixture) {
 	v := f.create(sized("v", mib))
-	f.must(f.Delete(f.ctx, volume.ID{Kind: blockdev.Volume, Pool: f.Pools[1], Key: v.ID.Key})) // another volume
+	f.must(f.Delete(f.ctx, volume.ID{Kind: blockdev.Volume, Pool: f.Pools[1], Key: v.ID.Key})) // not v, so nothing is deleted
 	f.must(f.Delete(f.ctx, volume.ID{Kind: blockdev.Snapshot, Pool: v.ID.Pool, Key: v.ID.Key}))
 	f.must(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "m"}))
 	f.fails(f.Delete(f.ctx, v.ID), errdefs.ErrInUse)
@@ -265,7 +265,7 @@ func notFound(f fixture) {
 	f.must(second(f.Get(f.ctx, v.ID)))
 }
 
-// unknownPool: what may be in a pool that the store does not have is neither gone nor free.
+// unknownPool: a volume or snapshot in a pool that the store does not know may exist, so calls return ErrUnavailable; with KnowsAll it does not exist.
 func unknownPool(f fixture) {
 	v := volume.ID{Kind: blockdev.Volume, Pool: "no-such-pool", Key: volume.KeyOf("v")}
 	s := volume.ID{Kind: blockdev.Snapshot, Pool: v.Pool, Key: v.Key}
@@ -288,7 +288,7 @@ func unknownPool(f fixture) {
 	}
 }
 
-// pages reads a list page by page.
+// pages reads a list in pages of up to limit entries, and returns the IDs.
 func pages[T any](f fixture, limit int, id func(T) volume.ID, page func(after volume.ID) ([]T, error)) []volume.ID {
 	f.t.Helper()
 	var ids []volume.ID
@@ -354,7 +354,7 @@ func claim(f fixture) {
 	}
 	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "mount,X"}), errdefs.ErrExists)
 	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, ReadOnly: true, Mode: "block,X"}), errdefs.ErrExists)
-	f.must(f.Release(f.ctx, v.ID, "elsewhere")) // which has no claim
+	f.must(f.Release(f.ctx, v.ID, "elsewhere")) // that node has no claim
 	if have, err := f.Get(f.ctx, v.ID); err != nil || have.Claim != c {
 		f.t.Fatalf("claim %+v, error %v", have.Claim, err)
 	}
@@ -378,7 +378,7 @@ func claimLimit(f fixture) {
 		f.must(f.Claim(f.ctx, v.ID, c))
 	}
 	f.fails(f.Claim(f.ctx, volumes[Limit].ID, c), errdefs.ErrLimit)
-	f.must(f.Claim(f.ctx, volumes[0].ID, c)) // it has that one
+	f.must(f.Claim(f.ctx, volumes[0].ID, c)) // the claim is there already
 	f.must(f.Release(f.ctx, volumes[0].ID, f.Node))
 	f.must(f.Claim(f.ctx, volumes[Limit].ID, c))
 }
@@ -449,7 +449,7 @@ func snapshot(f fixture) {
 		f.t.Fatalf("cut %+v", s)
 	}
 	f.fails(second(f.CreateSnapshot(f.ctx, "s", w.ID)), errdefs.ErrExists)
-	f.must(f.Delete(f.ctx, v.ID)) // it does not need its source
+	f.must(f.Delete(f.ctx, v.ID)) // the snapshot does not need its source
 	again, err := f.CreateSnapshot(f.ctx, "s", v.ID)
 	f.must(err)
 	f.sameSnapshot(again, s)
@@ -461,7 +461,7 @@ func snapshot(f fixture) {
 		f.fails(second(f.GetSnapshot(f.ctx, s.ID)), errdefs.ErrNotFound)
 	}
 	f.fails(second(f.CreateSnapshot(f.ctx, "s", v.ID)), errdefs.ErrNotFound)
-	f.must(second(f.CreateSnapshot(f.ctx, "s", w.ID))) // the name is free
+	f.must(second(f.CreateSnapshot(f.ctx, "s", w.ID))) // the name is free again
 }
 
 func group(f fixture) {
@@ -543,15 +543,16 @@ func capacity(f fixture) {
 	f.fails(second(f.Capacity(f.ctx, "no-such-pool", volume.NotEncrypted, f.Node)), errdefs.ErrInvalid)
 }
 
-// both is a set of the first two pools.
+// both returns the set of the first two pools.
 func (f fixture) both() string { return f.Pools[0] + "," + f.Pools[1] }
 
-// of is the spec of a volume in a set of pools.
+// of returns the spec of a volume in a set of pools.
 func of(name, set string, size int64) volume.Spec {
 	return volume.Spec{Name: name, Pool: set, Size: volume.Range{Required: size}}
 }
 
-// sets: a volume of a set is in the pool with most room, and in one that has room if any has; asked for again it is where it is.
+// sets: a volume that names a set is made in the pool with most room. A repeated Create finds it. A copy is made in the pool of its source. Capacity is that of
+// the set's pools together.
 func sets(f fixture) {
 	whole, err := f.Capacity(f.ctx, f.both(), volume.NotEncrypted, f.Node)
 	f.must(err)
@@ -572,7 +573,7 @@ func sets(f fixture) {
 	f.same(f.create(of("large", "*", Size*6/10)), large)
 	f.same(f.create(of("large", large.ID.Pool, Size*6/10)), large)
 	f.fails(second(f.Create(f.ctx, of("third", "*", Size*6/10))), errdefs.ErrNoSpace)
-	f.create(of("third", "*", Size*3/10)) // the name is free
+	f.create(of("third", "*", Size*3/10)) // the name is free still
 	for _, id := range []volume.ID{large.ID, again.ID} {
 		v := f.create(volume.Spec{Name: "copy of " + id.Pool, Pool: "*", Source: f.create(of("source in "+id.Pool, id.Pool, mib)).ID, Size: volume.Range{Required: mib}})
 		if v.ID.Pool != id.Pool {
@@ -599,7 +600,7 @@ func setsRefuse(f fixture) {
 	f.create(of("x", "*", mib))
 }
 
-// setsAtOnce: of volumes that are asked for at once, as many are made as there is room for in all pools.
+// setsAtOnce: if more volumes are asked for at once than there is room for, as many are made as fit into all pools.
 func setsAtOnce(f fixture) {
 	var all sync.WaitGroup
 	var mu sync.Mutex
@@ -630,18 +631,19 @@ func setsAtOnce(f fixture) {
 	}
 }
 
-// replica is the spec of a volume of a StatefulSet's replica.
+// replica returns the spec of the volume for a claim of a StatefulSet.
 func replica(claim string, how volume.Spread, size int64) volume.Spec {
 	return volume.Spec{Name: "pvc of " + claim, Pool: "*", Spread: how, Size: volume.Range{Required: size}, For: volume.Requester{Namespace: "ns", Name: claim}}
 }
 
-// spread: volumes of one StatefulSet are in different pools as long as there are some, and from then on as asked.
+// spread: the volumes of one StatefulSet are made in different pools as long as there are any left. Then SpreadRequired is ErrNoSpace, and SpreadPreferred
+// takes the pool with the fewest.
 func spread(f fixture) {
-	f.create(of("large", f.Pools[0], Size/2)) // so most room is always in the other one
+	f.create(of("large", f.Pools[0], Size/2)) // from now on the other pool has most room
 	if v := f.create(replica("data-web-0", volume.NoSpread, mib)); v.ID.Pool != f.Pools[1] {
 		f.t.Errorf("data-web-0 is in %s", v.ID.Pool)
 	}
-	for _, claim := range []string{"data-other-1", "data-web", "wal-web-1", "data-web-0-1"} { // they are of others
+	for _, claim := range []string{"data-other-1", "data-web", "wal-web-1", "data-web-0-1"} { // not peers of data-web-0
 		if v := f.create(replica(claim, volume.SpreadRequired, mib)); v.ID.Pool != f.Pools[1] {
 			f.t.Errorf("%s is in %s", claim, v.ID.Pool)
 		}
@@ -653,17 +655,17 @@ func spread(f fixture) {
 	if v := f.create(replica("data-web-2", volume.SpreadPreferred, mib)); v.ID.Pool != f.Pools[1] {
 		f.t.Errorf("data-web-2 is in %s", v.ID.Pool)
 	}
-	v := f.create(replica("data-web-3", volume.SpreadPreferred, mib)) // the pool with fewer
+	v := f.create(replica("data-web-3", volume.SpreadPreferred, mib)) // the pool with fewer peers
 	if v.ID.Pool != f.Pools[0] {
 		f.t.Errorf("data-web-3 is in %s", v.ID.Pool)
 	}
-	f.same(f.create(replica("data-web-3", volume.SpreadRequired, mib)), v)                                // it is there
-	if v := f.create(replica("data-web-4", volume.SpreadPreferred, Size*7/10)); v.ID.Pool != f.Pools[1] { // room counts first
+	f.same(f.create(replica("data-web-3", volume.SpreadRequired, mib)), v)                                // it is there already
+	if v := f.create(replica("data-web-4", volume.SpreadPreferred, Size*7/10)); v.ID.Pool != f.Pools[1] { // room counts more than peers
 		f.t.Errorf("data-web-4 is in %s", v.ID.Pool)
 	}
 }
 
-// spreadAtOnce: so it is if all of them are asked for at once, as of StatefulSets with podManagementPolicy Parallel.
+// spreadAtOnce: SpreadRequired holds also for volumes that are asked for at once, as those of StatefulSets with podManagementPolicy Parallel.
 func spreadAtOnce(f fixture) {
 	var all sync.WaitGroup
 	var pools [16][2]string
@@ -721,7 +723,7 @@ func cancelled(f fixture) {
 	cancel()
 	v, err := f.Create(ctx, sized("v", mib))
 	if err == nil {
-		f.must(f.Delete(f.ctx, v.ID)) // it may look too late
+		f.must(f.Delete(f.ctx, v.ID)) // a store may notice the end of its context too late
 	} else if !errors.Is(err, context.Canceled) {
 		f.t.Errorf("error %v", err)
 	}
