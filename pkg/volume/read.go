@@ -286,7 +286,7 @@ func (l *Local) readAgain(ctx context.Context, b *batch, pool blockdev.Pool, rec
 			return err
 		}
 		one := again{r.export(Grant{Generation: generation}).exported(exporter, how, record, attached.Size), place{IDOf(pool.Name(), record), pool.Name()}, attached}
-		one.Host = host // which node that is, its name tells who has the key, and nobody back
+		one.Host = host // the Grant has no node, as the host's name has only a hash of it
 		b.all = append(b.all, one)
 	}
 	return nil
@@ -337,7 +337,7 @@ func (l *Local) endAllReading(ctx context.Context, id ID) error {
 	}
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
-		return errdefs.IgnoreNotFound(err) // what is missing, whoever uses it finds
+		return errdefs.IgnoreNotFound(err) // whoever uses the volume finds that it is missing
 	}
 	devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
 	for _, d := range devices { // a device that is bound need not be open
