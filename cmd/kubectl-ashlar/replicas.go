@@ -282,10 +282,10 @@ func (s *replicating) read(ctx context.Context) (now standing, err error) {
 
 // stage returns how far the change is, in words, and whether it is done; an error if it will not be. kind stays the same while only figures change.
 func (s *replicating) stage(now standing) (kind, text string, done bool, err error) {
-	switch {
-	case now.whole == nil && len(now.legs) == 0:
+	switch alone := now.whole == nil || now.whole.Status.Made == nil; {
+	case alone && len(now.legs) == 0: // the controller takes back a ReplicatedVolume that is not made
 		return "", "", false, errDeleted
-	case now.whole == nil || now.whole.Status.Made == nil:
+	case alone:
 		return s.stageAlone(&now.legs[0])
 	}
 	return s.stageOf(now.whole, now.legs)

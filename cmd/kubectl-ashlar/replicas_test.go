@@ -183,6 +183,23 @@ func TestFirstReplicas(t *testing.T) {
 	have.says(t, "pvc-1: it becomes a volume with replicas\n", "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
 }
 
+// TestReplicasOfDeleted: a volume that is becoming one with replicas is deleted while the program waits. Its ReplicatedVolume stays for a moment, and has no
+// leg any more.
+func TestReplicasOfDeleted(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t)
+	v := movable("pvc-1", "n1", 100*mib, nil)
+	e.add(v)
+	program := start(t, apitest.Admin, "replicas", "pvc-1", "2")
+	becomes(e, v, func(v *v1alpha1.Volume) bool { return v.Spec.Replicas == 2 })
+	program.saying(t, "it becomes a volume with replicas\n")
+	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = v.Name })
+	e.add(&v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: v.Name}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: "pvc-1", Pool: "default", Replicas: 2, Size: 100 * mib, Legs: []string{v.Name}, Numbered: 1}})
+	e.remove(v)
+	program.ended(t).refused(t, "pvc-1: it was deleted meanwhile")
+}
+
 // TestReplicaCapacity: the room for a class with replicas is what fits into as many places of one network as it has replicas, with the first one where its
 // allowedTopologies are.
 func TestReplicaCapacity(t *testing.T) {
