@@ -21,6 +21,7 @@ import (
 type saying struct {
 	on      string        // the kind of the object that the event is on: that of of, or one that belongs to it (find)
 	of      client.Object // what it is about: a Volume, ReplicatedVolume, Snapshot, Pool or Node; not to be changed
+	by      string        // the node that causes it, if of is a ReplicatedVolume and it follows from a leg; else empty (owner)
 	reason  string
 	cause   string    // the reason whose runbook helps, if it is not reason
 	level   string    // warning or normal
@@ -34,6 +35,22 @@ type saying struct {
 // key identifies an event: it is the same for the same state of the same object.
 func (s *saying) key() string {
 	return strings.Join([]string{s.on, fmt.Sprintf("%T", s.of), s.of.GetName(), s.reason, s.state}, "\x00")
+}
+
+// owner returns the node of whose share (mostOfNode) an event is: the one that can cause it again and again, so that no node can use up the share of another.
+// What follows from the status of a ReplicatedVolume is caused by the node of its claim, as no other node may write that. While it has no claim, no node
+// causes it: then the owner is the ReplicatedVolume itself, by kind and name.
+func (s *saying) owner() string {
+	r, is := s.of.(*v1alpha1.ReplicatedVolume)
+	switch {
+	case !is:
+		return nodeOf(s.of)
+	case s.by != "":
+		return s.by
+	case r.Spec.Claim != nil:
+		return r.Spec.Claim.Node
+	}
+	return onReplicated + "/" + r.Name // no name of a node has a slash
 }
 
 // mostNote is how long the note of an event may be, in bytes (Kubernetes' limit).

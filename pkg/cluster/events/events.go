@@ -34,8 +34,8 @@ const (
 	pace = 20 * time.Millisecond
 	// most is how many events are remembered. What comes beyond that is left out.
 	most = 20000
-	// mostOfNode is how many events of the objects of one node are taken within an hour (fresh). The rest is left out, so that a node which causes ever new
-	// events, by a fault or because it was taken over, fills neither this memory nor the API server. All ReplicatedVolumes together count as one node.
+	// mostOfNode is how many events that one node causes (saying.owner) are taken within an hour (fresh). The rest is left out, so that a node which causes
+	// ever new events, by a fault or because it was taken over, fills neither this memory nor the API server.
 	mostOfNode = most / 4
 	// firstRetry and lastRetry are the first and the longest pause between tries while the API server does not answer.
 	firstRetry = time.Second
@@ -79,7 +79,7 @@ type Announcer struct {
 	entries map[string]*entry          // by saying.key: what is to be written, and what was
 	lasting map[string]map[string]bool // keys of the entries that last, by objectKey
 	nodes   map[string]nodeState       // of nodes that are not well, by name
-	taken   map[string]int             // how many events were taken since the time in since, by node (mostOfNode)
+	taken   map[string]int             // how many events were taken since the time in since, by saying.owner (mostOfNode)
 	since   time.Time
 	moves   map[types.UID]begun // of volumes and snapshots that are to move
 }
@@ -239,19 +239,19 @@ func (a *Announcer) say(one saying) {
 	if time.Since(a.since) >= fresh {
 		a.taken, a.since = map[string]int{}, time.Now()
 	}
-	node := nodeOf(one.of)
+	owner := one.owner()
 	switch {
-	case a.taken[node] > mostOfNode:
+	case a.taken[owner] > mostOfNode:
 		return
-	case a.taken[node] == mostOfNode:
-		a.taken[node]++ // so that it is logged once
-		klog.Background().Info("There is too much to say of a node; its events are left out for up to an hour", "node", node, "reason", one.reason, "about", one.of.GetName())
+	case a.taken[owner] == mostOfNode:
+		a.taken[owner]++ // so that it is logged once
+		klog.Background().Info("There is too much to say of one node or replicated volume; its events are left out for up to an hour", "owner", owner, "reason", one.reason, "about", one.of.GetName())
 		return
 	case len(a.entries) >= most:
 		klog.Background().Info("There is too much to say; an event is left out", "reason", one.reason, "about", one.of.GetName())
 		return
 	}
-	a.taken[node]++
+	a.taken[owner]++
 	a.entries[key] = &entry{saying: one, noted: time.Now()}
 	a.queue.Add(key)
 }

@@ -136,10 +136,10 @@ func ofLegOf(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, name, subject str
 	node := v.Spec.NodeName
 	say := func(one saying) { one.of = r; all = append(all, one.each(replicated)...) }
 	if made := v.CreationTimestamp.Time; v.Status.Created != nil && made.After(r.Status.Made.Time) {
-		say(saying{reason: ReplicaAdded, level: normal, state: name, since: made, note: fmt.Sprintf("%sanother replica was made, on node %s", subject, node)})
+		say(saying{by: node, reason: ReplicaAdded, level: normal, state: name, since: made, note: fmt.Sprintf("%sanother replica was made, on node %s", subject, node)})
 	}
 	if f := v.Common().Refused(v.Generation); f != nil && v.Status.Created != nil && v.Spec.Size > v.Status.Size {
-		say(saying{reason: GrowthRefused, cause: f.Reason, level: warning, state: fmt.Sprint(name, v.Spec.Size), note: fmt.Sprintf("%sits replica on node %s cannot grow: %s", subject, node, f.Message)})
+		say(saying{by: node, reason: GrowthRefused, cause: f.Reason, level: warning, state: fmt.Sprint(name, v.Spec.Size), note: fmt.Sprintf("%sits replica on node %s cannot grow: %s", subject, node, f.Message)})
 	}
 	switch {
 	case v1alpha1.IsLost(v):
@@ -147,7 +147,7 @@ func ofLegOf(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, name, subject str
 		if len(v.Status.Health) > 0 {
 			why = v.Status.Health[0].Message
 		}
-		say(saying{reason: ReplicaLost, level: warning, lasting: true, state: name, note: fmt.Sprintf("%sits replica on node %s is lost, and another one takes its place: %s", subject, node, why)})
+		say(saying{by: node, reason: ReplicaLost, level: warning, lasting: true, state: name, note: fmt.Sprintf("%sits replica on node %s is lost, and another one takes its place: %s", subject, node, why)})
 	case l != nil && !l.Current:
 		state := name
 		if l.Since != nil {
@@ -174,8 +174,12 @@ func ofNoCurrent(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume,
 		return one.each(replicated)
 	}
 	var why, state []string
+	by := ""
 	for _, name := range r.Current() {
 		v := legs[name]
+		if v != nil {
+			by = cmp.Or(by, v.Spec.NodeName)
+		}
 		switch {
 		case v == nil:
 			why, state = append(why, "the object of "+name+" was deleted"), append(state, name)
@@ -187,7 +191,7 @@ func ofNoCurrent(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume,
 			return nil
 		}
 	}
-	one := saying{of: r, reason: cluster.ReasonNoCurrentReplica, level: warning, lasting: true, state: strings.Join(state, " "),
+	one := saying{of: r, by: by, reason: cluster.ReasonNoCurrentReplica, level: warning, lasting: true, state: strings.Join(state, " "),
 		note: subject + "none of its replicas that have all that was written can be used: " + strings.Join(why, "; ")}
 	return one.each(replicated)
 }
