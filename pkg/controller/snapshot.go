@@ -190,19 +190,22 @@ func (s *Server) getGroup(ctx context.Context, text string, snapshotIDs []string
 	return group, nil
 }
 
-// DeleteVolumeGroupSnapshot deletes a group and all its snapshots. ErrUnavailable, and nothing is deleted, if the pool of a snapshot that the request names is
-// not there.
+// DeleteVolumeGroupSnapshot deletes a group and all its snapshots. ErrInvalid if the request names other snapshots than those of the group; else ErrUnavailable
+// if the pool of one that it names is not there. In both cases nothing is deleted.
 func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, r *csi.DeleteVolumeGroupSnapshotRequest) (*csi.DeleteVolumeGroupSnapshotResponse, error) {
 	group, err := s.getGroup(ctx, r.GetGroupSnapshotId(), r.GetSnapshotIds())
+	if errdefs.IgnoreNotFound(err) != nil {
+		return nil, err
+	}
 	for _, text := range r.GetSnapshotIds() {
 		// Without this check the deletion could succeed without that snapshot, and the CO would not ask again.
 		if id, err := volume.ParseID(text); err == nil && id.Kind == blockdev.Snapshot {
 			if _, err := s.store.GetSnapshot(ctx, id); errors.Is(err, errdefs.ErrUnavailable) {
-				return nil, fmt.Errorf("delete %s: %w", group.ID, err)
+				return nil, fmt.Errorf("delete %s: %w", r.GetGroupSnapshotId(), err)
 			}
 		}
 	}
-	if err == nil || (errors.Is(err, errdefs.ErrNotFound) && group.ID.Key != "") {
+	if group.ID.Key != "" {
 		err = s.store.DeleteGroup(ctx, group.ID) // or the snapshots that are left of an incomplete group
 	}
 	return &csi.DeleteVolumeGroupSnapshotResponse{}, errdefs.IgnoreNotFound(err)

@@ -178,9 +178,12 @@ func (f fixture) findAndDelete(id string, members []string, other string) {
 	refusesToDelete := drivertest.Refuses(f.t, f.DeleteVolumeGroupSnapshot, func() remove { return &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: id} })
 	refusesToDelete("delete: no ID", func(r remove) { r.GroupSnapshotId = "" }, errdefs.ErrInvalid, "no group snapshot ID")
 	refusesToDelete("delete: another member", func(r remove) { r.SnapshotIds = []string{other} }, errdefs.ErrInvalid, "has the snapshots")
-	refusesToDelete("delete: a pool that is not there", func(r remove) {
-		r.SnapshotIds = []string{strings.Replace(members[0], "fast", "gone", 1)}
-	}, errdefs.ErrUnavailable, `without pool "gone"`)
+	away := strings.Replace(members[0], "fast", "gone", 1) // an ID in a pool that is not there
+	refusesToDelete("delete: another member, in a pool that is not there", func(r remove) { r.SnapshotIds = []string{away} }, errdefs.ErrInvalid, "has the snapshots")
+	for _, incomplete := range []string{"group.00000000000000000000000000000000", foreign} { // its other members may be in that pool
+		refusesToDelete("delete: a pool that is not there", func(r remove) { r.GroupSnapshotId, r.SnapshotIds = incomplete, []string{away} },
+			errdefs.ErrUnavailable, "delete "+incomplete+": ")
+	}
 	for _, gone := range []string{id, "group.00000000000000000000000000000000", foreign} {
 		drivertest.Twice(f.t, f.DeleteVolumeGroupSnapshot, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: gone})
 	}
