@@ -85,15 +85,21 @@ func setWhole(ctx context.Context, poolOf func(name string) (blockdev.Pool, erro
 	return nil
 }
 
+// groups returns the members of all groups in some pools, by the keys of the groups, in the order of the pools' names and then of their own keys.
 func (l *Local) groups(ctx context.Context, pools []blockdev.Pool) (map[string][]member, error) {
 	groups := map[string][]member{}
-	err := l.list(ctx, pools, blockdev.Snapshot, ID{}, 0, func(pool string, r blockdev.Record) bool {
-		if key := r.Labels[labelGroup]; key != "" && !unfinished(r) {
-			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), r.Labels[labelGroupWhole] != ""})
+	for _, pool := range slices.SortedFunc(slices.Values(pools), func(a, b blockdev.Pool) int { return strings.Compare(a.Name(), b.Name()) }) {
+		records, err := pool.List(ctx, blockdev.Snapshot, "", 0)
+		if err != nil {
+			return nil, err
 		}
-		return true
-	})
-	return groups, err
+		for _, r := range records {
+			if key := r.Labels[labelGroup]; key != "" && !unfinished(r) {
+				groups[key] = append(groups[key], member{snapshotFromRecord(pool.Name(), l.node, r), r.Labels[labelGroupWhole] != ""})
+			}
+		}
+	}
+	return groups, nil
 }
 
 func (l *Local) removeGroup(ctx context.Context, members []member) error {

@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -193,37 +193,82 @@ func (l *Local) GetIn(ctx context.Context, in string, id ID) (Volume, error) {
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
-// list calls visit with the records of a kind in some pools, in the order of the pools' names and then of the keys, beginning after the given ID, until
-// visit returns false. limit is how many records it asks a pool for at once; 0 for all.
-func (l *Local) list(ctx context.Context, pools []blockdev.Pool, kind blockdev.Kind, after ID, limit int, visit func(pool string, r blockdev.Record) (more bool)) error {
-	pools = slices.Clone(pools)
-	slices.SortFunc(pools, func(a, b blockdev.Pool) int { return strings.Compare(a.Name(), b.Name()) })
-	last := l.placeOf(after)
-	for _, pool := range pools {
+// list calls visit with the records of a kind in the order of their IDs, beginning after the given ID, until visit returns false. So a list goes on where it
+// was, wherever the object with that ID is now, or was. A record is left out if its ID does not lead to it, as it is left of something that has moved. limit is
+// how many records it asks a pool for at once; 0 for all.
+func (l *Local) list(ctx context.Context, kind blockdev.Kind, after ID, limit int, visit func(pool string, r blockdev.Record) (more bool)) error {
+	elsewhere := l.elsewhere(kind)
+	names := slices.AppendSeq(l.poolNames(), maps.Keys(elsewhere))
+	slices.Sort(names)
+	for _, name := range slices.Compact(names) {
 		key := ""
-		if pool.Name() < last {
+		if name < after.Pool {
 			continue
 		}
-		if pool.Name() == last {
+		if name == after.Pool {
 			key = after.Key
 		}
-		if more, err := listPool(ctx, pool, kind, key, limit, visit); err != nil || !more {
+		if more, err := l.listNamed(ctx, name, elsewhere[name], kind, key, limit, visit); err != nil || !more {
 			return err
 		}
 	}
 	return nil
 }
 
-// listPool is list for one pool, after a key. more is false once visit has returned false.
-func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key string, limit int, visit func(pool string, r blockdev.Record) (more bool)) (more bool, err error) {
+// listNamed is list for what has IDs with the name of one pool, after a key. elsewhere are those of these IDs whose objects are in other pools, in order. more is
+// false once visit has returned false.
+func (l *Local) listNamed(ctx context.Context, name string, elsewhere []ID, kind blockdev.Kind, key string, limit int, visit func(pool string, r blockdev.Record) (more bool)) (more bool, err error) {
+	elsewhere = slices.DeleteFunc(elsewhere, func(id ID) bool { return id.Key <= key })
+	if i := slices.IndexFunc(l.pools, func(p blockdev.Pool) bool { return p.Name() == name }); i >= 0 {
+		more, err := listPool(ctx, l.pools[i], kind, key, limit, func(r blockdev.Record) (more bool, err error) {
+			n := 0
+			for n < len(elsewhere) && elsewhere[n].Key < r.Key {
+				n++
+			}
+			more, err = l.visitEach(ctx, elsewhere[:n], visit)
+			elsewhere = elsewhere[n:]
+			if id := IDOf(name, r); err != nil || !more || id.Pool != name || l.placeOf(id) != name {
+				return more, err
+			}
+			return visit(name, r), nil
+		})
+		if err != nil || !more {
+			return more, err
+		}
+	}
+	return l.visitEach(ctx, elsewhere, visit)
+}
+
+// visitEach calls visit with the records of some objects, if they are still there, until visit returns false. more is false then.
+func (l *Local) visitEach(ctx context.Context, ids []ID, visit func(pool string, r blockdev.Record) (more bool)) (more bool, err error) {
+	for _, id := range ids {
+		pool, ref, err := l.object(id, id.Kind)
+		if err != nil {
+			return false, err
+		}
+		record, err := pool.Get(ctx, ref)
+		if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrDataLoss) { // a pool does not list a damaged record
+			continue
+		}
+		if err != nil || !visit(pool.Name(), record) {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// listPool calls visit with the records of a kind in a pool, in the order of their keys, beginning after a key, until visit returns false. more is false then.
+// limit is as in list.
+func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key string, limit int, visit func(r blockdev.Record) (more bool, err error)) (more bool, err error) {
 	for {
 		records, err := pool.List(ctx, kind, key, limit)
 		if err != nil {
 			return false, err
 		}
 		for _, record := range records {
-			if key = record.Key; !visit(pool.Name(), record) {
-				return false, nil
+			key = record.Key
+			if more, err := visit(record); err != nil || !more {
+				return false, err
 			}
 		}
 		if limit == 0 || len(records) < limit {
@@ -232,11 +277,11 @@ func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key s
 	}
 }
 
-// List: see Store. What another pool has left of a volume that has moved is not listed, as its ID does not lead there.
+// List: see Store.
 func (l *Local) List(ctx context.Context, after ID, limit int) ([]Volume, error) {
 	var volumes []Volume
-	err := l.list(ctx, l.pools, blockdev.Volume, after, limit, func(pool string, r blockdev.Record) bool {
-		if !unfinished(r) && l.placeOf(IDOf(pool, r)) == pool {
+	err := l.list(ctx, blockdev.Volume, after, limit, func(pool string, r blockdev.Record) bool {
+		if !unfinished(r) {
 			volumes = append(volumes, fromRecord(pool, l.node, r))
 		}
 		return limit == 0 || len(volumes) < limit

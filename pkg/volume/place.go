@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -63,6 +65,22 @@ func (l *Local) placeOf(id ID) string {
 		return pool
 	}
 	return id.Pool
+}
+
+// elsewhere returns the IDs of the objects of a kind that are in another pool of this node than their IDs name, by the pool that these name, in order.
+func (l *Local) elsewhere(kind blockdev.Kind) map[string][]ID {
+	names, ids := l.poolNames(), map[string][]ID{}
+	l.mu.Lock()
+	for id, pool := range l.places {
+		if id.Kind == kind && id.Pool != pool && slices.Contains(names, pool) {
+			ids[id.Pool] = append(ids[id.Pool], id)
+		}
+	}
+	l.mu.Unlock()
+	for _, of := range ids {
+		slices.SortFunc(of, func(a, b ID) int { return strings.Compare(a.Key, b.Key) })
+	}
+	return ids
 }
 
 // recoverPlaces finds the objects of a pool that have moved there. It leaves out those that were located (Locate), and what may only be left of a move.

@@ -3,9 +3,12 @@ package volume_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -197,6 +200,48 @@ func TestOnePlace(t *testing.T) {
 	holds(t, b, have)
 	if in, err := b.InPool(t.Context(), "a"); err != nil || len(in) > 0 {
 		t.Errorf("pool a still has %+v, %v", in, err)
+	}
+}
+
+// TestListOfMoved: all volumes are listed once, in the order of their IDs, also those that are in another pool than their IDs say, or name a pool that this node
+// does not have. Pages go on after a volume that was deleted meanwhile, moved or not.
+func TestListOfMoved(t *testing.T) {
+	for _, size := range []int{0, 1, 2, 3} {
+		made := func(l *volume.Local, name, pool string) volume.Volume {
+			v, err := l.Create(t.Context(), volume.Spec{Name: name, Pool: pool, Size: volume.Range{Required: mib}})
+			check.OK(t, err)
+			return v
+		}
+		before := start(t, 0, memory.NewDisk(1<<30).Open("a", nil), memory.NewDisk(1<<30).Open("b", nil), memory.NewDisk(1<<30).Open("other", nil))
+		l := start(t, 0, memory.NewDisk(1<<30).Open("a", nil), memory.NewDisk(1<<30).Open("b", nil))
+		var want, have []volume.ID
+		for i := range 3 {
+			for _, in := range []string{"a", "b"} {
+				want = append(want, made(l, fmt.Sprint("stays in ", in, i), in).ID)
+				for _, named := range []string{"a", "b", "other"} {
+					name := fmt.Sprint("comes from ", named, " to ", in, i)
+					v := made(before, name, named)
+					move(t, name, v.ID, before, l, in)
+					want = append(want, v.ID)
+				}
+			}
+		}
+		for after := (volume.ID{}); ; {
+			page, err := l.List(t.Context(), after, size)
+			check.OK(t, err)
+			for _, v := range page {
+				have = append(have, v.ID)
+			}
+			if len(page) == 0 || size == 0 {
+				break
+			}
+			after = page[len(page)-1].ID
+			check.OK(t, l.Delete(t.Context(), after))
+		}
+		slices.SortFunc(want, func(a, b volume.ID) int { return strings.Compare(a.String(), b.String()) })
+		if !slices.Equal(have, want) {
+			t.Errorf("in pages of %d: listed %v, want %v", size, have, want)
+		}
 	}
 }
 

@@ -136,7 +136,7 @@ func (l *Local) GetSnapshot(ctx context.Context, id ID) (Snapshot, error) {
 // ListSnapshots: see Store.
 func (l *Local) ListSnapshots(ctx context.Context, source ID, after ID, limit int) ([]Snapshot, error) {
 	var snapshots []Snapshot
-	err := l.list(ctx, l.pools, blockdev.Snapshot, after, limit, func(pool string, r blockdev.Record) bool {
+	err := l.list(ctx, blockdev.Snapshot, after, limit, func(pool string, r blockdev.Record) bool {
 		s := snapshotFromRecord(pool, l.node, r)
 		if !l.hidden(r) && (source == (ID{}) || s.Source == source) {
 			snapshots = append(snapshots, s)

@@ -23,8 +23,8 @@ type Store interface {
 	Delete(ctx context.Context, id ID) error
 	// Get returns a volume. ErrNotFound if there is none, or it is not finished.
 	Get(ctx context.Context, id ID) (Volume, error)
-	// List returns up to limit (0: all) finished volumes in the order of their IDs, from the one after the given ID on. A Local takes the pool that
-	// a volume is in for the one in its ID.
+	// List returns up to limit (0: all) finished volumes in the order of their IDs (by pool, then by key), from the one after the given ID on, whether that is still
+	// there or not.
 	List(ctx context.Context, after ID, limit int) ([]Volume, error)
 	// Claim gives a volume to a node, for its use (ControllerPublishVolume). Beside it there are at most claims of many readers (Claim.Many), if it is one
 	// itself. ErrInUse if another node has a claim that does not allow this one; ErrExists if the node itself has one that differs; ErrPrecondition if the
