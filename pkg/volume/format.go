@@ -72,14 +72,9 @@ func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, w
 	case Formatted, Raw:
 		return false, v.carries(device, want)
 	case Blank:
-		blank, err := l.blank(ctx, v.ID, device)
-		if v.Encryption.Scheme != NotEncrypted {
-			blank, err = blankBehind(ctx, device)
-		}
-		if err != nil {
+		if blank, err := l.unwritten(ctx, v, device); err != nil {
 			return false, err
-		}
-		if !blank {
+		} else if !blank {
 			return false, fmt.Errorf("%w: its record says that it was never formatted, but %s is not blank; nothing was formatted: look at what is on it", errdefs.ErrPrecondition, device.Path)
 		}
 	case Formatting:
@@ -98,6 +93,14 @@ func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, w
 		return false, fmt.Errorf("%w: its record has the unknown format state %q", errdefs.ErrDataLoss, v.Format.State)
 	}
 	return true, l.format(ctx, v, device, want, flags)
+}
+
+// unwritten reports whether nothing was ever written to an attached volume; of an encrypted one, to what is behind its header.
+func (l *Local) unwritten(ctx context.Context, v *Volume, device blockdev.Device) (bool, error) {
+	if v.Encryption.Scheme != NotEncrypted {
+		return blankBehind(ctx, device)
+	}
+	return l.blank(ctx, v.ID, device)
 }
 
 // blank reports whether nothing was ever written to an attached volume, if its pool knows (blockdev.Prover); if not, whether the device is blank

@@ -2,10 +2,12 @@ package volume_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"maps"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -14,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -154,6 +157,43 @@ func TestHeaderOfOldRecord(t *testing.T) {
 		t.Errorf("with its record it is made anew (%v), or it is gone: %v", made, err)
 	}
 	check.OK(t, l.Delete(t.Context(), v.ID))
+}
+
+// proving is a pool that counts how often it is asked whether anything was written to a volume. It says that something was.
+type proving struct {
+	blockdev.Pool
+	asked int
+}
+
+func (p *proving) Untouched(context.Context, blockdev.Ref) (bool, error) {
+	p.asked++
+	return false, nil
+}
+
+// TestBlankBehindHeader: before a filesystem is made on an encrypted volume, its pool is not asked whether anything was ever written to it, as its header was.
+// What counts is whether anything is behind the header. Files stand for the devices.
+func TestBlankBehindHeader(t *testing.T) {
+	for what, want := range map[string]error{"blank": nil, "written": errdefs.ErrPrecondition} {
+		pool := &proving{Pool: memory.NewDisk(1<<30).Open("default", nil)}
+		l := start(t, 0, pool)
+		v := create(t, l, "v")
+		v.Encryption.Scheme = volume.LUKS2
+		device := blockdev.Device{Path: filepath.Join(t.TempDir(), "open"), Below: filepath.Join(t.TempDir(), "below")}
+		check.OK(t, os.WriteFile(device.Path, bytes.Repeat([]byte("noise"), 8*mib/5), 0o600))
+		check.OK(t, os.WriteFile(device.Below, nil, 0o600))
+		check.OK(t, os.Truncate(device.Below, luks.HeaderSize+8*mib))
+		put(t, device.Below, 0, "a header")
+		if want != nil {
+			put(t, device.Below, luks.HeaderSize+4*mib, "somebody's")
+		}
+		made, err := l.Format(t.Context(), &v, device, filesystem.Ext4, "")
+		if made != (want == nil) || !errors.Is(err, want) {
+			t.Errorf("%s: made %v, %v; want %v", what, made, err, want)
+		}
+		if pool.asked > 0 {
+			t.Errorf("%s: the pool was asked %d times", what, pool.asked)
+		}
+	}
 }
 
 func put(t *testing.T, path string, at int64, data string) {
