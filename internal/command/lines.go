@@ -12,8 +12,11 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/trace"
 )
 
+// longestLine bounds a line of a program's output, in bytes.
+const longestLine = 16 << 20
+
 // Lines is Run for a program that prints much. It calls each with every line of the standard output; the line is valid until each returns. If each returns an
-// error, the program is killed, and Lines returns that error.
+// error, the program is killed, and Lines returns that error. A line longer than longestLine is a failure of the program.
 func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (err error) {
 	ctx, end := trace.Start(ctx, filepath.Base(argv[0]))
 	defer func() { end(err) }()
@@ -32,7 +35,9 @@ func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (e
 	}
 	began := time.Now()
 	if err := cmd.Start(); err != nil {
-		return failed(ctx, argv, err, warnings.String())
+		err = failed(ctx, argv, err, warnings.String())
+		observe(argv[0], began, err)
+		return err
 	}
 	refused, broken := readLines(out, each)
 	if refused != nil || broken != nil {
@@ -40,6 +45,7 @@ func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (e
 	}
 	err = cmd.Wait()
 	if refused != nil {
+		observe(argv[0], began, nil) // it did not fail
 		return refused
 	}
 	if broken != nil {
@@ -55,6 +61,7 @@ func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (e
 // readLines calls each with every line. refused is an error of each, broken one of reading.
 func readLines(from io.Reader, each func(line []byte) error) (refused, broken error) {
 	lines := bufio.NewScanner(from)
+	lines.Buffer(nil, longestLine)
 	for lines.Scan() {
 		if err := each(lines.Bytes()); err != nil {
 			return err, nil

@@ -255,9 +255,19 @@ var notOfGrowth = regexp.MustCompile(`(?i)inode ([0-689]|7[0-9])|error (reading|
 // endGrowth repairs what a resize2fs that was cut short has left. That has moved no block of a file, and the filesystem was checked in full before. So what is
 // wrong are parts of the new size, and e2fsck may repair all of it, which -p does not. ErrDataLoss, and nothing is written, if e2fsck -n tells of other damage.
 func endGrowth(ctx context.Context, device string) error {
-	out, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal), "-f", "-n", device)...)
-	if other := notOfGrowth.FindString(out); other != "" {
+	other := ""
+	err := command.Lines(ctx, func(line []byte) error {
+		if other == "" {
+			other = string(notOfGrowth.Find(line))
+		}
+		return nil
+	}, append(slices.Concat([]string{"e2fsck"}, noJournal), "-f", "-n", device)...)
+	if other != "" {
 		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more damage than that (%q); run e2fsck on it by hand: %w", errdefs.ErrDataLoss, device, other, err)
+	}
+	var failure *command.Error
+	if err != nil && !(errors.As(err, &failure) && failure.Code == leftUnrepaired) { // it has not seen all
+		return toolError(fmt.Errorf("check %s, whose growth was cut short: %w", device, err))
 	}
 	return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
 }
@@ -266,16 +276,19 @@ func endGrowth(ctx context.Context, device string) error {
 // look at the backup superblocks, which e2fsck may use.
 var noJournal = []string{"-j", "/dev/null"}
 
+// leftUnrepaired is the part of e2fsck's exit status that says that it has left something unrepaired (e2fsck(8)).
+const leftUnrepaired = 4
+
 // e2fsck runs e2fsck with options. Repairs are success; ErrDataLoss if it left something unrepaired, ErrUnsupported if it is not installed.
 func e2fsck(ctx context.Context, device string, options ...string) error {
 	_, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal, options), device)...)
 	var failure *command.Error
 	if errors.As(err, &failure) {
-		// The exit status is a sum (e2fsck(8)): 1 repaired, 2 reboot (after repairs of the root filesystem), 4 not repaired, 8 and up did not work.
+		// The exit status is a sum (e2fsck(8)): 1 repaired, 2 reboot (after repairs of the root filesystem), leftUnrepaired, 8 and up did not work.
 		switch {
 		case failure.Code >= 1 && failure.Code <= 3:
 			return nil
-		case failure.Code > 0 && failure.Code&4 != 0:
+		case failure.Code > 0 && failure.Code&leftUnrepaired != 0:
 			return fmt.Errorf("%w: check %s: e2fsck will not repair it by itself; run e2fsck on it by hand: %w", errdefs.ErrDataLoss, device, err)
 		}
 	}

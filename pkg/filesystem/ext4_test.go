@@ -2,6 +2,7 @@ package filesystem
 
 import (
 	"bytes"
+	"context"
 	"crypto/rand"
 	"encoding/binary"
 	"errors"
@@ -275,4 +276,47 @@ func TestGrowthReach(t *testing.T) {
 		}
 		image.whole(t)
 	}
+}
+
+// TestGrowthCutShortUnseen: e2fsck -n says much before it tells of damage to a file, or does not get that far. Then nothing is written.
+func TestGrowthCutShortUnseen(t *testing.T) {
+	const groups = 2048
+	path := filepath.Join(t.TempDir(), "image")
+	check.OK(t, os.WriteFile(path, nil, 0o600))
+	check.OK(t, os.Truncate(path, groups*8*miB))
+	run(t, "mkfs.ext4", "-q", "-b", "1024", "-I", "128", "-i", "1048576", "-O", "^resize_inode,^64bit,^flex_bg", "-J", "size=1", "-E", "nodiscard", path)
+	from := filepath.Join(t.TempDir(), "a")
+	check.OK(t, os.WriteFile(from, make([]byte, 100), 0o600))
+	for _, do := range []string{"write " + from + " a", "clri a"} {
+		run(t, "debugfs", "-w", "-R", do, path)
+	}
+	image := ext4Image{path: path}
+	descriptors := make([]byte, groups*32) // from block 2 on (ext4's group descriptor, Documentation/filesystems/ext4/group_descr.rst)
+	file, err := os.OpenFile(path, os.O_RDWR, 0)
+	check.OK(t, err)
+	defer file.Close()
+	_, err = file.ReadAt(descriptors, 2048)
+	check.OK(t, err)
+	for at := 0x1e; at < len(descriptors); at += 32 {
+		descriptors[at]++ // the checksum
+	}
+	_, err = file.WriteAt(descriptors, 2048)
+	check.OK(t, err)
+	unchanged := func(what string, err error, want error) {
+		t.Helper()
+		if !errors.Is(err, want) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if boot, _ := image.read(t); bytes.ContainsFunc(boot, func(r rune) bool { return r != 0 }) {
+			t.Errorf("%s: it was written to", what)
+		}
+		have := make([]byte, len(descriptors))
+		if _, err := file.ReadAt(have, 2048); err != nil || !bytes.Equal(have, descriptors) {
+			t.Errorf("%s: it was repaired", what)
+		}
+	}
+	unchanged("damage to a file, late", endGrowth(t.Context(), path), errdefs.ErrDataLoss)
+	ended, end := context.WithCancel(t.Context())
+	end()
+	unchanged("no time", endGrowth(ended, path), context.Canceled)
 }

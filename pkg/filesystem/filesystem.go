@@ -124,8 +124,11 @@ func Blank(ctx context.Context, device string, from int64) (bool, error) {
 	}
 	defer f.Close()
 	size, err := f.Seek(0, io.SeekEnd)
-	if err != nil || size <= from {
-		return false, fmt.Errorf("read %s: size %d: %w", device, size, err)
+	if err != nil {
+		return false, fmt.Errorf("read the size of %s: %w", device, err)
+	}
+	if size <= from {
+		return false, fmt.Errorf("%w: %s has %d bytes, and what is to be read begins at byte %d", errdefs.ErrDataLoss, device, size, from)
 	}
 	for _, at := range blankCopies {
 		if zero, err := zeros(ctx, f, from+at, min(from+at+blockdev.Granularity, size)); !zero || err != nil {
