@@ -3,6 +3,7 @@ package node_test
 import (
 	"context"
 	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -30,7 +31,7 @@ func (o *once) AttachRaw(ctx context.Context, v volume.Volume, key volume.Key, w
 	return o.Local.AttachRaw(ctx, v, key, writable)
 }
 
-// TestStageBound: a raw volume that is staged already is staged again, as the kubelet does after a start. That succeeds and does not attach it again: pods may
+// TestStageBound: a raw volume that is staged or published already is staged or published again, as the kubelet does after a start. That succeeds and does not attach it again: pods may
 // use it by a connection that could not be made now. In another way, or at another place, it is refused.
 func TestStageBound(t *testing.T) {
 	mounts, err := mount.LoadTable()
@@ -47,6 +48,15 @@ func TestStageBound(t *testing.T) {
 		check.OK(t, err)
 	}
 	refuses := drivertest.Refuses(t, f.NodeStageVolume, request)
+	target := filepath.Join(t.TempDir(), "target")
+	publish := &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: capability(block)}
+	store.attached = false
+	for range 2 {
+		_, err = f.NodePublishVolume(t.Context(), publish)
+		check.OK(t, err)
+	}
+	_, err = f.NodeUnpublishVolume(t.Context(), &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: target})
+	check.OK(t, err)
 	refuses("a reader of what is bound for writing", func(r *csi.NodeStageVolumeRequest) {
 		r.VolumeCapability.AccessMode.Mode = csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
 	}, errdefs.ErrExists, "with read-only false")

@@ -41,7 +41,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", errdefs.ErrOutOfRange, v.ID, v.Size, required)
 	}
 	// After a crash the device may be smaller than what its pool has.
-	secret := newSecret(r.GetSecrets(), expandSecret)
+	secret := newSecret(r.GetSecrets(), ofClass(expandSecret))
 	if v, err = s.volumes.Grow(ctx, v.ID, secret.key); err != nil {
 		return nil, fmt.Errorf("grow volume %s: %w", r.GetVolumeId(), secret.explain(err))
 	}

@@ -28,8 +28,9 @@ func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 	if err != nil {
 		return nil, err
 	}
-	how.secret = newSecret(r.GetSecrets(), publishSecret)
+	how.secret = newSecret(r.GetSecrets(), ofClass(publishSecret))
 	if csimap.IsEphemeral(r.GetVolumeContext()) {
+		how.secret.source = "the field nodePublishSecretRef of the pod's volume"
 		err = s.publishEphemeral(ctx, r, target, how)
 	} else {
 		err = s.publish(ctx, r, target, how)
@@ -82,7 +83,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 		return err
 	}
 	if how.block {
-		return s.publishBlock(ctx, v, target, how)
+		return s.attachAndBind(ctx, v, target, how)
 	}
 	return s.publishMount(ctx, staged, at, target, how)
 }
@@ -184,17 +185,6 @@ func (s *Server) publishMount(ctx context.Context, staged string, info volumeMou
 	}
 	s.mounts.Add(info.Device, target, !readOnly)
 	return nil
-}
-
-// publishBlock binds the device of a staged block volume to the target. Readers get the same device as writers, so that they read what is written, but at a
-// node that nobody can open for writing (mount.BindReader).
-func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target string, how mountRequest) error {
-	device, err := s.attachRaw(ctx, v, how)
-	if err != nil {
-		return err
-	}
-	defer device.Close()
-	return s.bindDevice(ctx, v, device, target, how)
 }
 
 // NodeUnpublishVolume unmounts the volume from the target path and removes the target. It deletes an inline ephemeral volume. ErrPrecondition if something

@@ -45,18 +45,21 @@ const PassphraseKey = "passphrase"
 
 // secret is the key of an encrypted volume that came with a request.
 type secret struct {
-	key       volume.Key
-	parameter string // of the StorageClass, that names the Secret with the key
+	key    volume.Key
+	source string // where the user names the Secret with the key
 }
 
-func newSecret(entries map[string]string, parameter string) secret {
-	return secret{volume.Key(entries[PassphraseKey]), parameter}
+func newSecret(entries map[string]string, source string) secret {
+	return secret{volume.Key(entries[PassphraseKey]), source}
 }
+
+// ofClass is the source of a secret that a parameter of the StorageClass names.
+func ofClass(parameter string) string { return "the parameter " + parameter + " of the StorageClass" }
 
 // explain adds to an error for a missing or wrong key (volume.ErrNoKey, volume.ErrKey) where the key comes from. It returns other errors as they are.
 func (s secret) explain(err error) error {
 	if errors.Is(err, volume.ErrNoKey) || errors.Is(err, volume.ErrKey) {
-		return fmt.Errorf("%w; it is the entry %q of the secret that the parameter %s of the StorageClass names", err, PassphraseKey, s.parameter)
+		return fmt.Errorf("%w; it is the entry %q of the secret that %s names", err, PassphraseKey, s.source)
 	}
 	return err
 }

@@ -29,7 +29,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 	if err != nil {
 		return nil, err
 	}
-	how.secret = newSecret(r.GetSecrets(), stageSecret)
+	how.secret = newSecret(r.GetSecrets(), ofClass(stageSecret))
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
 		return nil, err
@@ -206,15 +206,37 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, h
 		if err := s.checkStagedOnce(ctx, v.ID, marker(path)); err != nil {
 			return err
 		}
-	} else if _, err := s.volumeAt(ctx, v.ID, marker(path)); err == nil { // it stays as it was attached: that might not be possible now
-		return s.checkBound(ctx, v, marker(path), how)
+	}
+	return s.attachAndBind(ctx, v, marker(path), how)
+}
+
+// attachAndBind attaches a raw volume and binds its device to a file. Readers get the device that writers have, so that they read what is written, but at a
+// node that nobody can open for writing (mount.BindReader). If it is bound there already, it stays as it was attached: that might not be possible
+// now. ErrExists if something else is mounted there, or it is bound for another use.
+func (s *Server) attachAndBind(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
+	if bound, err := s.isBound(ctx, v, path, how); err != nil || bound {
+		return err
 	}
 	device, err := s.attachRaw(ctx, v, how)
 	if err != nil {
 		return err
 	}
 	defer device.Close()
-	return s.bindDevice(ctx, v, device, marker(path), how)
+	return s.bindDevice(ctx, v, device, path, how)
+}
+
+// isBound reports whether the device of a volume is bound to a file, and can be bound elsewhere from there; ErrExists if it is bound for another use.
+func (s *Server) isBound(ctx context.Context, v volume.Volume, path string, how mountRequest) (bool, error) {
+	info, err := findMount(path)
+	if err != nil || !info.Root { // bindDevice makes the file, or tells why it cannot
+		return false, nil
+	}
+	if _, err := s.volumeAt(ctx, v.ID, path); errors.Is(err, errdefs.ErrNotFound) { // something else is: see bindDevice
+		return false, nil
+	} else if err != nil {
+		return false, err
+	}
+	return !how.readOnly || !info.Unlinked, s.checkBound(ctx, v, path, how)
 }
 
 func (s *Server) attachRaw(ctx context.Context, v volume.Volume, how mountRequest) (blockdev.Device, error) {

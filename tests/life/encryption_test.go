@@ -262,7 +262,7 @@ func TestCryptoErase(t *testing.T) {
 	erased(header, data)
 
 	inline, target, r := d.inline("csi-0123", map[string]string{"size": "64Mi", "encryption": "luks2"})
-	check.Code(t, d.nodePublish(r), codes.InvalidArgument, `"passphrase"`, "csi.storage.k8s.io/node-publish-secret-name")
+	check.Code(t, d.nodePublish(r), codes.InvalidArgument, `"passphrase"`, "nodePublishSecretRef")
 	r.Secrets = map[string]string{"passphrase": passphrase}
 	check.OK(t, d.nodePublish(r))
 	write(t, inline.File(target), 1)
