@@ -64,16 +64,39 @@ func (p *pool) resumeOwn(ctx context.Context, run lvm2.Run) {
 // resume resumes the devices of this pool that an lvm2 that was killed has left suspended; ours tells by the name of a volume whether it is this pool's. A
 // table that is loaded for one of them may show extents that the metadata gives to nobody, as nobody knows whether that was written: so it is dropped, the
 // device goes on as it was, and then lvm2 brings it to its metadata. Removed are devices below that nobody uses then, as no logical volume has them, and
-// devices without a table, as lvm2 needs their names. Devices of others are left alone: their lvm2 may be at work. The caller has the turn, or is alone.
+// devices without a table, as lvm2 needs their names. Devices of others are left alone. The caller has the turn, or is alone.
+//
+// An lvm2 has the lock of the group while it has a device suspended. So all of this is done with that lock: what is suspended then is nobody's any more, not
+// even that of an administrator's lvm2, who may be moving a volume of this pool (pvmove(8)).
 func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string) bool) {
 	report := func(err error) {
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not make sure that no device is left suspended", "pool", p.name)
 		}
 	}
+	waiting, cancel := context.WithTimeout(ctx, longestLocked)
+	defer cancel()
+	release, err := p.lockGroup(waiting)
+	if err != nil {
+		report(err)
+		return
+	}
+	resumed := p.resumeLocked(ctx, ours, report)
+	release()
+	for volume := range resumed {
+		_, err := run("lvchange", "--refresh", p.path(volume))
+		report(err)
+	}
+}
+
+// longestLocked is how long resume waits for another lvm2, which has the group locked for moments only.
+const longestLocked = time.Minute
+
+// resumeLocked does the part of resume that needs the lock of the group, and returns the volumes with devices that were resumed.
+func (p *pool) resumeLocked(ctx context.Context, ours func(volume string) bool, report func(error)) (resumed map[string]bool) {
 	names, err := dm.Names(p.device(""))
 	report(err)
-	resumed := map[string]bool{}
+	resumed = map[string]bool{}
 	var below []string
 	for _, name := range names {
 		// A volume may have several devices: -real and -cow, of a thin pool -tpool, _tdata and _tmeta.
@@ -108,10 +131,7 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 		}
 		report(err)
 	}
-	for volume := range resumed {
-		_, err := run("lvchange", "--refresh", p.path(volume))
-		report(err)
-	}
+	return resumed
 }
 
 // ofThin reports whether a device, by its name, is one of the thin pool's own.
