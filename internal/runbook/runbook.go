@@ -23,6 +23,7 @@ var pages = map[string]string{
 	"DiskHeat":                "disk-failing",
 	"DiskWearing":             "disk-failing",
 	"GroupMetadataNearlyFull": "pool-degraded",
+	"ThinPoolUnfit":           "pool-degraded",
 	"ImagesCopiedOnWrite":     "pool-degraded",
 	"ImagesFragmented":        "pool-degraded",
 	"RecordsNotSafe":          "pool-degraded",

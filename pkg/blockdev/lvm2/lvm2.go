@@ -131,12 +131,13 @@ func (l *Shell) end() {
 }
 
 // settingsOf returns what is added to a command: it asks nothing, starts no daemon, and writes no copy of the metadata to /etc, which in a container
-// nobody keeps. The frequent commands have options for that: with --config, lvm2 reads its whole configuration before the command, and again after it.
+// nobody keeps. Nor does it discard what it frees, which may be zeroed for a volume that grows, or keep names of what is gone; and it lists tags as the driver reads them,
+// whatever lvm.conf(5) says. The frequent commands have options for what matters to them: with --config, lvm2 reads its whole configuration before the command, and again after it.
 func settingsOf(command string) string {
 	if command == "lvchange" || command == "lvcreate" {
 		return " -y -An --ignoremonitoring"
 	}
-	return " -y --config 'activation{monitoring=0} backup{backup=0 archive=0}'"
+	return ` -y --config 'activation{monitoring=0} backup{backup=0 archive=0} devices{issue_discards=0} metadata{record_lvs_history=0} report{list_item_separator=","}'`
 }
 
 // MaxWords is how many words a command may have (MAX_ARGS of lvm2's tools.h is 64), without
@@ -374,13 +375,15 @@ var complaints = []struct {
 	{"insufficient suitable", errdefs.ErrNoSpace},
 	{"reached threshold", errdefs.ErrNoSpace},
 	{"not enough free space", errdefs.ErrNoSpace},
-	{"metadata too large", errdefs.ErrNoSpace},
+	{"exceeds maximum metadata size", errdefs.ErrNoSpace}, // of the metadata area, also the next
+	{"too large for circular buffer", errdefs.ErrNoSpace},
 	{"already exists in volume group", errdefs.ErrExists},
 	{"failed to find logical volume", ErrNoLV},
 	{"not found in volume group", ErrNoLV},
 	{"while pvs are missing", errdefs.ErrUnavailable},
 	{"pvs missing", errdefs.ErrUnavailable},
 	{"refusing activation of partial", errdefs.ErrUnavailable},
+	{"multiple vgs found with the same name", errdefs.ErrUnavailable},
 	{"volume group", errdefs.ErrUnavailable}, // "... not found", "Cannot process ..."; after all that name one
 	{"failed to write", errdefs.ErrUnavailable},
 	{"cannot send messages", errdefs.ErrUnavailable}, // of a thin pool that has to be repaired

@@ -114,6 +114,9 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		if p.location.Thin != "" {
 			snapshotOf = spec.Origin
 		}
+		if err := p.stillGroup(run); err != nil {
+			return err
+		}
 		if err := p.agree(run); err != nil {
 			return err
 		}
@@ -363,6 +366,10 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 	name := cutPrefix + spec.Ref.String()
 	o.cut = time.Now().UTC()
 	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		if err := p.stillGroup(run); err != nil {
+			p.unreserve(size)
+			return err
+		}
 		err := p.runHolding(run, spec.Origin, "lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
 			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
 		if err == nil {
@@ -556,13 +563,13 @@ func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, 
 	}
 	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		if p.location.Thin == "" {
-			if _, err := run("lvremove", "-f", p.path(spare)); err != nil {
+			if err := p.removeAlone(run, spare); err != nil {
 				return err
 			}
 			o.spare = false
 			p.removeNodes(spare)
 		}
-		err := p.extend(run, o, ref, size, where...)
+		err := p.extendInto(run, o, ref, size, where)
 		if err == nil {
 			p.countAllocated(size - have)
 		}
@@ -570,10 +577,51 @@ func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, 
 	})
 }
 
+// mostPieces is how many ranges of extents a command gets: lvm2's shell takes 64 arguments (MAX_ARGS in tools/tools.h).
+const mostPieces = 48
+
+// extendInto is extend by all of many ranges of extents, in several steps. What an error leaves is as with a growth that was cut short. The caller has the
+// turn.
+func (p *pool) extendInto(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, where []string) error {
+	for at := p.known(o).size; len(where) > mostPieces; where = where[mostPieces:] {
+		some := where[:mostPieces]
+		for _, pieces := range some {
+			n, err := extentsOf(pieces)
+			if err != nil {
+				return err
+			}
+			at += n * p.extent
+		}
+		if err := p.extend(run, o, ref, at, some...); err != nil {
+			return err
+		}
+	}
+	return p.extend(run, o, ref, size, where...)
+}
+
+// extentsOf returns how many extents a range of lvm2's has: DEVICE:FIRST-LAST.
+func extentsOf(pieces string) (int64, error) {
+	_, numbers, _ := strings.Cut(pieces, ":")
+	first, last, ok := strings.Cut(numbers, "-")
+	from, err := strconv.ParseInt(first, 10, 64)
+	if err == nil && ok {
+		var to int64
+		if to, err = strconv.ParseInt(last, 10, 64); err == nil && to >= from {
+			return to - from + 1, nil
+		}
+	}
+	return 0, fmt.Errorf("%w: lvm2 reports extents %q", errdefs.ErrUnavailable, pieces)
+}
+
 // prepareExtents zeroes free extents of the group as a logical volume of their own, and returns their ranges: DEVICE:FIRST-LAST.
 func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
-	if _, err := p.lvm.Run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
-		"-l", strconv.FormatInt(size/p.extent, 10), p.location.Group); err != nil {
+	if err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		if err := p.stillGroup(run); err != nil {
+			return err
+		}
+		_, err := run("lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare, "-l", strconv.FormatInt(size/p.extent, 10), p.location.Group)
+		return err
+	}); err != nil {
 		return nil, err
 	}
 	d, err := p.activate(ctx, spare)

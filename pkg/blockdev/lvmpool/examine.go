@@ -8,6 +8,7 @@ import (
 	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/internal/machine"
@@ -22,7 +23,23 @@ var versionPattern = regexp.MustCompile(`\bv?(\d+\.\d+(\.\d+)?)\b`)
 // Examine: see blockdev.Examiner. An LVM pool needs lvm2, targets of the device mapper, and the volume group.
 func (l Location) Examine(ctx context.Context, report blockdev.Report) {
 	if l.examinePrograms(ctx, report) && l.examineTargets(ctx, report) {
+		l.examineScan(ctx, report)
 		l.examineGroup(ctx, report)
+	}
+}
+
+// examineScan reports whether lvm2 looks at all disks (lvm.conf(5)). Then a pod that has a raw volume can write a physical volume into it, and lvm2 takes that for one
+// of whatever group it names.
+func (l Location) examineScan(ctx context.Context, report blockdev.Report) {
+	settings, _, err := command.Run(ctx, "lvmconfig", "--typeconfig", "full", "devices/use_devicesfile", "devices/global_filter", "devices/filter")
+	switch {
+	case err != nil:
+		report.Warning("which disks lvm2 looks at: %v", err)
+	case strings.Contains(settings, "use_devicesfile=0") && strings.Count(settings, `filter=["a|.*|"]`) == 2:
+		report.Warning("lvm2 looks at every disk, and so at what pods write into raw volumes: they can make up a volume group there, also one of the name of %s; "+
+			"run vgimportdevices %s, and set use_devicesfile = 1 in lvm.conf", l.Group, l.Group)
+	default:
+		report.OK("lvm2 looks at some disks only")
 	}
 }
 

@@ -80,6 +80,9 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 		case full != "":
 			say(blockdev.Degraded, "PoolNearlyFull", "%s", full)
 		}
+		if use.unzeroed {
+			say(blockdev.Degraded, "ThinPoolUnfit", "%s", errdefs.Words(p.notZeroing()))
+		}
 		if p.space.disagrees {
 			say(blockdev.Degraded, "ThinPoolDisagrees", "lvm2 and thin pool %s have counted different changes, so that lvm2 makes and removes nothing; compare lvs -o transaction_id %s with dmsetup status %s, and see the runbook", p.path(p.location.Thin), p.path(p.location.Thin), use.device)
 		}

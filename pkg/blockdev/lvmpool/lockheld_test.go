@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"os/exec"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -36,6 +37,10 @@ func TestLVMMendsBesideOthers(t *testing.T) {
 	}
 	var his *exec.Cmd
 	var said bytes.Buffer
+	// lvm2 has priority -18 while it has devices suspended.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	check.OK(t, syscall.Setpriority(syscall.PRIO_PROCESS, 0, -20))
 	var ended chan error
 	for try, from := 0, 0; ; try, from = try+1, 1-from {
 		said.Reset()
@@ -63,6 +68,7 @@ func TestLVMMendsBesideOthers(t *testing.T) {
 			t.Fatalf("pvmove was never stopped with the volume suspended; the last one: %v, %s", err, said.String())
 		}
 	}
+	check.OK(t, syscall.Setpriority(syscall.PRIO_PROCESS, 0, 0))
 	t.Logf("stopped: the table that his lvm2 has loaded is %q", loaded())
 
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)

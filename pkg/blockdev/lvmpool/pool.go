@@ -47,6 +47,7 @@ type pool struct {
 	extent   int64  // bytes
 	// Guarded by the turn (lvm2.Shell):
 	disks           []string // the physical volumes that are there, by the last report
+	pvs             []string // the UUIDs of all physical volumes, by the last report
 	messagesPending bool     // lvm2 may have written down messages to the thin pool, delivered or not: see flushPendingMessages
 	probes          []string // volumes that flushPendingMessages made, and that may still be there
 	thinPoolDown    bool     // lvm2 may have left the thin pool down: see activateThinPool
@@ -183,7 +184,7 @@ func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 	rows, err := run("fullreport",
 		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
 		"--configreport", "lv", "-o", "lv_name,lv_uuid,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
-		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "lv_full_name,transaction_id", p.location.Group)
+		"--configreport", "pv", "-o", "pv_name,pv_uuid", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "lv_full_name,transaction_id", p.location.Group)
 	var group, volumes []lvm2.Row
 	for _, r := range rows {
 		if p.location.Thin != "" && r["lv_full_name"] == p.path(p.location.Thin) {
@@ -199,6 +200,9 @@ func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 		err = fmt.Errorf("%w: volume group %s is not there", errdefs.ErrUnavailable, p.location.Group)
 	}
 	if err == nil {
+		err = p.isGroup(volumes, group[0])
+	}
+	if err == nil {
 		p.disks = nil
 		for _, r := range volumes {
 			if strings.HasPrefix(r["pv_name"], "/") && !slices.Contains(p.disks, r["pv_name"]) {
@@ -207,6 +211,38 @@ func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 		}
 	}
 	return append(group, volumes...), err
+}
+
+// isGroup returns errdefs.ErrUnavailable if a report is of another group: one of the same name, as somebody has renamed that of the pool; or one that shares
+// no disk with it, as a pod made up that in its raw volume, with a UUID that it can read in sysfs (the UUIDs of disks it cannot). The caller has the turn.
+func (p *pool) isGroup(disks []lvm2.Row, group lvm2.Row) error {
+	if p.uuid != "" && strings.ReplaceAll(group["vg_uuid"], "-", "") != p.uuid {
+		return fmt.Errorf("%w: volume group %s has the UUID %s and is another one than before; rename them back (vgrename), or start the driver anew", errdefs.ErrUnavailable, p.location.Group, group["vg_uuid"])
+	}
+	var pvs []string
+	for _, r := range disks {
+		if r["pv_uuid"] != "" {
+			pvs = append(pvs, r["pv_uuid"])
+		}
+	}
+	if len(p.pvs) > 0 && !slices.ContainsFunc(pvs, func(id string) bool { return slices.Contains(p.pvs, id) }) {
+		return fmt.Errorf("%w: lvm2 takes something for volume group %s that has none of its disks; see which (pvs -o pv_name,pv_uuid,vg_name), and have lvm2 look at its own disks alone (docs/install.md)",
+			errdefs.ErrUnavailable, p.location.Group)
+	}
+	p.pvs = pvs
+	return nil
+}
+
+// stillGroup is isGroup for a command that puts bytes somewhere. The caller has the turn.
+func (p *pool) stillGroup(run lvm2.Run) error {
+	rows, err := run("vgs", "-o", "vg_uuid,pv_uuid", p.location.Group)
+	if err != nil {
+		return err
+	}
+	if len(rows) == 0 {
+		return fmt.Errorf("%w: volume group %s is not there", errdefs.ErrUnavailable, p.location.Group)
+	}
+	return p.isGroup(rows, rows[0])
 }
 
 // poolID returns the UUID that lvm2 gave the thin pool, or without one the group; empty if the thin pool is not there.
@@ -296,9 +332,13 @@ func (p *pool) checkThin(rows []lvm2.Row) error {
 		return fmt.Errorf("%w: %s is no thin pool but %s", errdefs.ErrInvalid, p.path(p.location.Thin), rows[i]["lv_layout"])
 	}
 	if attr := rows[i]["lv_attr"]; len(attr) < 8 || attr[7] != 'z' { // lvs(8)
-		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", errdefs.ErrUnsupported, p.path(p.location.Thin), p.path(p.location.Thin))
+		return p.notZeroing()
 	}
 	return nil
+}
+
+func (p *pool) notZeroing() error {
+	return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", errdefs.ErrUnsupported, p.path(p.location.Thin), p.path(p.location.Thin))
 }
 
 func (p *pool) openThin(ctx context.Context, rows []lvm2.Row) error {
@@ -616,10 +656,7 @@ func (p *pool) complete(ctx context.Context) error {
 func (p *pool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		for began := time.Now(); ; {
-			err := p.changeThin(run, func() error {
-				_, err := run("lvremove", "-f", p.path(volume))
-				return err
-			})
+			err := p.changeThin(run, func() error { return p.removeAlone(run, volume) })
 			if err == nil {
 				p.countFreed(size)
 			}
@@ -634,6 +671,33 @@ func (p *pool) drop(ctx context.Context, volume string, size int64) error {
 	}
 	p.removeNodes(volume)
 	return nil
+}
+
+// removeAlone has lvm2 remove a logical volume, and nothing else: with it, lvm2 would also remove what others made from it (snapshots, thin volumes that read
+// from it), and turn away the disks that are missing. errdefs.ErrInUse and errdefs.ErrUnavailable then. The caller has the turn.
+func (p *pool) removeAlone(run lvm2.Run, volume string) error {
+	if err := p.stillGroup(run); err != nil {
+		return err
+	}
+	rows, err := run("lvs", "-o", "lv_name,lv_tags,origin,pool_lv,vg_missing_pv_count", p.location.Group)
+	if err != nil {
+		return err
+	}
+	var suspended blockdev.Ref // the origin of a cut
+	for _, r := range rows {
+		if missing, _ := strconv.Atoi(r["vg_missing_pv_count"]); missing > 0 {
+			return (&lvmSpace{missing: missing}).complete(p.location.Group)
+		}
+		ofPool := p.location.Thin != "" && r["pool_lv"] == p.location.Thin // such a snapshot stays without its origin
+		ourCut := leftover(r["lv_name"]) && slices.Contains(splitTags(r), tagOurs)
+		if r["origin"] == volume && !ofPool && !ourCut {
+			return fmt.Errorf("%w: somebody made %s from it, which would be removed with it; remove that first (lvremove %s)", errdefs.ErrInUse, p.path(r["lv_name"]), p.path(r["lv_name"]))
+		}
+		if r["lv_name"] == volume && ourCut {
+			suspended = blockdev.ParseRef(r["origin"])
+		}
+	}
+	return p.runHolding(run, suspended, "lvremove", "-f", p.path(volume))
 }
 
 // removeNodes removes the nodes that lvm2 made in /dev, where no udev does, for a device that went away by itself.

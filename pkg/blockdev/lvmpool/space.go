@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -82,6 +83,7 @@ type thinUse struct {
 	transaction    uint64  // the number of the last of lvm2's changes that the thin pool has noted
 	device         string  // the name of its device
 	held           bool    // somebody has a snapshot of its metadata
+	unzeroed       bool    // it does not zero new blocks: volumes show what others held
 }
 
 // failed reports whether the thin pool takes no change of any kind. One that is only full has not failed.
@@ -123,6 +125,10 @@ func (p *pool) thinNow() (use thinUse, there bool, err error) {
 		}
 		if err == nil {
 			use, err = parseThinUse(status)
+		}
+		if err == nil {
+			_, status, err = dm.Table(name)
+			use.unzeroed = slices.Contains(strings.Fields(status), "skip_block_zeroing")
 		}
 		if err != nil {
 			return thinUse{}, false, fmt.Errorf("%w: thin pool %s: %w; see what dmsetup status %s and the kernel's log (dmesg) say", errdefs.ErrUnavailable, p.path(p.location.Thin), err, name)
@@ -189,7 +195,7 @@ func (p *pool) account(use thinUse) blockdev.Capacity {
 		c.Used = int64(float64(s.total) * use.data / 100) // with others' thin volumes, as Promised has them
 		c.Total = int64(float64(s.total-reserve) * p.location.Overprovision)
 		c.Available = max(0, c.Total-c.Promised)
-		if p.full(use) != "" || s.disagrees {
+		if p.full(use) != "" || s.disagrees || use.unzeroed {
 			c.Available = 0
 		}
 	} else {
@@ -237,7 +243,7 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 
 // reserve takes size bytes as pending, before any logical volume has them. promise is called with Mu held, to promise them as well, which a cut does not.
 // lvm2 is asked anew before anything is refused. errdefs.ErrNoSpace if there are not as many; errdefs.ErrUnavailable if a physical volume is missing,
-// or the thin pool has failed or disagrees with lvm2. The caller does not have the turn.
+// or the thin pool has failed or disagrees with lvm2; errdefs.ErrUnsupported if it does not zero new blocks any more. The caller does not have the turn.
 func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 	for fresh := false; ; fresh = true {
 		var use thinUse
@@ -256,6 +262,9 @@ func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 			return nil
 		}
 		incomplete := p.space.complete(p.location.Group)
+		if incomplete == nil && use.unzeroed {
+			incomplete = p.notZeroing()
+		}
 		if incomplete == nil && p.space.disagrees {
 			incomplete = fmt.Errorf("%w, thin pool %s", lvm2.ErrDisagree, p.path(p.location.Thin))
 		}

@@ -100,6 +100,7 @@ var Table = []Entry{
 	{"PoolUnavailable", warning, anywhere, "The pool, or the pool of the volume, does not answer."},
 	{"PoolFailed", warning, anywhere, "The thin pool has failed."},
 	{"ThinPoolDisagrees", warning, pools, "lvm2 and the thin pool have counted different changes, so that nothing is made or deleted."},
+	{"ThinPoolUnfit", warning, pools, "The thin pool does not zero new blocks any more, so that volumes may show what others held."},
 	{"PoolFull", warning, anywhere, "The thin pool takes no writes any more."},
 	{"PoolNearlyFull", warning, pools, "The disk of the pool is nearly full."},
 	{"PoolReadOnly", warning, pools, "The filesystem of the pool takes no changes."},
