@@ -33,12 +33,14 @@ func scriptedLVM(t *testing.T) (p *pool, refuse func(text string), failFlush fun
 	}
 	write("report", fmt.Sprintf(`{"report":[{"vg":[{"vg_name":"group","vg_uuid":"u","vg_extent_size":"4194304","vg_extent_count":"1000","vg_free_count":"900","vg_missing_pv_count":"0","vg_mda_free":"100","vg_mda_size":"100"}],`+
 		`"lv":[{"lv_name":"%s","lv_size":"4194304","lv_health_status":"","lv_tags":"%s","lv_layout":"linear","pool_lv":""}]}],"log":[{"log_type":"status","log_message":"success"}]}`+"\n", unitRef, strings.Join(tags, ",")))
+	write("group", `{"report":[{"vg":[{"vg_uuid":"u","pv_uuid":"p"}]}],"log":[{"log_type":"status","log_message":"success"}]}`+"\n")
 	write("refusal", "")
 	write("lvm", `#!/bin/bash
 cd "$(dirname "$0")"
 while read -r line; do
 	case $line in
 	fullreport*) cat report >&3 ;;
+	vgs*) cat group >&3 ;;
 	lastlog*) echo "{\"log\":[{\"log_type\":\"error\",\"log_message\":\"$(cat refusal)\"}]}" >&3 ;;
 	*)
 		status=success
