@@ -120,19 +120,20 @@ func (p *pool) thinUse(ctx context.Context) (thinUse, error) {
 func (p *pool) thinNow() (use thinUse, there bool, err error) {
 	for _, name := range []string{p.device(p.location.Thin) + "-tpool", p.device(p.location.Thin)} { // the second name while it has no volume
 		kind, status, err := dm.Target(name)
+		var table string
+		if err == nil && kind == "thin-pool" {
+			_, table, err = dm.Table(name)
+		}
 		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
 			continue
 		}
 		if err == nil {
 			use, err = parseThinUse(status)
 		}
-		if err == nil {
-			_, status, err = dm.Table(name)
-			use.unzeroed = slices.Contains(strings.Fields(status), "skip_block_zeroing")
-		}
 		if err != nil {
 			return thinUse{}, false, fmt.Errorf("%w: thin pool %s: %w; see what dmsetup status %s and the kernel's log (dmesg) say", errdefs.ErrUnavailable, p.path(p.location.Thin), err, name)
 		}
+		use.unzeroed = slices.Contains(strings.Fields(table), "skip_block_zeroing")
 		use.device = name
 		return use, true, nil
 	}
