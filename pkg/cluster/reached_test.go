@@ -320,6 +320,30 @@ func TestReachedRaw(t *testing.T) {
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
 
+// TestReachedByOtherClaim: a call between the home of a volume and the node that uses it is for another claim, as that has just ended. It fails with
+// ErrPrecondition, as it would on one node: callers tell that from other errors.
+func TestReachedByOtherClaim(t *testing.T) {
+	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	generation := w.claimFor(v.ID, b.name)
+	home, user, other := w.homeOf(a, b), export.UserAt(patient{w.connected(b, a)}), generation+1
+	for what, ask := range map[string]func() error{
+		"Open":   func() error { return second(home.Open(w.ctx, v.ID, other)) },
+		"Record": func() error { return second(home.Record(w.ctx, v.ID, other)) },
+		"SetLabels": func() error {
+			return second(home.SetLabels(w.ctx, v.ID, other, nil, map[string]string{"flags": "x"}))
+		},
+		"Marks":    func() error { return second(home.Marks(w.ctx, v.ID, other, 0)) },
+		"BeginEra": func() error { return second(home.BeginEra(w.ctx, v.ID, other)) },
+		"Modified": func() error { return user.Modified(w.ctx, v.ID, other, nil) },
+		"Hold":     func() error { return second(user.Hold(w.ctx, v.ID, other)) },
+	} {
+		if err := ask(); !is(err, errdefs.ErrPrecondition) {
+			t.Errorf("%s: %v, want %v", what, err, errdefs.ErrPrecondition)
+		}
+	}
+	w.claimFor(v.ID, "")
+}
+
 // TestReachedRefused: a home exports a volume only to the node of the present claim, and only that node can change its record: the labels that are a
 // user's, and no others.
 func TestReachedRefused(t *testing.T) {

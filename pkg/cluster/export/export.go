@@ -28,8 +28,8 @@ const Service = "ashlar.v1.Export"
 // Home is a node that has volumes, for the nodes that use them. The caller's claim has a generation. Each call may be repeated. Errors of all calls:
 //
 //   - errdefs.ErrBusy: something else is being done to the volume, for a short time;
-//   - errdefs.ErrPrecondition: the volume is not claimed for the caller, or by another generation. HomeAt returns errdefs.ErrInUse for it, which has the same
-//     gRPC code;
+//   - errdefs.ErrPrecondition: the volume is not claimed for the caller, or by another generation. HomeAt returns it for errdefs.ErrInUse too, which has the
+//     same gRPC code (call.Refused): something on the home uses the volume;
 //   - errdefs.ErrUnavailable: the home cannot find that out now.
 type Home interface {
 	// Open exports a volume to the caller. It ends an export for another claim first; one for this claim stays as it is (Opened.Otherwise).
@@ -50,7 +50,7 @@ type Home interface {
 }
 
 // User is a node that uses volumes of other nodes, for their homes. errdefs.ErrBusy: something else is being done to the volume there.
-// errdefs.ErrPrecondition (errdefs.ErrInUse from UserAt): the node uses no such volume of the caller by a claim of that generation.
+// errdefs.ErrPrecondition: the node uses no such volume of the caller by a claim of that generation; from UserAt also for errdefs.ErrInUse (call.Refused).
 type User interface {
 	// Modified puts all mutable parameters of a volume into force. With an error, nothing has changed.
 	Modified(ctx context.Context, id volume.ID, generation int64, mutable map[string]string) error
@@ -337,14 +337,14 @@ func (c client) Hold(ctx context.Context, id volume.ID, generation int64) (relea
 	}
 	stream, err := c.agent.NewStream(ctx, &grpc.StreamDesc{StreamName: methodHold, ServerStreams: true, ClientStreams: true}, "/"+Service+"/"+methodHold)
 	if err != nil {
-		return nil, err
+		return nil, call.Refused(err, methodHold, id.String())
 	}
 	first := &wrapperspb.BytesValue{}
 	if err := stream.SendMsg(wrapperspb.Bytes(text)); err != nil && !errors.Is(err, io.EOF) { // after io.EOF, RecvMsg returns why the stream has ended
 		return nil, err
 	}
 	if err := stream.RecvMsg(first); err != nil {
-		return nil, err
+		return nil, call.Refused(err, methodHold, id.String())
 	}
 	var out answer
 	if err := json.Unmarshal(first.GetValue(), &out); err != nil {

@@ -4,7 +4,6 @@ package move
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -215,9 +214,6 @@ type client struct{ agent grpc.ClientConnInterface }
 func (c client) call(ctx context.Context, method string, of Of, r request) (out answer, err error) {
 	r.Volume, r.Claim, r.Object = of.ID.String(), of.Claim, of.Object
 	err = call.Ask(ctx, c.agent, Service, method, r, &out)
-	if errors.Is(err, errdefs.ErrInUse) { // ErrInUse and ErrPrecondition have the same gRPC code
-		err = errdefs.Recast(errdefs.ErrPrecondition, err, "%s of the move of volume %s", method, r.Volume)
-	}
 	return out, err
 }
 

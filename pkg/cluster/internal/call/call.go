@@ -5,6 +5,7 @@ package call
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 
 	"google.golang.org/grpc"
@@ -67,7 +68,7 @@ func handler[Q Request, A any](service, name string, answer func(context.Context
 	}
 }
 
-// Ask makes a call, and reads the answer into into. Errors are those of the other side (rpc.Dial); ErrUnavailable if the answer cannot be read.
+// Ask makes a call, and reads the answer into into. Errors are those of the other side (rpc.Dial, Refused); ErrUnavailable if the answer cannot be read.
 func Ask(ctx context.Context, agent grpc.ClientConnInterface, service, name string, r Request, into any) error {
 	text, err := json.Marshal(r)
 	if err != nil {
@@ -75,10 +76,19 @@ func Ask(ctx context.Context, agent grpc.ClientConnInterface, service, name stri
 	}
 	reply := &wrapperspb.BytesValue{}
 	if err := agent.Invoke(ctx, "/"+service+"/"+name, wrapperspb.Bytes(text), reply); err != nil {
-		return err
+		return Refused(err, name, r.Of())
 	}
 	if json.Unmarshal(reply.GetValue(), into) != nil {
 		return fmt.Errorf("%w: the answer to %s of volume %s cannot be read", errdefs.ErrUnavailable, name, r.Of()) // it may hold a secret
 	}
 	return nil
+}
+
+// Refused returns ErrPrecondition for the ErrInUse of a call about a volume: the two have the same gRPC code, so what the other side had arrives as ErrInUse
+// in either case. It returns any other error as it is.
+func Refused(err error, name, of string) error {
+	if errors.Is(err, errdefs.ErrInUse) {
+		return errdefs.Recast(errdefs.ErrPrecondition, err, "%s of volume %s", name, of)
+	}
+	return err
 }
