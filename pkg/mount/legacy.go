@@ -25,7 +25,9 @@ func needsLegacy(fstype string, options []string, err error) bool {
 		slices.ContainsFunc(SplitOptions(options...), func(o string) bool { return strings.Contains(o, "context=") })
 }
 
-// legacy is Filesystem by mount(2). The target is opened before, so that the mount does not follow a link that has taken its place.
+// legacy is Filesystem by mount(2). The target is opened before, so that the mount does not follow a link that has taken its place. Forks are not held back
+// while the kernel opens the filesystem, as that may take long; they are when the target is closed: a program that was being started meanwhile has executed by
+// then, or does so within a moment (waitUnclaimed), and does not keep the mount above busy.
 func legacy(device, target, fstype string, options []string, readOnly bool) error {
 	var flags uintptr
 	var data []string
@@ -47,7 +49,10 @@ func legacy(device, target, fstype string, options []string, readOnly bool) erro
 	if err != nil {
 		return err
 	}
-	defer unix.Close(fd)
+	defer func() {
+		defer holdForks()()
+		_ = unix.Close(fd)
+	}()
 	if err := unix.Mount(device, fmt.Sprintf("/proc/self/fd/%d", fd), fstype, flags, strings.Join(data, ",")); err != nil {
 		return fmt.Errorf("mount %s on %s as %s, by mount(2): %w; the kernel's log may say more", device, target, fstype, err)
 	}

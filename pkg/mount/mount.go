@@ -274,8 +274,8 @@ func Bind(source, target string, readOnly bool) error {
 }
 
 // holdForks keeps this process from starting programs until release is called. A child has copies of all file descriptors until it executes its program; with
-// a descriptor into a mount it would keep that mount busy. So this package opens descriptors into mounts only under holdForks, and only for a moment. Calls do
-// not nest: a second one would wait for ever if somebody waits to fork (sync.RWMutex).
+// a descriptor into a mount it would keep that mount busy. So this package opens descriptors into mounts only under holdForks, and only for a moment. The
+// one of legacy is only closed under it. Calls do not nest: a second one would wait for ever if somebody waits to fork (sync.RWMutex).
 func holdForks() (release func()) {
 	syscall.ForkLock.RLock()
 	return syscall.ForkLock.RUnlock
