@@ -119,3 +119,76 @@ func TestRolledBackUnnoticed(t *testing.T) {
 		return nil
 	})
 }
+
+// TestRestoredWhileItBecomes: a volume is about to have replicas, and its record does not say yet that it is a leg, when its object is deleted and restored
+// without its status. The volume is found, and gets its replicas.
+func TestRestoredWhileItBecomes(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	all["node-1"].stop()
+	check.OK(t, w.ask("v", 2))
+	w.eventually("it is about to have replicas", func() bool { return w.object("v").Spec.ReplicaOf != "" })
+	backup := w.objects()
+	check.OK(t, w.Delete(w.ctx, w.object("v")))
+	w.gone()
+	w.restored(backup)
+	if have, err := all["node-1"].local.Get(w.ctx, v.ID); err != nil || have.ReplicaOf != "" {
+		t.Fatalf("the record is %+v, %v", have, err)
+	}
+	w.start(all["node-1"].machine)
+	w.eventually("it is found, or refused", func() bool { o := w.object("v"); return o.Status.Created != nil || o.Status.Failure != nil })
+	if f := w.object("v").Status.Failure; f != nil {
+		t.Fatalf("refused: %+v", f)
+	}
+	w.eventually("it has replicas", func() bool { return w.became("v", 2) })
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// TestRestoredLegDiffers: an object is restored without its status, and does not say of its volume what the record does: whether that is a leg, and of which
+// volume. It is refused, also if it is of before the volume became a leg, as the other legs may have what this one lacks. The bytes stay.
+func TestRestoredLegDiffers(t *testing.T) {
+	w := newEnvironment(t)
+	m, _ := w.networked(nodeName, "storage")
+	s := w.knowing(m)
+	for what, c := range map[string]struct {
+		record, object string
+		asked          int // spec.replicas of the object
+		right          bool
+	}{
+		"record from before it was a leg":       {record: "", object: "v"},
+		"leg of another volume":                 {record: "other", object: "v", asked: 2},
+		"to be leg of another volume":           {record: "", object: "other", asked: 2},
+		"object from before it was a leg":       {record: "v", object: ""},
+		"object from before, when it was asked": {record: "v", object: "", asked: 2},
+		"leg":                                   {record: "v", object: "v", right: true},
+	} {
+		v, err := s.Create(w.ctx, anyNode("v", nodeName))
+		check.OK(t, err)
+		backup := w.objects()
+		check.OK(t, w.Delete(w.ctx, w.object("v")))
+		w.gone()
+		keys := map[string]string{"": "", "v": v.ID.Key, "other": volume.KeyOf("other")}
+		check.OK(t, m.local.SetReplicaOf(w.ctx, v.ID, keys[c.record]))
+		before, err := m.local.Get(w.ctx, v.ID)
+		check.OK(t, err)
+		o := backup[0].(*v1alpha1.Volume)
+		o.Spec.ReplicaOf, o.Spec.Replicas = keys[c.object], c.asked
+		w.restored(backup)
+		w.eventually("it is found, or refused", func() bool { o := w.object("v"); return o.Status.Created != nil || o.Status.Failure != nil })
+		o = w.object("v")
+		if f := o.Status.Failure; c.right && f != nil || !c.right && (f == nil || f.Reason != "Exists") {
+			t.Errorf("%s: failure %+v", what, f)
+		}
+		if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.ReplicaOf != keys[c.record] || !have.Created.Equal(before.Created) {
+			t.Errorf("%s: there is %+v, %v", what, have, err)
+		}
+		check.OK(t, w.Delete(w.ctx, o))
+		w.gone()
+		check.OK(t, m.local.Delete(w.ctx, v.ID))
+	}
+	w.tally(m)
+}

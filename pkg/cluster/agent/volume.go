@@ -203,7 +203,7 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missingVolume(v))
 	case err == nil:
 		err = volume.Spec{Name: v.Spec.Name, Pool: v.Named(), Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem),
-			Encryption: cluster.EncryptionOf(v), Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf}.Check(have)
+			Encryption: cluster.EncryptionOf(v), Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: recordedReplicaOf(v, have)}.Check(have)
 	}
 	if err == nil {
 		err = clearIntent(ctx, a, v)
@@ -213,6 +213,16 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	}
 	defer a.Changed()
 	return a.reportVolume(ctx, v, have, "Found")
+}
+
+// recordedReplicaOf returns which volume the record of a restored object's volume has to say that it is a leg of: spec.replicaOf. A volume that is getting
+// replicas (spec.replicas) is to become a leg of its own name, and its record need not say so yet: becomeLeg writes that once the volume is reported. When the
+// request is gone, the record says so. A record that says so of an object that does not is right: other legs may have been written to since.
+func recordedReplicaOf(v *v1alpha1.Volume, have volume.Volume) string {
+	if v.Spec.Replicas > 0 && v.Spec.ReplicaOf == v.Name && have.ReplicaOf == "" {
+		return ""
+	}
+	return v.Spec.ReplicaOf
 }
 
 func (a *Agent) missingVolume(v *v1alpha1.Volume) string {
