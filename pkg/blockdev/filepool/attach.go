@@ -298,7 +298,7 @@ func (l attachedLoop) device(hold func() error) (blockdev.Device, error) {
 func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	o, record, err := p.Lookup(ref)
 	if err == nil && !how.ReadOnly {
-		err = p.completeSlots(o)
+		err = p.completeBeside(ctx, o)
 	}
 	if err != nil {
 		return blockdev.Device{}, err

@@ -40,12 +40,7 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		return blockdev.Record{}, err
 	}
 	if ready {
-		end, err := p.BeginChange(ctx, o)
-		if err != nil {
-			return blockdev.Record{}, err
-		}
-		defer end()
-		return o.Record(), p.completeSlots(o)
+		return o.Record(), p.completeBeside(ctx, o)
 	}
 	if o == nil {
 		if o, err = p.begin(ctx, spec); err != nil {

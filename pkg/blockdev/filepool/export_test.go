@@ -82,3 +82,11 @@ func FailSyncs(of blockdev.Pool, kind blockdev.Kind) (restore func() error, err 
 	p.directories[kind] = failing
 	return func() error { p.directories[kind] = was; return failing.Close() }, nil
 }
+
+// OneSlot makes a file pool believe that only one slot has the record of an object. No call may change that record meanwhile.
+func OneSlot(of blockdev.Pool, ref blockdev.Ref) {
+	p := of.(*pool)
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	p.Objects[ref].at.Alone = true
+}

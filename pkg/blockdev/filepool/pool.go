@@ -303,6 +303,9 @@ func (p *pool) remove(ctx context.Context, o *object) error {
 func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
 	erase, end, err := p.BeginErase(ctx, o, erased)
 	defer end()
+	if err == nil {
+		err = p.checkNotOnlyOne(o.Ref())
+	}
 	if err == nil && erase { // before its record says deleting: a start would remove it without that
 		err = p.Erased(ctx, o.Ref(), p.erase(ctx, o.Ref()))
 	}
@@ -382,6 +385,26 @@ func (p *pool) erase(ctx context.Context, ref blockdev.Ref) error {
 		return fmt.Errorf("%w: %s has a second name, under which somebody keeps it", errdefs.ErrPrecondition, image.Name())
 	}
 	return sparse.Overwrite(ctx, image, blockdev.HeadSize)
+}
+
+// checkNotOnlyOne returns errdefs.ErrPrecondition if what is in the place of an object's image is the image of another object, and has no other name: with the
+// object that image would go, too.
+func (p *pool) checkNotOnlyOne(ref blockdev.Ref) error {
+	info, err := p.root.Lstat(layout.Image(ref))
+	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
+		return nil
+	}
+	image, err := p.root.Open(layout.Image(ref))
+	if err != nil {
+		return nil // it cannot be told; a disk that fails keeps nobody from deleting
+	}
+	defer image.Close()
+	if err := p.checkOwner(ref, image, false); !errors.Is(err, errNotOwn) {
+		return nil
+	} else if named, failure := twice(image); failure != nil || !named {
+		return errdefs.Recast(errdefs.ErrPrecondition, err, "it has no other name, and would be lost with this object; nothing was deleted")
+	}
+	return nil
 }
 
 // openOwn opens the image of an object for writing; nil if there is none, or if what is there is another object's.

@@ -399,15 +399,19 @@ func TestImageOfAnother(t *testing.T) {
 				t.Errorf("Health: %v", problems)
 			}
 			if name == "swapped" {
+				for what, remove := range map[string]func(context.Context, blockdev.Ref) error{"Delete": pool.Delete, "Erase": pool.Erase} {
+					pooltest.Fails(t, remove(t.Context(), pooltest.Vol("b")), errdefs.ErrPrecondition, what) // a's image would go with it
+				}
 				check.OK(t, confuse(a, b)) // as an operator does by the error
 				device, err := pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{})
 				check.OK(t, err)
 				check.OK(t, device.Close())
 				check.OK(t, os.Rename(a, b))
+				pooltest.Fails(t, pool.Delete(t.Context(), pooltest.Vol("b")), errdefs.ErrPrecondition, "Delete")
 			}
 			kept := filepath.Join(dir, "kept")
 			if inodeOf(t, b) == inode && name != "symlink" {
-				check.OK(t, os.Link(b, kept)) // Delete removes a name, and this would be the last one
+				check.OK(t, os.Link(b, kept)) // Delete removes a name, and refuses to remove the last one
 			} else {
 				kept = a
 			}

@@ -160,7 +160,18 @@ func (p *pool) syncName(kind blockdev.Kind, at recordfile.Position) (recordfile.
 	return at, errdefs.FromErrno(err)
 }
 
-// completeSlots writes the record of o again if only one slot has it. Callers do that before they act on what it says.
+// completeBeside is completeSlots beside calls that may change the record. It waits for these.
+func (p *pool) completeBeside(ctx context.Context, o *object) error {
+	end, err := p.BeginChange(ctx, o)
+	if err != nil {
+		return err
+	}
+	defer end()
+	return p.completeSlots(o)
+}
+
+// completeSlots writes the record of o again if only one slot has it. Callers do that before they act on what it says. The caller is the only one who changes
+// the record.
 func (p *pool) completeSlots(o *object) error {
 	if !o.at.Alone {
 		return nil

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -14,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -159,4 +161,33 @@ func TestDeleteUnwritable(t *testing.T) {
 			t.Errorf("%+v", c)
 		}
 	})
+}
+
+// TestCompletedBesideLabels: a volume of whose record one slot could not be written is attached, which writes both, while its labels change. No label is lost,
+// and the slots agree.
+func TestCompletedBesideLabels(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenFiles(t, dir)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
+	for n := range 200 {
+		filepool.OneSlot(pool, pooltest.Vol("a"))
+		attached := make(chan error)
+		go func() {
+			device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
+			attached <- errors.Join(err, device.Close())
+		}()
+		_, err := pool.SetLabels(t.Context(), pooltest.Vol("a"), func(labels map[string]string) error { labels["n"] = strconv.Itoa(n); return nil })
+		check.OK(t, errors.Join(err, <-attached))
+		record, err := pool.Get(t.Context(), pooltest.Vol("a"))
+		if check.OK(t, err); record.Labels["n"] != strconv.Itoa(n) {
+			t.Fatalf("label %d is lost: %v", n, record.Labels)
+		}
+	}
+	check.OK(t, pool.Close())
+	pool = pooltest.OpenedFiles(t, dir)
+	record, err := pool.Get(t.Context(), pooltest.Vol("a"))
+	if check.OK(t, err); record.Labels["n"] != "199" {
+		t.Errorf("after a start its labels are %v", record.Labels)
+	}
 }
