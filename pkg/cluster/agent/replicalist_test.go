@@ -285,6 +285,44 @@ func TestPowerIsLostAndOtherAway(t *testing.T) {
 	}
 }
 
+// TestPowerIsLostAndOtherIsSlow: the machines of both legs lost power, and one of them does not answer for longer than it is waited for. Then it does, but is
+// opened later than the other one. It is waited for, as the other one is not used without it.
+func TestPowerIsLostAndOtherIsSlow(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].boot, f.legs["b"].boot, f.legs["b"].away = "2", "2", true
+	for range 2 {
+		if err := f.opens(2); !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Fatalf("%v are current: %v", f.v.Current(), err)
+		}
+	}
+	f.legs["b"].away, f.legs["b"].slow = false, 2*f.options.LookEvery
+	check.OK(t, f.opens(2))
+	if f.v.Status.Waits != "" || len(f.v.Current()) != 1 {
+		t.Errorf("%v are current, %q", f.v.Current(), f.v.Status.Waits)
+	}
+}
+
+// TestOtherIsSlow: a leg was waited for as long as that is done, and a try after that finds it open somewhat later than the other one. Both are used.
+func TestOtherIsSlow(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.options.LookEvery = 200 * time.Millisecond
+	for _, l := range f.legs {
+		l.state.Closed = true
+	}
+	f.legs["a"].away, f.legs["b"].away = true, true
+	ctx, cancel := context.WithTimeout(t.Context(), (legPatience+1)*f.options.LookEvery)
+	defer cancel()
+	f.v.Spec.Claim.Generation = 2
+	if _, err := f.Open(ctx, "", f.mirrorReconciler.ref); err == nil {
+		t.Fatal("it is open")
+	}
+	f.legs["a"].away, f.legs["b"].away, f.legs["b"].slow = false, false, f.options.LookEvery/4
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); len(now) != 2 {
+		t.Errorf("%v are current", now)
+	}
+}
+
 // TestClosedIfMirrored: the records of those legs say that they were closed which were in the mirror, whatever the object lists.
 func TestClosedIfMirrored(t *testing.T) {
 	f := newObject(t, 2, "a", "b")

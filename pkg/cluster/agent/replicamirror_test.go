@@ -62,10 +62,11 @@ type tendedLeg struct {
 	disk   uint64
 	number uint64
 	live   bool
-	away   bool // its node answers with ErrUnavailable
-	silent bool // its node answers nothing, so that a call lasts until its context ends
-	asked  int  // how often its record was read
-	news   int  // how often its node still answers that it does not know of the claim
+	away   bool          // its node answers with ErrUnavailable
+	silent bool          // its node answers nothing, so that a call lasts until its context ends
+	asked  int           // how often its record was read
+	news   int           // how often its node still answers that it does not know of the claim
+	slow   time.Duration // how long its node takes to open it
 	ended  bool
 	closes func()
 	state  volume.LegState
@@ -374,7 +375,11 @@ func (f tendedVolumes) OpenLeg(ctx context.Context, id volume.ID) (blockdev.Devi
 	if f.legs[id.Key].silent {
 		<-ctx.Done()
 	}
-	if f.legs[id.Key].away {
+	var late error
+	if slow := f.legs[id.Key].slow; slow > 0 {
+		late = pause(ctx, slow)
+	}
+	if late != nil || f.legs[id.Key].away {
 		return blockdev.Device{}, fmt.Errorf("%w: %s", errdefs.ErrUnavailable, id.Key)
 	}
 	return f.of(id), nil

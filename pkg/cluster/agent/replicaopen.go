@@ -97,8 +97,9 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	return out, err
 }
 
-// openAll opens the current legs, and returns that of this node first. Those that fail are tried again for legPatience, and then until one is open. failed is
-// why some are not open, errLaterClaim at once; away are the names of those of them that may have everything all the same.
+// openAll opens the current legs, and returns that of this node first. Those that fail are tried again for legPatience, and then until one is open;
+// those that do not answer are waited for as patience says. failed is why some are not open, errLaterClaim at once; away are the names of those of them that
+// may have everything all the same.
 func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, away []string, failed error) {
 	left := v.Current()
 	var end time.Time // also over several calls: a caller has less time, and calls again
@@ -110,14 +111,14 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 	})
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	hasOne := sync.OnceFunc(func() { time.AfterFunc(time.Until(end), cancel) }) // a node that is gone never answers
+	var one sync.Once // a node that is gone never answers
 	for {
 		legs, failures := make([]openedLeg, len(left)), make([]error, len(left))
 		var all sync.WaitGroup
 		for i, name := range left {
 			all.Go(func() {
 				if legs[i], failures[i] = l.open(ctx, v, name); failures[i] == nil {
-					hasOne()
+					one.Do(func() { time.AfterFunc(l.patience(legs[i], end), cancel) })
 				}
 			})
 		}
@@ -141,6 +142,16 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 	}
 	slices.SortStableFunc(opened, func(a, b openedLeg) int { return volume.TrueFirst(a.near, b.near) })
 	return opened, away, failed
+}
+
+// patience returns how long the others are waited for from now on when a leg is open: until end. Each call gives them some time after that, too: they may be
+// back since an earlier call, and not as quick. It is more if the leg that is open has lost power, as it is not used without them.
+func (l *ReplicaLegs) patience(leg openedLeg, end time.Time) time.Duration {
+	least := l.options.LookEvery
+	if leg.LostPower() {
+		least *= legPatience
+	}
+	return max(time.Until(end), least)
 }
 
 // askPatience is for how many looks (Options.LookEvery) askKnown waits for answers.
