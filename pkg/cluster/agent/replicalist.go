@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -47,6 +48,26 @@ func (e untoldError) Unwrap() error { return e.error }
 type lastList struct {
 	number int64
 	legs   []string
+}
+
+// toldList is the last list that all its legs were told of; zero: not known. A look beside a step uses it while that step changes it, so it is read and
+// written whole.
+type toldList struct {
+	mu   sync.Mutex
+	list lastList
+}
+
+func (t *toldList) get() lastList {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.list
+}
+
+// set notes a list. Its legs must not be changed afterwards.
+func (t *toldList) set(list lastList) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.list = list
 }
 
 // announceList tells the legs of the next list that it is due. It returns the number of that list, which is number or a later one that none of them knows,
@@ -120,7 +141,7 @@ func (m *mirrorReconciler) tellLastList(ctx context.Context, v *v1alpha1.Replica
 // tellAll is tellList, unless all legs were told. If one of them knows of another list that is due, the list first gets a later number than that: the object
 // may have had that list, and may be restored to it.
 func (m *mirrorReconciler) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) error {
-	if m.last.number == v.Status.Lists {
+	if m.last.get().number == v.Status.Lists {
 		return nil
 	}
 	due, err := m.tellList(ctx, v)
@@ -132,7 +153,7 @@ func (m *mirrorReconciler) tellAll(ctx context.Context, v *v1alpha1.ReplicatedVo
 	if err != nil {
 		return err
 	}
-	m.last = lastList{v.Status.Lists, v.Current()}
+	m.last.set(lastList{v.Status.Lists, v.Current()})
 	return nil
 }
 
@@ -142,7 +163,7 @@ func (m *mirrorReconciler) writeLists(ctx context.Context, v *v1alpha1.Replicate
 	number := v.Status.Lists
 	err := m.writeReplicasAfter(ctx, v, last, edit)
 	if err != nil || v.Status.Lists != number {
-		m.last = lastList{}
+		m.last.set(lastList{})
 	}
 	return err
 }
@@ -201,12 +222,13 @@ func (m *mirrorReconciler) clearUntold() {
 // isRestored reports whether the object has an older list than the last known one, another list of the same number, or a list without any leg of the mirror:
 // it was restored while the volume is used, or a person has named legs that are not written to.
 func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (bool, error) {
+	told := m.last.get()
 	last, err := m.lastKnownList(ctx, now)
 	if err != nil {
 		return false, err
 	}
 	listed, in := now.v.Current(), now.names()
-	if m.last.number > 0 && now.v.Status.Lists == last.number && !sameNames(listed, last.legs) {
+	if told.number > 0 && now.v.Status.Lists == told.number && !sameNames(listed, told.legs) {
 		return true, nil
 	}
 	return now.v.Status.Lists < last.number || !slices.ContainsFunc(listed, func(name string) bool { return slices.Contains(in, name) }), nil
@@ -215,8 +237,8 @@ func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (boo
 // lastKnownList returns the last list. If this process does not know it, the legs of the mirror are asked, once for each mirrorView. ErrUnavailable if none
 // answers.
 func (m *mirrorReconciler) lastKnownList(ctx context.Context, now *mirrorView) (last lastList, err error) {
-	if m.last.number > 0 {
-		return m.last, nil
+	if told := m.last.get(); told.number > 0 {
+		return told, nil
 	}
 	if now.last != nil {
 		return *now.last, nil

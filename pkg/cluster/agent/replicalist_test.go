@@ -323,6 +323,38 @@ func TestOtherIsSlow(t *testing.T) {
 	}
 }
 
+// TestLastListIsWhole: a list is noted as the last one while another goroutine asks which one that is, as a look beside a step does. It gets one list, not
+// the number of one with the legs of another.
+func TestLastListIsWhole(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	both := f.v.DeepCopy()
+	both.Status.Lists = 2
+	one := both.DeepCopy()
+	one.Status.Lists, one.Status.Legs = 1, one.Status.Legs[:1]
+	check.OK(t, f.tellAll(t.Context(), one))
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	asked := make(chan error, 1)
+	go func() {
+		for ctx.Err() == nil {
+			last, err := f.lastKnownList(ctx, &mirrorView{v: one})
+			if err == nil && last.number != int64(len(last.legs)) {
+				err = fmt.Errorf("list %d has %d legs", last.number, len(last.legs))
+			}
+			if err != nil {
+				asked <- err
+				return
+			}
+		}
+		asked <- nil
+	}()
+	for ctx.Err() == nil {
+		check.OK(t, f.tellAll(context.WithoutCancel(ctx), both))
+		check.OK(t, f.tellAll(context.WithoutCancel(ctx), one))
+	}
+	check.OK(t, <-asked)
+}
+
 // TestClosedIfMirrored: the records of those legs say that they were closed which were in the mirror, whatever the object lists.
 func TestClosedIfMirrored(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
@@ -775,7 +807,8 @@ func TestAskedOnce(t *testing.T) {
 	before := f.v.DeepCopy()
 	f.leaves("b")
 	before.ResourceVersion = f.v.ResourceVersion + "0"
-	f.v, f.last, f.legs["a"].asked = before, lastList{}, 0
+	f.v, f.legs["a"].asked = before, 0
+	f.last.set(lastList{})
 	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
 	if is, err := f.isRestored(t.Context(), now); err != nil || !is {
 		t.Fatal("it is not found that the object is of before:", err)

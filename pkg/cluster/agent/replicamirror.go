@@ -73,7 +73,7 @@ type mirrorReconciler struct {
 	generation int64 // of the claim that the mirror was made for
 	legStates  map[string]*legState
 	common     commonMoment
-	last       lastList                     // the last list that all its legs were told of; zero: not known
+	last       toldList
 	seenEvent  mirror.Event                 // the last event of the mirror (mirror.State) that was handled, or that a change from here has caused
 	background chan func(*mirrorView) error // yields what is to be done at the end of the task in the background; nil: there is none
 	logged     string                       // the last error that was logged
@@ -247,7 +247,7 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 func (m *mirrorReconciler) startNext(ctx context.Context, now *mirrorView) error {
 	switch {
 	case m.background != nil:
-	case m.last.number != now.v.Status.Lists: // an earlier process may have written it, and not told the legs
+	case m.last.get().number != now.v.Status.Lists: // an earlier process may have written it, and not told the legs
 		m.startBackground(func() func(*mirrorView) error {
 			due, err := m.tellList(ctx, now.v)
 			return func(then *mirrorView) error {
@@ -256,7 +256,7 @@ func (m *mirrorReconciler) startNext(ctx context.Context, now *mirrorView) error
 				case due:
 					err = m.tellAll(ctx, then.v)
 				default:
-					m.last = lastList{now.v.Status.Lists, now.v.Current()}
+					m.last.set(lastList{now.v.Status.Lists, now.v.Current()})
 				}
 				return err
 			}

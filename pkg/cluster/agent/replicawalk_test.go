@@ -141,7 +141,7 @@ func (w *walk) restarts() (wrong string, ends bool) {
 		w.generation++
 		w.v.Spec.Claim.Generation = w.generation
 	}
-	w.last = lastList{}
+	w.last.set(lastList{})
 	if w.v.Spec.Claim.Generation != w.generation { // the object was restored
 		w.v.Spec.Claim.Generation = w.generation
 	}
@@ -209,7 +209,7 @@ func (w *walk) step() (wrong string, ends bool) {
 		w.v = v
 	case 4:
 		w.says("the driver starts anew")
-		w.last = lastList{}
+		w.last.set(lastList{})
 	case 5, 6:
 		w.says("a write")
 		w.acked++
