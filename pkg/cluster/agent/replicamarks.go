@@ -196,10 +196,10 @@ func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, leg
 var errMirrorChanged = fmt.Errorf("%w: the mirror is another one by now", errdefs.ErrUnavailable)
 
 // checkUnchanged returns errMirrorChanged if anything has happened to the mirror since now: it has other legs, or one has failed, which the kernel may
-// have forgotten.
+// have forgotten, or it has another size.
 func (m *mirrorReconciler) checkUnchanged(now *mirrorView) error {
 	s, err := mirror.Look(m.name)
-	if err == nil && (s.Event != now.s.Event || s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device })) {
+	if err == nil && (s.Event != now.s.Event || s.Size != now.s.Size || s.Held || s.Joining != nil || len(s.Failed()) > 0 || !slices.EqualFunc(s.Legs, now.s.Legs, func(a, b mirror.Leg) bool { return a.Device == b.Device })) {
 		err = errMirrorChanged
 	}
 	return err

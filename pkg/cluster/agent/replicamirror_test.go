@@ -730,6 +730,21 @@ func TestMarksOfWhatLeft(t *testing.T) {
 	}
 }
 
+// TestGrownMeanwhile: a leg is to be copied whole, and the volume grows before the copy begins. The leg does not join, as it would count as equal in the
+// part that is new.
+func TestGrownMeanwhile(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	check.OK(t, mirror.Resize(t.Context(), f.mirrorReconciler.name, tendedSize/2))
+	now := f.now()
+	check.OK(t, mirror.Resize(t.Context(), f.mirrorReconciler.name, tendedSize))
+	if err := f.joinLeg(t.Context(), now, "b", 0); !errors.Is(err, errMirrorChanged) {
+		t.Error("it joined a mirror that has grown:", err)
+	}
+	if s := f.now().s; s.Joining != nil {
+		t.Errorf("it joins: %+v", s)
+	}
+}
+
 // TestNoEra: if the marks of a leg are not kept at a common moment, all of that leg counts as written since, even if marks are kept later.
 func TestNoEra(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
