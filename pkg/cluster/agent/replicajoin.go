@@ -141,11 +141,14 @@ func (m *mirrorReconciler) finishJoin(ctx context.Context, now *mirrorView, name
 	return m.noteCurrent(ctx, now, name)
 }
 
-// cancelJoin takes a leg that is not on the list out of the mirror. It is tried again later.
+// cancelJoin takes a leg that is not on the list out of the mirror. It is tried again later, unless its device belongs to no leg.
 func (m *mirrorReconciler) cancelJoin(ctx context.Context, now *mirrorView, device uint64, why string) error {
 	name := now.leg[device]
 	if err := m.changeMirror(ctx, func() error { return mirror.Leave(ctx, m.name, device) }); err != nil {
 		return err
+	}
+	if name == "" {
+		return nil
 	}
 	m.backOff(name)
 	m.releaseLeg(ctx, now.v, name)

@@ -60,7 +60,7 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	for _, l := range now.legs() {
 		name := now.leg[l.Device]
 		switch {
-		case name == "": // the leg that it was is found below, as one that is listed
+		case name == "": // if it is a leg that is listed, that is found below; else it belongs to no leg, and leaves in any case (mirrorView.unknown)
 		case l.Failed:
 			now.failing[name] = "what was written to it, or read from it, failed"
 		case !slices.Contains(now.v.Spec.Legs, name):
@@ -128,8 +128,8 @@ func (m *mirrorReconciler) whyUnreachable(now *mirrorView, name string) string {
 	return ""
 }
 
-// dropFailed takes the failing legs off the list, and then out of the mirror. The last current one stays. If only reads fail, on all of them, the leg that
-// joins leaves instead.
+// dropFailed takes the failing legs off the list, and then out of the mirror, with the devices that belong to no leg. The last current one stays. If only
+// reads fail, on all of them, the leg that joins leaves instead.
 func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) error {
 	if now.s.Joining != nil && now.onlyReadsFailed() {
 		return m.cancelJoin(ctx, now, now.s.Joining.Device, "it got not all, as a part of the others cannot be read")
@@ -155,7 +155,7 @@ func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) erro
 }
 
 // delist takes the failing legs off the list, ends the connections to those that do not answer, and returns the devices that have to leave the mirror.
-// ErrUnavailable if no current leg would be left.
+// ErrUnavailable if no current leg would be left. ErrBusy if it is not known whether a device of no leg is one of a leg that was listed meanwhile.
 func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
 	if len(rest) == 0 {
@@ -168,11 +168,14 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 				setWaiting(&s.Legs[i], why)
 			}
 		}
-		s.Legs = slices.DeleteFunc(s.Legs, func(leg v1alpha1.Leg) bool { return !leg.Current && !slices.Contains(now.v.Spec.Legs, leg.Name) })
 	}); err != nil {
 		return nil, m.noteUntold(err)
 	}
-	devices = now.unknown()
+	if devices = now.unknown(); len(devices) > 0 && now.v.ResourceVersion == before { // nothing was written, which would have shown that now.v is the object
+		if _, err := m.notBehind(ctx, now.v); err != nil {
+			return nil, err
+		}
+	}
 	for name, why := range now.failing {
 		if now.v.ResourceVersion != before {
 			klog.FromContext(ctx).Info("A leg of a replicated volume is not current any more", "leg", name, "why", why, "current", rest)
@@ -183,6 +186,19 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 		m.disconnectSilent(ctx, name)
 	}
 	return devices, nil
+}
+
+// forgetLeft takes the legs out of the object's status that are to be legs no more, once they are neither on the list nor in the mirror. Not before: the
+// device of a leg is found by its name.
+func (m *mirrorReconciler) forgetLeft(ctx context.Context, now *mirrorView) error {
+	hasLeft := func(leg v1alpha1.Leg) bool {
+		device, is := now.device[leg.Name]
+		return !leg.Current && !slices.Contains(now.v.Spec.Legs, leg.Name) && !(is && now.has(device))
+	}
+	if !slices.ContainsFunc(now.v.Status.Legs, hasLeft) {
+		return nil
+	}
+	return m.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Legs = slices.DeleteFunc(s.Legs, hasLeft) })
 }
 
 // disconnectSilent ends the connections to a leg that does not answer: I/O that is under way ends with errors, which the mirror holds. Otherwise it would be

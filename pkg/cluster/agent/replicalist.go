@@ -262,12 +262,9 @@ func (m *mirrorReconciler) lastKnownList(ctx context.Context, now *mirrorView) (
 
 // restoreList writes the last list into an object that was restored to before it while the volume is used, without the legs that have failed meanwhile.
 func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) error {
-	v, err := m.replicatedNow(ctx, m.ref.Key)
+	v, err := m.notBehind(ctx, now.v)
 	if err != nil {
 		return err
-	}
-	if v.ResourceVersion != now.v.ResourceVersion {
-		return fmt.Errorf("%w: the watch is behind the object of the replicated volume %s", errdefs.ErrBusy, v.Name)
 	}
 	last, err := m.lastKnownList(ctx, now)
 	if err != nil {
@@ -292,6 +289,15 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 			setCurrent(v.Leg(name), m.generation)
 		}
 	})
+}
+
+// notBehind reads the object from the API server, and returns it. ErrBusy if watched is another state of it.
+func (m *mirrorReconciler) notBehind(ctx context.Context, watched *v1alpha1.ReplicatedVolume) (*v1alpha1.ReplicatedVolume, error) {
+	v, err := m.replicatedNow(ctx, m.ref.Key)
+	if err == nil && v.ResourceVersion != watched.ResourceVersion {
+		err = fmt.Errorf("%w: the watch is behind the object of the replicated volume %s", errdefs.ErrBusy, v.Name)
+	}
+	return v, err
 }
 
 // noteList changes what the record of a leg knows of lists. It takes no lock: the holder of that may wait for a write that waits for this. An error is an

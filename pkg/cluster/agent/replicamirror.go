@@ -223,11 +223,14 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	} else if before {
 		return m.restoreList(ctx, now)
 	}
-	if len(now.failing) > 0 {
+	if len(now.failing) > 0 || len(now.unknown()) > 0 {
 		return m.dropFailed(ctx, now)
 	}
 	if s.Held {
 		return nil
+	}
+	if err := m.forgetLeft(ctx, now); err != nil {
+		return err
 	}
 	m.throttleJoin(ctx, s)
 	m.applyMutable(ctx, now.v)
@@ -327,7 +330,8 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
 	return nil
 }
 
-// observe finds out which device is which leg.
+// observe finds out which device is which leg. A leg that is to be one no more, and whose Volume is gone, has no device: if it is still in the mirror, that
+// one is unknown.
 func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) (*mirrorView, error) {
 	now := &mirrorView{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}}
 	names := slices.Clone(v.Spec.Legs)
@@ -338,6 +342,9 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 	}
 	for _, name := range names {
 		id, err := m.legID(ctx, v, name)
+		if errors.Is(err, errdefs.ErrNotFound) && !slices.Contains(v.Spec.Legs, name) {
+			continue
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -381,7 +388,8 @@ func (n *mirrorView) names() (names []string) {
 	return names
 }
 
-// unknown returns the devices of the mirror that belong to no leg.
+// unknown returns the devices of the mirror that belong to no leg, as far as can be found, without one that joins. As long as findFailed finds nothing they
+// are no current legs either: it finds each leg that is listed, and whose device is none of the mirror's.
 func (n *mirrorView) unknown() (devices []uint64) {
 	for _, l := range n.s.Legs {
 		if n.leg[l.Device] == "" {

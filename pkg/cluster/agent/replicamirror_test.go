@@ -32,6 +32,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -43,9 +44,10 @@ const tendedSize = 16 << 20
 // as the near one. The object is in memory.
 type tended struct {
 	*mirrorReconciler
-	t  *testing.T
-	mu sync.Mutex
-	v  *v1alpha1.ReplicatedVolume
+	t       *testing.T
+	mu      sync.Mutex
+	v       *v1alpha1.ReplicatedVolume
+	watched *v1alpha1.ReplicatedVolume // what the watch has of it; nil: the same
 	// looks is called before the object is read; begins when an era of a leg is begun; marks when the marks of a leg are asked for.
 	looks         func()
 	openings      func() // called before a leg is opened; may be nil
@@ -285,6 +287,10 @@ type tendedCache struct {
 
 func (c tendedCache) Get(_ context.Context, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
 	c.looks()
+	if v, is := o.(*v1alpha1.ReplicatedVolume); is && c.watched != nil {
+		c.watched.DeepCopyInto(v)
+		return nil
+	}
 	return c.get(key, o)
 }
 
@@ -742,6 +748,127 @@ func TestGrownMeanwhile(t *testing.T) {
 	}
 	if s := f.now().s; s.Joining != nil {
 		t.Errorf("it joins: %+v", s)
+	}
+}
+
+// takenOut shows that a leg that is to be one no more leaves the mirror, and is forgotten by the object only then. Its node ends what it exports of it, and
+// writes go on.
+func (f *tended) takenOut(name string) {
+	f.t.Helper()
+	f.starts()
+	f.current("a", "b")
+	f.eventually("without the leg", func(now *mirrorView) bool { return len(now.s.Legs) == 2 && now.v.Leg(name) == nil })
+	f.fails(f.legs[name])
+	f.ends(f.write(0), "what was written once the leg has left")
+}
+
+// TestTakenOutAndDelisted: a leg is to be one no more, and is taken off the list by a look beside a step, which does not take it out of the mirror. The
+// object names it until it has left.
+func TestTakenOutAndDelisted(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	f.v.Spec.Legs = []string{"a", "b"}
+	f.dropSilent(t.Context())
+	if now := f.now(); !slices.Equal(now.v.Current(), []string{"a", "b"}) || len(now.unknown()) > 0 {
+		t.Errorf("%v are current, and the mirror has devices of no leg: %v", now.v.Current(), now.unknown())
+	}
+	closed := make(chan struct{}, 1)
+	f.legs["c"].closes = func() {
+		select {
+		case closed <- struct{}{}:
+		default:
+		}
+	}
+	f.takenOut("c")
+	select {
+	case <-closed:
+	case <-time.After(tendedPatience):
+		t.Error("it is not given back to its node")
+	}
+}
+
+// TestTakenOutAndUntold: the same, and the legs that stay cannot be told of the new list at first.
+func TestTakenOutAndUntold(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	f.v.Spec.Legs = []string{"a", "b"}
+	var told atomic.Int32
+	f.changes = func(_ string, s volume.LegState) error {
+		if s.List > 0 && s.Due == 0 && told.Add(1) == 1 {
+			return fmt.Errorf("%w: not now", errdefs.ErrUnavailable)
+		}
+		return nil
+	}
+	f.takenOut("c")
+	if told.Load() < 2 {
+		t.Error("nobody was told of the list")
+	}
+}
+
+// TestMirrorHasUnknown: the mirror has a device of no leg that the object names, as that was restored, or the driver before this one forgot it. It leaves.
+func TestMirrorHasUnknown(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	f.v.Spec.Legs, f.v.Status.Legs = []string{"a", "b"}, f.v.Status.Legs[:2]
+	f.takenOut("c")
+}
+
+// TestUnknownToWatch: the watch is behind the object, which names one more leg, that is current. That one does not leave.
+func TestUnknownToWatch(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	f.watched = f.v.DeepCopy()
+	f.v.ResourceVersion += "1"
+	f.watched.Spec.Legs, f.watched.Status.Legs = []string{"a"}, f.watched.Status.Legs[:1]
+	cluster.SummarizeLegs(f.watched) // nothing is to be written, which would fail
+	s, err := mirror.Look(f.mirrorReconciler.name)
+	check.OK(t, err)
+	if err := f.step(t.Context(), s); !errors.Is(err, errdefs.ErrBusy) {
+		t.Error("it is not noticed:", err)
+	}
+	if s := f.now().s; len(s.Legs) != 2 {
+		t.Errorf("it has left: %+v", s)
+	}
+}
+
+// TestVolumeOfLegIsGone: a leg was to be one no more, and its Volume is deleted, when the driver starts anew. The object still names the leg in its status:
+// one that has left the mirror, or one that is still there. The others are looked after all the same.
+func TestVolumeOfLegIsGone(t *testing.T) {
+	for _, mirrored := range []int{2, 3} {
+		t.Run(fmt.Sprint(mirrored, " in the mirror"), func(t *testing.T) {
+			f := newTended(t, mirrored, "a", "b", "c")
+			f.v.Spec.Legs, f.v.Status.Legs = []string{"a", "b"}, append(f.v.Status.Legs[:2], v1alpha1.Leg{Name: "c", Sound: 1, State: v1alpha1.LegWaiting})
+			f.note(f.v.Name, func(r *replica) { delete(r.legs, "c") })
+			f.starts()
+			f.fails(f.legs["c"])
+			f.flaky("b")
+			f.ends(f.write(0), "a write")
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+				t.Errorf("%v are current", now)
+			}
+		})
+	}
+}
+
+// TestJoinsAndIsUnknown: the leg that joins is none that the object names, as that was restored. It leaves, and the object gets no leg without a name.
+func TestJoinsAndIsUnknown(t *testing.T) {
+	f := newTended(t, 1, "a", "b")
+	f.v.Spec.Legs = []string{"a"}
+	f.joins("b")
+	f.starts()
+	for end := time.Now().Add(tendedPatience); ; time.Sleep(20 * time.Millisecond) {
+		s, err := mirror.Look(f.mirrorReconciler.name)
+		check.OK(t, err)
+		if s.Joining == nil {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("it joins still: %+v", s)
+		}
+	}
+	time.Sleep(10 * f.options.LookEvery)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if legs := f.v.Status.Legs; len(legs) != 1 || legs[0].Name != "a" {
+		t.Errorf("its legs are %+v", legs)
 	}
 }
 
