@@ -113,7 +113,8 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	defer listener.Close() // answer closes it too
+	// answer closes it, too.
+	defer listener.Close()
 	c := controller.New(s)
 	services := rpc.Services{Identity: newIdentity(o, ready), Controller: c, GroupController: c}
 	if o.blocks {
@@ -163,7 +164,8 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	defer listener.Close() // answer closes it too
+	// answer closes it, too.
+	defer listener.Close()
 	remote, err := o.listenPort()
 	if err != nil {
 		return err

@@ -340,7 +340,8 @@ func startAlone(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	defer listener.Close()      // answer closes it too
+	// answer closes it, too.
+	defer listener.Close()
 	store.DropOldLeftovers(ctx) // the socket is ours, so no other driver works on the pools
 	measuring := measure.New(ctx, store, o.measured(pools), o.perVolume)
 	defer measuring.Close() // closed before the pools

@@ -114,10 +114,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		if p.location.Thin != "" {
 			snapshotOf = spec.Origin
 		}
-		if err := p.stillGroup(run); err != nil {
-			return err
-		}
-		if err := p.agree(run); err != nil {
+		if err := p.mayChange(run); err != nil {
 			return err
 		}
 		err := p.changeThin(run, func() error { return p.runHolding(run, snapshotOf, p.lvcreate(spec, made, o.tags)...) })

@@ -233,6 +233,14 @@ func (p *pool) isGroup(disks []lvm2.Row, group lvm2.Row) error {
 	return nil
 }
 
+// mayChange returns an error unless the group is still the pool's, and lvm2 and the thin pool agree (agree). The caller has the turn.
+func (p *pool) mayChange(run lvm2.Run) error {
+	if err := p.stillGroup(run); err != nil {
+		return err
+	}
+	return p.agree(run)
+}
+
 // stillGroup is isGroup for a command that puts bytes somewhere. The caller has the turn.
 func (p *pool) stillGroup(run lvm2.Run) error {
 	rows, err := run("vgs", "-o", "vg_uuid,pv_uuid", p.location.Group)

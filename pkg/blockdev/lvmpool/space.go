@@ -262,31 +262,37 @@ func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 			p.Mu.Unlock()
 			return nil
 		}
-		incomplete := p.space.complete(p.location.Group)
-		if incomplete == nil && use.unzeroed {
-			incomplete = p.notZeroing()
-		}
-		if incomplete == nil && p.space.disagrees {
-			incomplete = fmt.Errorf("%w, thin pool %s", lvm2.ErrDisagree, p.path(p.location.Thin))
-		}
+		refusal := p.noRoom(use, size, c.Available)
 		p.Mu.Unlock()
 		if fresh {
-			if incomplete != nil {
-				return incomplete
-			}
-			if p.location.Thin != "" && use.failed() {
-				return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.full(use))
-			}
-			reason := p.full(use)
-			if p.location.Thin == "" || reason == "" {
-				reason = fmt.Sprintf("pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", p.name, c.Available, size)
-			}
-			return fmt.Errorf("%w: %s", errdefs.ErrNoSpace, reason)
+			return refusal
 		}
 		if err := p.refresh(ctx, 0); err != nil { // others may have freed space
 			return err
 		}
 	}
+}
+
+// noRoom returns why size bytes cannot be taken, of which so many are available: see reserve. The caller holds Mu.
+func (p *pool) noRoom(use thinUse, size, available int64) error {
+	if err := p.space.complete(p.location.Group); err != nil {
+		return err
+	}
+	reason := fmt.Sprintf("pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", p.name, available, size)
+	if p.location.Thin != "" {
+		full := p.full(use)
+		switch {
+		case use.unzeroed:
+			return p.notZeroing()
+		case p.space.disagrees:
+			return fmt.Errorf("%w, thin pool %s", lvm2.ErrDisagree, p.path(p.location.Thin))
+		case use.failed():
+			return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, full)
+		case full != "":
+			reason = full
+		}
+	}
+	return fmt.Errorf("%w: %s", errdefs.ErrNoSpace, reason)
 }
 
 // unreserve takes back what is pending if nobody knows whether a logical volume has it: the next look at the account asks lvm2.
