@@ -37,7 +37,7 @@ func (l Location) examineScan(ctx context.Context, report blockdev.Report) {
 		report.Warning("which disks lvm2 looks at: %v", err)
 	case strings.Contains(settings, "use_devicesfile=0") && strings.Count(settings, `filter=["a|.*|"]`) == 2:
 		report.Warning("lvm2 looks at every disk, and so at what pods write into raw volumes: they can make up a volume group there, also one of the name of %s; "+
-			"run vgimportdevices %s, and set use_devicesfile = 1 in lvm.conf", l.Group, l.Group)
+			"have it look at its own disks alone (docs/install.md)", l.Group)
 	default:
 		report.OK("lvm2 looks at some disks only")
 	}
