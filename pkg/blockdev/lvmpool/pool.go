@@ -226,7 +226,7 @@ func (p *pool) isGroup(disks []lvm2.Row, group lvm2.Row) error {
 		}
 	}
 	if len(p.pvs) > 0 && !slices.ContainsFunc(pvs, func(id string) bool { return slices.Contains(p.pvs, id) }) {
-		return fmt.Errorf("%w: lvm2 takes something for volume group %s that has none of its disks; see which (pvs -o pv_name,pv_uuid,vg_name), and have lvm2 look at its own disks alone (docs/install.md)",
+		return fmt.Errorf("%w: lvm2 takes something for volume group %s that has none of its disks; see which (pvs -o pv_name,pv_uuid,vg_name), and have lvm2 look at its own disks alone (docs/install.md); if all its disks were replaced, start the driver anew",
 			errdefs.ErrUnavailable, p.location.Group)
 	}
 	p.pvs = pvs
