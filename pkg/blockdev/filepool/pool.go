@@ -390,12 +390,8 @@ func (p *pool) erase(ctx context.Context, ref blockdev.Ref) error {
 // checkNotOnlyOne returns errdefs.ErrPrecondition if what is in the place of an object's image is the image of another object, and has no other name: with the
 // object that image would go, too.
 func (p *pool) checkNotOnlyOne(ref blockdev.Ref) error {
-	info, err := p.root.Lstat(layout.Image(ref))
-	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
-		return nil
-	}
-	image, err := p.root.Open(layout.Image(ref))
-	if err != nil {
+	image, err := p.openFile(ref, os.O_RDONLY)
+	if image == nil || err != nil {
 		return nil // it cannot be told; a disk that fails keeps nobody from deleting
 	}
 	defer image.Close()
@@ -409,16 +405,25 @@ func (p *pool) checkNotOnlyOne(ref blockdev.Ref) error {
 
 // openOwn opens the image of an object for writing; nil if there is none, or if what is there is another object's.
 func (p *pool) openOwn(ref blockdev.Ref) (*os.File, error) {
+	image, err := p.openFile(ref, os.O_RDWR)
+	if image == nil || err != nil {
+		return nil, err
+	}
+	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
+		return nil, image.Close()
+	}
+	return image, nil
+}
+
+// openFile opens what is in the place of an object's image; nil if there is none, or no regular file.
+func (p *pool) openFile(ref blockdev.Ref, flag int) (*os.File, error) {
 	info, err := p.root.Lstat(layout.Image(ref))
 	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
 		return nil, nil
 	}
-	image, err := p.root.OpenFile(layout.Image(ref), os.O_RDWR, 0)
+	image, err := p.root.OpenFile(layout.Image(ref), flag, 0)
 	if err != nil {
 		return nil, p.refused(layout.Image(ref), errdefs.FromErrno(err))
-	}
-	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
-		return nil, image.Close()
 	}
 	return image, nil
 }
