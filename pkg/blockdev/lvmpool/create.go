@@ -117,7 +117,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		if err := p.mayChange(run); err != nil {
 			return err
 		}
-		err := p.changeThin(run, func() error { return p.runHolding(run, snapshotOf, p.lvcreate(spec, made, o.tags)...) })
+		err := p.changeThin(func() error { return p.runHolding(run, snapshotOf, p.lvcreate(spec, made, o.tags)...) })
 		switch {
 		case err == nil:
 			p.countAllocated(spec.Size)

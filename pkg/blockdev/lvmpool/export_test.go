@@ -61,7 +61,10 @@ func Locked(ctx context.Context, of blockdev.Pool, do func()) error {
 func FailChange(ctx context.Context, of blockdev.Pool, do func()) {
 	p := of.(*pool)
 	_ = p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		return p.changeThin(run, func() error {
+		if err := p.agree(run); err != nil {
+			return err
+		}
+		return p.changeThin(func() error {
 			do()
 			return errdefs.ErrUnavailable
 		})

@@ -295,12 +295,9 @@ func (p *pool) flushMissedMessages(ctx context.Context) {
 // uncounted is no number of a change.
 const uncounted = ^uint64(0)
 
-// changeThin calls do, which makes or removes a volume. In a thin pool it first makes sure that lvm2 and the thin pool agree about the changes before: see
-// agree. The caller has the turn.
-func (p *pool) changeThin(run lvm2.Run, do func() error) error {
-	if err := p.agree(run); err != nil {
-		return err
-	}
+// changeThin calls do, which makes or removes a volume, and notes up to which change of the thin pool the two agree then. The caller has the turn, and has called
+// agree.
+func (p *pool) changeThin(do func() error) error {
 	if p.location.Thin == "" {
 		return do()
 	}
@@ -318,7 +315,7 @@ func (p *pool) changeThin(run lvm2.Run, do func() error) error {
 	return err
 }
 
-// agree makes sure that lvm2 and the thin pool have counted the same changes. If lvm2 has counted one more, a message may be pending:
+// agree makes sure, before a change of a thin pool, that lvm2 and the thin pool have counted the same changes. If lvm2 has counted one more, a message may be pending:
 // flushPendingMessages sends it. If the thin pool has, lvm2 takes the next removal for made, and sends no message (_thin_pool_node_send_messages in
 // device_mapper/libdm-deptree.c of 2.03.16). That is so after lvm2 took back a snapshot that the thin pool has made (lib/metadata/lv_manip.c): if the last command
 // failed, the thin pool's count is set back, and the probe of flushPendingMessages removes that snapshot. lvm2.ErrDisagree in all other cases. The caller has

@@ -664,7 +664,10 @@ func (p *pool) complete(ctx context.Context) error {
 func (p *pool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		for began := time.Now(); ; {
-			err := p.changeThin(run, func() error { return p.removeAlone(run, volume) })
+			err := p.agree(run)
+			if err == nil {
+				err = p.changeThin(func() error { return p.removeAlone(run, volume) })
+			}
 			if err == nil {
 				p.countFreed(size)
 			}
