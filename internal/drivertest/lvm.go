@@ -122,11 +122,16 @@ func (g *Group) remove(t testing.TB) {
 	check.OK(t, os.RemoveAll("/dev/"+g.Name))
 }
 
+// Device returns the name of the device of a logical volume of the group (libdevmapper: dashes double). That of no volume begins all of them.
+func (g *Group) Device(volume string) string {
+	return strings.ReplaceAll(g.Name, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
+}
+
 // DeviceNames returns the names of the active devices of the group's volumes, without those of thin pools.
 func (g *Group) DeviceNames() []string {
 	out, _ := exec.Command("dmsetup", "ls").Output()
 	var names []string
-	prefix := strings.ReplaceAll(g.Name, "-", "--") + "-"
+	prefix := g.Device("")
 	for line := range strings.Lines(string(out)) {
 		name, _, _ := strings.Cut(line, "\t")
 		if volume, ok := strings.CutPrefix(name, prefix); ok && strings.Contains(volume, ".") {

@@ -54,7 +54,7 @@ func (g *volumeGroup) leftovers() (found []string) {
 	}
 	if g.thin { // also a volume of which lvm2 knows no more
 		// NAME: START LENGTH thin-pool TRANSACTION METADATA USED/TOTAL ...; the name is another one before its first volume.
-		_, after, _ := strings.Cut(drivertest.Run(g.t, "dmsetup", "status", "--target", "thin-pool"), strings.ReplaceAll(g.Name, "-", "--")+"-tp")
+		_, after, _ := strings.Cut(drivertest.Run(g.t, "dmsetup", "status", "--target", "thin-pool"), g.Device("tp"))
 		line, _, _ := strings.Cut(after, "\n")
 		_, line, _ = strings.Cut(line, ": ")
 		status := strings.Fields(line)
@@ -81,7 +81,7 @@ func (g *volumeGroup) clear() {
 
 // mapped is the name of the device of a volume's logical volume.
 func (g *volumeGroup) mapped(v *vol) string {
-	return strings.ReplaceAll(g.Name, "-", "--") + "-vol." + volume.KeyOf(v.Name)
+	return g.Device("vol." + volume.KeyOf(v.Name))
 }
 
 func (g *volumeGroup) device(v *vol) string {

@@ -2,7 +2,6 @@ package lvmpool_test
 
 import (
 	"context"
-	"strings"
 	"testing"
 	"time"
 
@@ -21,7 +20,7 @@ func TestLVMCutRemovedAsItIsClosed(t *testing.T) {
 	f.start()
 	f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 	f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
-	name := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String()
+	name := f.group.Device(pooltest.Vol("a").String())
 	caught := 0
 	for range 6 {
 		device := pooltest.Attach(t, f.pool, pooltest.Vol("a"), blockdev.Attachment{})

@@ -30,7 +30,7 @@ func TestLVMSnapshotAsItIsClosed(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		f.write(pooltest.Vol("a"), 0, marked("a", pooltest.MiB))
-		name := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String()
+		name := f.group.Device(pooltest.Vol("a").String())
 		for round := range 5 {
 			snapshot := blockdev.Ref{Kind: blockdev.Snapshot, Key: fmt.Sprintf("%032x", round)}
 			made := snapshot.String()
@@ -201,7 +201,7 @@ func TestLVMSnapshotOfSuspended(t *testing.T) {
 		f.write(pooltest.Vol("a"), 0, marked("a", pooltest.MiB))
 		device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{})
 		defer device.Close()
-		name := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String()
+		name := f.group.Device(pooltest.Vol("a").String())
 		drivertest.Run(f, "dmsetup", "suspend", name)
 		err := pooltest.Second(f.pool.Create(f.Context(), blockdev.Spec{Ref: pooltest.Snap("b"), Size: 8 * pooltest.MiB, Origin: pooltest.Vol("a")}))
 		f.Logf("snapshot: %v", err)
@@ -268,7 +268,7 @@ func TestLVMHeldRemoval(t *testing.T) {
 }
 
 // tpool returns the name of the device of the fixture's thin pool while it has volumes.
-func (f *lvmFixture) tpool() string { return strings.ReplaceAll(f.group.Name, "-", "--") + "-tp-tpool" }
+func (f *lvmFixture) tpool() string { return f.group.Device("tp") + "-tpool" }
 
 // thinID returns the number that the thin pool has for a volume.
 func (f *lvmFixture) thinID(ref blockdev.Ref) int {

@@ -37,7 +37,7 @@ func TestLVMErasesNoOther(t *testing.T) {
 	f.head(a, size)
 	f.make(b, size)
 	f.head(b, size)
-	name := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + strings.ReplaceAll(a.String(), "-", "--")
+	name := f.group.Device(a.String())
 	drivertest.Run(t, "lvchange", "-q", "-ay", "-K", f.group.Name+"/"+a.String())
 	table := strings.Fields(dmsetup(t, "table", name)) // 0 SIZE thin POOL NUMBER
 	table[4] = strings.TrimSpace(drivertest.Run(t, "lvs", "--noheadings", "-o", "thin_id", f.group.Name+"/"+b.String()))
@@ -54,7 +54,7 @@ func TestLVMEraseNotices(t *testing.T) {
 	const size = 8 * pooltest.MiB
 	f.make(pooltest.Vol("a"), size)
 	f.head(pooltest.Vol("a"), size)
-	pool := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp-tpool"
+	pool := f.tpool()
 	check.OK(t, lvmpool.Meanwhile(t.Context(), f.pool, func() {}))
 	for what, do := range map[string]func(){
 		"a snapshot": func() {
@@ -87,7 +87,7 @@ func TestLVMEraseNotices(t *testing.T) {
 		}
 	}))
 	check.OK(t, byHand())
-	volume := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String()
+	volume := f.group.Device(pooltest.Vol("a").String())
 	drivertest.Run(t, "lvchange", "-q", "-ay", "-K", f.group.Name+"/"+pooltest.Vol("a").String())
 	dmsetup(t, "suspend", volume)
 	says(t, f.pool.Erase(t.Context(), pooltest.Vol("a")), errdefs.ErrUnavailable, volume+" is suspended")

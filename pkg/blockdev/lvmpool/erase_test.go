@@ -169,7 +169,7 @@ func TestLVMErasedLater(t *testing.T) {
 	f.make(pooltest.Vol("a"), size)
 	f.head(pooltest.Vol("a"), size)
 	tell := func(message string) {
-		drivertest.Run(t, "dmsetup", "message", strings.ReplaceAll(f.group.Name, "-", "--")+"-tp-tpool", "0", message)
+		drivertest.Run(t, "dmsetup", "message", f.tpool(), "0", message)
 	}
 	tell("reserve_metadata_snap") // by somebody else
 	says(t, f.pool.Erase(ctx, pooltest.Vol("a")), errdefs.ErrInUse, "release_metadata_snap")

@@ -852,7 +852,7 @@ func TestLVMDelivered(t *testing.T) {
 		f.rewrite(func(all string) string { return withMessage(all, "delete = 77") })
 		f.pool = pooltest.OpenURL(t, f.url)
 		check.OK(t, f.pool.Delete(ctx, pooltest.Vol("a")))
-		status := drivertest.Run(t, "dmsetup", "status", strings.ReplaceAll(f.group.Name, "-", "--")+"-tp-tpool")
+		status := drivertest.Run(t, "dmsetup", "status", f.tpool())
 		if !strings.Contains(status, " 0/") {
 			t.Errorf("the empty thin pool has blocks: %s", status)
 		}
@@ -1303,7 +1303,7 @@ func TestLVMHangsSuspended(t *testing.T) {
 		for _, pid := range lvmChildren(os.Getpid()) {
 			check.OK(t, syscall.Kill(pid, syscall.SIGSTOP))
 		}
-		device := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String()
+		device := f.group.Device(pooltest.Vol("a").String())
 		drivertest.Run(t, "dmsetup", "suspend", device)
 		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 		defer cancel()
@@ -1415,7 +1415,7 @@ func TestLVMHalfDone(t *testing.T) {
 	check.OK(t, writeDirect(device.Path, 0, marked("a", 8*pooltest.MiB)))
 	before := pooltest.CapacityOf(t, f.pool)
 	// A device has the name that lvm2 needs in the middle of it.
-	taken := strings.ReplaceAll(f.group.Name, "-", "--") + "-cut." + pooltest.Snap("a").String() + "-cow"
+	taken := f.group.Device("cut."+pooltest.Snap("a").String()) + "-cow"
 	drivertest.Run(t, "dmsetup", "create", taken, "--notable")
 	spec := blockdev.Spec{Ref: pooltest.Snap("a"), Name: "a", Size: 8 * pooltest.MiB, Origin: pooltest.Vol("a")}
 	_, err = f.pool.Create(t.Context(), spec)
@@ -1441,7 +1441,7 @@ func TestLVMDevicesBelow(t *testing.T) {
 	f.start()
 	f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 	uuid := "LVM-" + strings.ReplaceAll(strings.TrimSpace(drivertest.Run(t, "vgs", "--noheadings", "-o", "vg_uuid", f.group.Name)), "-", "")
-	prefix := strings.ReplaceAll(f.group.Name, "-", "--") + "-"
+	prefix := f.group.Device("")
 	bare := prefix + "cut." + pooltest.Snap("c").String()
 	left, held, others := prefix+"cut."+pooltest.Snap("a").String()+"-cow", prefix+pooltest.Vol("a").String()+"-real", prefix+"cut."+pooltest.Vol("b").String()+"-cow"
 	device := f.handOut(pooltest.Vol("a"))
@@ -1470,7 +1470,7 @@ func TestLVMWithoutTable(t *testing.T) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 		ids := strings.Fields(strings.ReplaceAll(drivertest.Run(t, "lvs", "--noheadings", "-o", "vg_uuid,lv_uuid", f.path(pooltest.Vol("a"))), "-", ""))
-		name, uuid := strings.ReplaceAll(f.group.Name, "-", "--")+"-"+pooltest.Vol("a").String(), "LVM-"+ids[0]+ids[1]
+		name, uuid := f.group.Device(pooltest.Vol("a").String()), "LVM-"+ids[0]+ids[1]
 		for how, attach := range f.attachments(pooltest.Vol("a")) {
 			for _, suffix := range []string{"", "-writable", "-readonly"} {
 				for _, load := range []bool{false, true} {
@@ -1502,7 +1502,7 @@ func TestLVMReaderLeft(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		ids := strings.Fields(strings.ReplaceAll(drivertest.Run(t, "lvs", "--noheadings", "-o", "vg_uuid,lv_uuid", f.path(pooltest.Vol("a"))), "-", ""))
-		name, uuid := strings.ReplaceAll(f.group.Name, "-", "--")+"-"+pooltest.Vol("a").String(), "LVM-"+ids[0]+ids[1]
+		name, uuid := f.group.Device(pooltest.Vol("a").String()), "LVM-"+ids[0]+ids[1]
 		for _, table := range []string{"0 16384 linear /dev/mapper/" + name + " 0", ""} {
 			drivertest.Run(t, "lvchange", "-ay", "-K", f.path(pooltest.Vol("a")))
 			argv := []string{"dmsetup", "create", name + "-readonly", "--uuid", uuid + "-readonly", "--readonly", "--notable"}
@@ -1527,7 +1527,7 @@ func TestLVMPartsOfThinPool(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB), thin: true}
 	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
 	f.start()
-	prefix := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp"
+	prefix := f.group.Device("tp")
 	for _, left := range [][]string{{"_tmeta"}, {"_tdata"}, {"_tmeta", "_tdata"}, {"_tmeta", "_tdata", "-tpool"}} {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB) // with a volume, the thin pool has a device below the one for lvm2
 		check.OK(t, f.pool.Close())

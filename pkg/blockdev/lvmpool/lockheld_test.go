@@ -26,7 +26,7 @@ func TestLVMMendsBesideOthers(t *testing.T) {
 	const size = 8 * pooltest.MiB
 	f.make(pooltest.Vol("a"), size)
 	device := f.handOut(pooltest.Vol("a"))
-	name := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String()
+	name := f.group.Device(pooltest.Vol("a").String())
 	suspended := func() bool {
 		d, err := dm.Find(name)
 		return err == nil && d != nil && d.Suspended
@@ -101,7 +101,7 @@ func TestLVMMendsBesideOthers(t *testing.T) {
 				out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
 				t.Logf("%v: %s %v", argv, out, err)
 			}
-			names, err := dm.Names(strings.ReplaceAll(f.group.Name, "-", "--") + "-")
+			names, err := dm.Names(f.group.Device(""))
 			check.OK(t, err)
 			for _, name := range names {
 				if d, err := dm.Find(name); err == nil && d != nil && d.Suspended {

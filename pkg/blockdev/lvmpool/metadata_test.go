@@ -41,7 +41,7 @@ func ranges(t testing.TB, pool blockdev.Pool, base, target blockdev.Ref, from in
 // heldMetadata reports whether the thin pool has a snapshot of its metadata, and whether the tag says that it is ours.
 func (f *lvmFixture) heldMetadata() (held, ours bool) {
 	f.Helper()
-	name := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp"
+	name := f.group.Device("tp")
 	status := func(device string) string {
 		out, _ := exec.Command("dmsetup", "status", device).Output() // only one of the two is there
 		return string(out)
@@ -182,7 +182,7 @@ func TestLVMMetadataLeft(t *testing.T) {
 	f.copy(pooltest.Snap("1"), v, 8*pooltest.MiB)
 	f.write(v, 3*pooltest.MiB, marked("new", 4096))
 	f.copy(pooltest.Snap("2"), v, 8*pooltest.MiB)
-	pool := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp-tpool"
+	pool := f.tpool()
 	want := ranges(t, f.pool, pooltest.Snap("1"), pooltest.Snap("2"), 0)
 	if len(want) != 1 || !within(want, 3*pooltest.MiB) {
 		t.Fatalf("%v", want)

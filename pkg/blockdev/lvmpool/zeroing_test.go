@@ -13,9 +13,7 @@ import (
 // TestLVMZeroingSwitchedOff: somebody has a thin pool not zero new blocks any more (lvchange --zero n) while it is a pool. No volume is made or grows, as
 // it would show what another one held, and health tells.
 func TestLVMZeroingSwitchedOff(t *testing.T) {
-	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*pooltest.MiB), thin: true}
-	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
-	f.start()
+	f := thinFixture(t, 64*pooltest.MiB)
 	f.make(pooltest.Vol("a"), 56*pooltest.MiB)
 	f.write(pooltest.Vol("a"), 0, marked("secret", 56*pooltest.MiB))
 	check.OK(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
