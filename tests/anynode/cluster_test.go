@@ -179,14 +179,18 @@ func (c *nodes) logs() (all string) {
 	return all
 }
 
-// again makes a call until it succeeds, as sidecars and the kubelet do, which take any error for one that may pass.
+// again makes a call until it succeeds, as sidecars and the kubelet do, which take any error for one that may pass. A call that ran out of time has twice
+// as long the next time, up to the kubelet's two minutes: on a slow machine a LUKS header alone may take more than ten seconds.
 func (c *nodes) again(what string, call func(ctx context.Context) error) {
 	c.Helper()
-	last := ""
+	last, limit := "", 10*time.Second
 	c.eventually(what, func() bool {
-		ctx, cancel := context.WithTimeout(c.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(c.Context(), limit)
 		defer cancel()
 		err := call(ctx)
+		if ctx.Err() != nil {
+			limit = min(2*limit, 2*time.Minute)
+		}
 		if err != nil && err.Error() != last {
 			last = err.Error()
 			c.Logf("%s: %v", what, err)
