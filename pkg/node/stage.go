@@ -9,6 +9,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
+	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -103,7 +104,11 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if how.readOnly || fresh || !filesystem.GrowsMounted(how.fs) {
 		return nil
 	}
-	return filesystem.Grow(how.fs, device.Path, path)
+	err = filesystem.Grow(how.fs, device.Path, path)
+	if err != nil { // the kubelet takes it for not mounted then, and would not unstage it
+		err = errors.Join(err, mount.Unmount(path))
+	}
+	return err
 }
 
 // attach attaches a volume to be mounted.
@@ -210,9 +215,24 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, h
 	return s.attachAndBind(ctx, v, marker(path), how)
 }
 
+// detachUnbound detaches a raw volume whose device is bound nowhere: the kubelet takes it for not staged after an error, and would not unstage it.
+func (s *Server) detachUnbound(ctx context.Context, id volume.ID) error {
+	ctx, cancel := undoing.Context(ctx)
+	defer cancel()
+	devices, err := s.volumes.Attached(ctx, id)
+	if err != nil || len(devices) == 0 {
+		return err
+	}
+	bound, err := s.otherMounts(ctx, id, numbers(devices), "")
+	if err != nil || len(bound) > 0 {
+		return err
+	}
+	return s.volumes.Detach(ctx, id)
+}
+
 // attachAndBind attaches a raw volume and binds its device to a file. Readers get the device that writers have, so that they read what is written, but at a
 // node that nobody can open for writing (mount.BindReader). If it is bound there already, it stays as it was attached: that might not be possible
-// now. ErrExists if something else is mounted there, or it is bound for another use.
+// now. ErrExists if something else is mounted there, or it is bound for another use. If it cannot be bound, it is attached only if it is bound elsewhere.
 func (s *Server) attachAndBind(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	if bound, err := s.isBound(ctx, v, path, how); err != nil || bound {
 		return err
@@ -221,8 +241,12 @@ func (s *Server) attachAndBind(ctx context.Context, v volume.Volume, path string
 	if err != nil {
 		return err
 	}
-	defer device.Close()
-	return s.bindDevice(ctx, v, device, path, how)
+	err = s.bindDevice(ctx, v, device, path, how)
+	_ = device.Close() // it only ends a hold
+	if err != nil {
+		err = errors.Join(err, s.detachUnbound(ctx, v.ID))
+	}
+	return err
 }
 
 // isBound reports whether the device of a volume is bound to a file, and can be bound elsewhere from there; ErrExists if it is bound for another use.

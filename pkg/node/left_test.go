@@ -1,0 +1,66 @@
+package node_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/node"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// TestRefusedStageLeavesNothing: a stage that is refused leaves neither a mount nor a device. After such an answer the kubelet takes the volume for not
+// staged: it does not unstage it, and what was left would keep the volume from being deleted.
+func TestRefusedStageLeavesNothing(t *testing.T) {
+	drivertest.NeedRoot(t)
+	f := start(t, node.Options{})
+	id, staging := f.create("v", block), f.mkdir("staging")
+	device := filepath.Join(staging, "device")
+	t.Run("its device cannot be bound", func(t *testing.T) {
+		check.OK(t, os.Mkdir(device, 0o700))
+		refuses := drivertest.Refuses(t, f.NodeStageVolume, func() *csi.NodeStageVolumeRequest { return f.stage(id, block) })
+		refuses("stage", func(*csi.NodeStageVolumeRequest) {}, errdefs.ErrPrecondition, device)
+		f.notAttached(id)
+		check.OK(t, os.Remove(device))
+	})
+	t.Run("its filesystem cannot grow", func(t *testing.T) {
+		if !filesystem.GrowsMounted(filesystem.Ext4) {
+			t.Skip("this process may not grow an ext4 that is mounted")
+		}
+		drivertest.Twice(t, f.NodeStageVolume, f.stage(id, block))
+		drivertest.Run(t, "mkfs.ext4", "-q", "-b", "4096", "-O", "sparse_super2,^resize_inode", device, "2048")
+		drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging})
+		_, err := f.NodeStageVolume(t.Context(), f.stage(id, "ext4"))
+		if err == nil || !strings.Contains(err.Error(), "grow the ext4 filesystem") {
+			t.Errorf("staged: %v", err)
+		}
+		f.notAttached(id)
+	})
+	if left := drivertest.Gone(func() []string { return drivertest.Leftovers(f.dir) }); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// stage is the request to stage a volume at the path staging of the fixture.
+func (f fixture) stage(id, access string) *csi.NodeStageVolumeRequest {
+	return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: f.path("staging"), VolumeCapability: capability(access)}
+}
+
+// notAttached makes sure that a volume has no device.
+func (f fixture) notAttached(text string) {
+	f.t.Helper()
+	id, err := volume.ParseID(text)
+	check.OK(f.t, err)
+	devices, err := f.store.Attached(f.t.Context(), id)
+	check.OK(f.t, err)
+	if len(devices) > 0 {
+		f.t.Errorf("it is attached as %v", devices)
+	}
+}
