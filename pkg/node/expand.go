@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -14,8 +15,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// NodeExpandVolume grows the devices of a volume to its size, and the filesystem to its device. ErrNotFound if the volume is not at the path; ErrOutOfRange
-// if its controller has not made it as large as required; ErrPrecondition if the filesystem is mounted read-only everywhere.
+// NodeExpandVolume grows the devices of a volume to its size, and the filesystem to its device. ErrNotFound if the volume is neither at the path nor at the
+// staging path; ErrOutOfRange if its controller has not made it as large as required; ErrPrecondition if the filesystem is mounted read-only everywhere.
 func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRequest) (*csi.NodeExpandVolumeResponse, error) {
 	if r.GetVolumeId() != "" && r.GetVolumePath() == "" {
 		return nil, csimap.Missing("volume path")
@@ -30,6 +31,11 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 		}
 	}
 	at, err := s.findPublished(ctx, v.ID, r.GetVolumePath())
+	if staged := r.GetStagingTargetPath(); errors.Is(err, errdefs.ErrNotFound) && staged != "" {
+		// Of a raw volume that several pods have, the kubelet names the path of the last that came, also if that pod is gone. After ErrNotFound it would not
+		// ask again.
+		at, err = s.findPublished(ctx, v.ID, staged)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/node"
@@ -63,4 +64,29 @@ func (f fixture) notAttached(text string) {
 	if len(devices) > 0 {
 		f.t.Errorf("it is attached as %v", devices)
 	}
+}
+
+// TestExpandBesideAPodThatIsGone: of a raw volume that two pods have, the kubelet names the path of the pod that came last, also after that has gone. The
+// volume is found by its staging path then.
+func TestExpandBesideAPodThatIsGone(t *testing.T) {
+	drivertest.NeedRoot(t)
+	f := start(t, node.Options{})
+	id, staging := f.create("v", block), f.mkdir("staging")
+	drivertest.Twice(t, f.NodeStageVolume, f.stage(id, block))
+	for _, target := range []string{f.path("first"), f.path("last")} {
+		drivertest.Twice(t, f.NodePublishVolume, &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: capability(block)})
+	}
+	drivertest.Twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: f.path("last")})
+	request := func() *csi.NodeExpandVolumeRequest {
+		return &csi.NodeExpandVolumeRequest{VolumeId: id, VolumePath: f.path("last"), StagingTargetPath: staging}
+	}
+	if grown := drivertest.Twice(t, f.NodeExpandVolume, request()); grown.GetCapacityBytes() != 16*pooltest.MiB {
+		t.Errorf("it has %v", grown)
+	}
+	refuses := drivertest.Refuses(t, f.NodeExpandVolume, request)
+	refuses("without a staging path", func(r *csi.NodeExpandVolumeRequest) { r.StagingTargetPath = "" }, errdefs.ErrNotFound, "is not at "+f.path("last"))
+	refuses("with another one", func(r *csi.NodeExpandVolumeRequest) { r.StagingTargetPath = f.path("nowhere") }, errdefs.ErrNotFound, "is not at "+f.path("nowhere"))
+	drivertest.Twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: f.path("first")})
+	drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging})
+	f.notAttached(id)
 }
