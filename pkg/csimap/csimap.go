@@ -360,14 +360,25 @@ func ReadOnly(c *csi.VolumeCapability) bool {
 	return false
 }
 
-// Health of a volume as CSI says it.
+// Health of a volume as CSI says it: one entry for each status and reason (VolumeHealthEntry), with the messages of all that have it.
 func Health(id string, problems []blockdev.Problem) *csi.VolumeHealth {
+	type kind struct {
+		severity blockdev.Severity
+		reason   string
+	}
 	health := &csi.VolumeHealth{VolumeId: id}
+	entries := map[kind]*csi.VolumeHealth_VolumeHealthEntry{}
 	for _, p := range problems {
+		k := kind{p.Severity, p.Reason}
+		if have := entries[k]; have != nil {
+			have.Message += "; " + p.Message
+			continue
+		}
 		status := map[blockdev.Severity]csi.VolumeHealthErrorType{
 			blockdev.Degraded: csi.VolumeHealthErrorType_DEGRADED, blockdev.Inaccessible: csi.VolumeHealthErrorType_INACCESSIBLE,
 			blockdev.DataLoss: csi.VolumeHealthErrorType_DATA_LOSS}[p.Severity]
-		health.HealthStatuses = append(health.HealthStatuses, &csi.VolumeHealth_VolumeHealthEntry{Status: status, Reason: p.Reason, Message: p.Message})
+		entries[k] = &csi.VolumeHealth_VolumeHealthEntry{Status: status, Reason: p.Reason, Message: p.Message}
+		health.HealthStatuses = append(health.HealthStatuses, entries[k])
 	}
 	return health
 }

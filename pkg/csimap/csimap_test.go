@@ -249,6 +249,13 @@ func TestHealth(t *testing.T) {
 			t.Errorf("%+v became %v", p, s)
 		}
 	}
+
+	// Two of three replicas are not current.
+	h = Health("id", []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "R", Message: "b"}, {Severity: blockdev.Inaccessible, Reason: "R", Message: "x"},
+		{Severity: blockdev.Degraded, Reason: "R", Message: "c"}})
+	if s := h.HealthStatuses; len(s) != 2 || s[0].Message != "b; c" || s[1].Message != "x" {
+		t.Errorf("problems with one reason became %v", s)
+	}
 }
 
 func TestTopology(t *testing.T) {
