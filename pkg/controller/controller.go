@@ -298,7 +298,7 @@ func (s *Server) ControllerUnpublishVolume(ctx context.Context, r *csi.Controlle
 	return &csi.ControllerUnpublishVolumeResponse{}, errdefs.IgnoreNotFound(err)
 }
 
-// ValidateVolumeCapabilities confirms capabilities and parameters that a volume can be used with. If it cannot, that is no error: the message says why.
+// ValidateVolumeCapabilities confirms capabilities that a volume can be used with, and the parameters that it was made with, if the request has any. If it cannot, that is no error: the message says why.
 func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.ValidateVolumeCapabilitiesRequest) (*csi.ValidateVolumeCapabilitiesResponse, error) {
 	if r.GetVolumeId() != "" && len(r.GetVolumeCapabilities()) == 0 {
 		return nil, csimap.Missing("volume capabilities")
@@ -322,6 +322,9 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 	if err == nil {
 		err = errors.Join(parameters.Agree(fs), s.reaches(parameters.Access, parameters.Replicas))
 	}
+	if err == nil && len(r.GetParameters()) > 0 {
+		err = madeWith(v, parameters)
+	}
 	if err == nil {
 		err = volume.CheckMutable(r.GetMutableParameters())
 	}
@@ -331,6 +334,12 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 	return &csi.ValidateVolumeCapabilitiesResponse{Confirmed: &csi.ValidateVolumeCapabilitiesResponse_Confirmed{
 		VolumeContext: r.GetVolumeContext(), VolumeCapabilities: r.GetVolumeCapabilities(),
 		Parameters: r.GetParameters(), MutableParameters: r.GetMutableParameters()}}, nil
+}
+
+// madeWith returns an error that says what differs if a volume was not made with some parameters.
+func madeWith(v volume.Volume, p csimap.Parameters) error {
+	return volume.Spec{Name: v.Name, Pool: p.Pool, Provisioning: p.Provisioning, Source: v.Source, Filesystem: v.Filesystem, Encryption: p.Encryption,
+		Access: p.Access, HomeTimeout: p.HomeTimeout, Replicas: p.Replicas, ReplicaOf: v.ReplicaOf, Ephemeral: v.Ephemeral}.Check(v)
 }
 
 // maxPage is the size in bytes from which a list is continued on a next page. gRPC lets through 4 MiB by default, and a caller that asks for all entries has to

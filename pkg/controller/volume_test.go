@@ -406,6 +406,9 @@ func TestValidateVolumeCapabilities(t *testing.T) {
 			r.VolumeCapabilities[0].AccessMode.Mode = csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER
 		},
 		`unknown parameter "x"`:         func(r request) { r.Parameters["x"] = "y" },
+		"has pool fast, not slow":       func(r request) { r.Parameters["pool"] = "slow" },
+		"has encryption":                func(r request) { r.Parameters["encryption"] = "luks2" },
+		"has provisioning thick":        func(r request) { r.Parameters["provisioning"] = "thin" },
 		"say filesystem xfs":            func(r request) { r.Parameters["fstype"] = "xfs" },
 		`unknown mutable parameter "x"`: func(r request) { r.MutableParameters["x"] = "y" },
 	} {
