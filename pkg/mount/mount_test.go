@@ -621,6 +621,13 @@ func TestUnmount(t *testing.T) {
 		t.Errorf("with an open file: %v", err)
 	}
 	f.Close()
+	within := filepath.Join(path, "within")
+	check.OK(t, os.Mkdir(within, 0o700))
+	check.OK(t, unix.Mount("none", within, "tmpfs", 0, "size=1m")) // as a pod can that has what it mounts seen outside
+	if err := mount.Unmount(path); !errors.Is(err, errdefs.ErrInUse) || !strings.Contains(err.Error(), within+" is mounted in it") {
+		t.Errorf("with a mount in it: %v", err)
+	}
+	check.OK(t, unix.Unmount(within, 0))
 	check.OK(t, mount.Unmount(path))
 	if left := drivertest.Leftovers(path); len(left) > 0 {
 		t.Errorf("left: %v", left)

@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"syscall"
 	"time"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -43,11 +45,25 @@ func Unmount(path string) error {
 			waitForLooks()
 			try++
 		case errors.Is(err, unix.EBUSY):
-			return fmt.Errorf("%w: unmount %s: a process has files open there or works in it", errdefs.ErrInUse, path)
+			return fmt.Errorf("%w: unmount %s: %s", errdefs.ErrInUse, path, busyWith(path))
 		default:
 			return fmt.Errorf("unmount %s: %w", path, err)
 		}
 	}
+}
+
+// busyWith says what keeps a mount from being unmounted: a mount in it, as a pod can make one there that is also seen outside (mountPropagation:
+// Bidirectional), or a process.
+func busyWith(path string) string {
+	mounts, err := mountinfo.GetMounts(mountinfo.PrefixFilter(path))
+	if err == nil {
+		for _, m := range slices.Backward(mounts) {
+			if m.Mountpoint != path {
+				return fmt.Sprintf("%s is mounted in it, by a pod or by hand; unmount that", m.Mountpoint)
+			}
+		}
+	}
+	return "a process has files open there or works in it"
 }
 
 // waitForLooks waits until all calls of At that this process has begun have ended. They hold forks back (holdForks), and a fork that waits goes before those
