@@ -58,6 +58,20 @@ func AddLeg(r *v1alpha1.ReplicatedVolume) (name string) {
 // LegSpec returns the spec of a leg that is made beside others (AddLeg): blank, with the size of its volume, and else like another leg. ok is false if no
 // such leg has the name.
 func LegSpec(r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, ok bool) {
+// IsNumbered reports whether an object has ever named a leg (AddLeg). If it has not, it is of before that leg was made, as it was restored: it cannot tell what
+// the leg has.
+func IsNumbered(r *v1alpha1.ReplicatedVolume, name string) bool {
+	if name == r.Name {
+		return true
+	}
+	for n := r.Spec.Numbered; n > 1; n-- {
+		if volume.KeyOf(legName(r.Name, n)) == name {
+			return true
+		}
+	}
+	return false
+}
+
 	for n := r.Spec.Numbered; n > 1; n-- {
 		if csi := legName(r.Name, n); volume.KeyOf(csi) == name {
 			made := ToVolume(like)

@@ -953,6 +953,32 @@ func TestReplicatedOlder(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicatedOlderInPart: an object is restored, with its status, to before one of its legs was made. That leg stays, as it may alone have what was written
+// since, though another leg is current by the object.
+func TestReplicatedOlderInPart(t *testing.T) {
+	w, _, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 3))
+	check.OK(t, err)
+	r := w.whole("v")
+	check.OK(t, w.Delete(w.ctx, r))
+	older := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
+	older.Spec.Legs, older.Spec.Numbered, older.Spec.Replicas = r.Spec.Legs[:2], 2, 2
+	check.OK(t, w.Create(w.ctx, older))
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { cluster.SetLegs(r, false) })
+	w.eventually("the store knows it", func() bool { return second(s.Get(w.ctx, v.ID)) == nil })
+	time.Sleep(time.Second)
+	for _, leg := range r.Spec.Legs {
+		now := &v1alpha1.Volume{}
+		if err := w.Get(w.ctx, client.ObjectKey{Name: leg}, now); err != nil || now.Deleting() {
+			t.Errorf("leg %s: %v, it is to be deleted: %v", leg, err, now.Deleting())
+		}
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	if left := w.legsOf("v"); len(left) > 0 {
+		t.Errorf("%d legs are left of a volume that was deleted", len(left))
+	}
+}
+
 // TestReplicatedForgotten: the object of a volume with replicas was deleted by hand. Errors say what to restore. Its legs can be released and deleted by
 // the ID of the volume, also if the first of them is gone.
 func TestReplicatedForgotten(t *testing.T) {

@@ -349,7 +349,8 @@ func (p *Replicator) patchStatus(ctx context.Context, r, before *v1alpha1.Replic
 }
 
 // dropLeft deletes the legs that are not in spec.legs any more, once the consumer is without them, and reports whether there was any. They stay while no
-// current leg is left. As a leg is named before it is made, the names are checked with the API server itself.
+// current leg is left. So does a leg that the object never named (cluster.IsNumbered): the object was restored, and this leg may alone have what was written
+// since. As a leg is named before it is made, the names are checked with the API server itself.
 func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (dropped bool, err error) {
 	extra := union(r.Spec.Legs, legs)[len(r.Spec.Legs):]
 	stale := staleStatus(r)
@@ -372,7 +373,7 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		return false, nil // the object may be an old one that was restored, and these legs the ones that replaced those it names
 	}
 	for _, name := range extra {
-		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current {
+		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current || !cluster.IsNumbered(now, name) {
 			continue
 		}
 		if v := legs[name]; v != nil && v.Spec.Move != nil && v.Spec.Move.Left {
