@@ -1023,6 +1023,30 @@ func TestReplicatedForgotten(t *testing.T) {
 	}
 }
 
+// TestReplicatedAdoptedStays: the object of a volume that was used is lost, and adopted, and the volume gets replicas. No object tells any more that it was
+// used. It stays, though nobody knows of it.
+func TestReplicatedAdoptedStays(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	one := anyNode("pvc-adopted", nodeName)
+	one.For = volume.Requester{Namespace: "default", Name: "nobody"}
+	v, err := s.Create(w.ctx, one)
+	check.OK(t, err)
+	check.OK(t, all[nodeName].local.SetFormat(w.ctx, v.ID, formatted))
+	time.Sleep(1100 * time.Millisecond) // the time at which an object was created has whole seconds
+	check.OK(t, w.Delete(w.ctx, w.object("pvc-adopted")))
+	w.strays("default", 1)
+	w.adopt("default", "all")
+	w.eventually("it is found", func() bool { o := w.object("pvc-adopted"); return o != nil && o.Status.Created != nil })
+	check.OK(t, w.ask("pvc-adopted", 2))
+	w.eventually("it has replicas", func() bool { return w.became("pvc-adopted", 2) })
+	w.sweeping()
+	time.Sleep(2 * abandonGrace)
+	if r := w.whole("pvc-adopted"); r == nil || r.Going() || len(w.legsOf("pvc-adopted")) != 2 {
+		t.Errorf("it is %+v, with %d legs", r, len(w.legsOf("pvc-adopted")))
+	}
+	check.OK(t, second(all[nodeName].local.Get(w.ctx, v.ID)))
+}
+
 // TestReplicatedAbandoned: a volume with replicas that was made for a claim, and has no PersistentVolume, is deleted if it was never used; so is a first
 // leg that is left alone of such a volume.
 func TestReplicatedAbandoned(t *testing.T) {

@@ -62,7 +62,7 @@ type Collector struct {
 }
 
 // New returns a collector. The cache of c has to have nodes, and volumes, snapshots and pools with the index cluster.ByNode; snapshots also with the index
-// cluster.ByGroup.
+// cluster.ByGroup, and volumes with cluster.ByReplicaOf.
 func New(c kube.Connection, agents Agents, o Options) *Collector {
 	return &Collector{kube: c, agents: agents, options: o, pending: workqueue.NewTypedDelayingQueue[candidate](), nodes: make(chan struct{}, 1)}
 }

@@ -2,6 +2,7 @@ package gc
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"time"
 
@@ -19,15 +20,20 @@ import (
 
 // collectVolume has a volume deleted that is older than AbandonGrace, and for which there is neither the PersistentVolumeClaim that it was made for nor a
 // PersistentVolume with its handle. Its node is asked (spec.abandoned), and deletes it only if it is blank. A volume with several legs is deleted if it was
-// never claimed.
+// never used (wasUsed).
 func (c *Collector) collectVolume(ctx context.Context, known *census, key string) error {
 	v := &v1alpha1.Volume{}
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	whole, err := c.whole(ctx, v)
-	if err != nil || whole != nil && (whole.Going() || whole.Spec.Claims+v.Spec.Claims+whole.Status.Opened > 0) {
-		return err // the ReplicatedVolume is being deleted, or was claimed or opened once
+	if err != nil || whole != nil && whole.Going() {
+		return err
+	}
+	if whole != nil {
+		if used, err := c.wasUsed(ctx, whole); err != nil || used {
+			return err
+		}
 	}
 	switch {
 	case !provisioned(v): // an earlier object of this name was
@@ -91,6 +97,22 @@ func (c *Collector) whole(ctx context.Context, v *v1alpha1.Volume) (*v1alpha1.Re
 		return nil, nil
 	}
 	return r, err
+}
+
+// wasUsed reports whether anybody may have used a volume with several legs: it was claimed or opened once, or a leg of it was. Objects that were adopted or
+// restored may not tell: so it is true too if the object of a leg is younger than the leg. No node is asked whether such a volume is blank.
+func (c *Collector) wasUsed(ctx context.Context, whole *v1alpha1.ReplicatedVolume) (bool, error) {
+	if whole.Spec.Claims+whole.Status.Opened > 0 {
+		return true, nil
+	}
+	var legs v1alpha1.VolumeList
+	if err := c.kube.Client.List(ctx, &legs, client.MatchingFields{cluster.ByReplicaOf: whole.Name}, client.UnsafeDisableDeepCopy); err != nil {
+		return false, kube.APIError("list the replicas of "+whole.Name, err)
+	}
+	return slices.ContainsFunc(legs.Items, func(v v1alpha1.Volume) bool {
+		made := v.Status.Created
+		return v.Spec.Claims > 0 || made != nil && made.Time.Before(v.CreationTimestamp.Time)
+	}), nil
 }
 
 // NeverUsed reports whether nobody can have used a volume that CreateVolume asks for: its PersistentVolumeClaim exists and is bound to nothing, and no
