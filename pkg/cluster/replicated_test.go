@@ -1023,6 +1023,24 @@ func TestReplicatedForgotten(t *testing.T) {
 	}
 }
 
+// TestReplicatedOtherID: a volume whose first leg is gone is not deleted by an ID that names another pool, and that is no volume's.
+func TestReplicatedOtherID(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	w.edited(v.ID.Key, func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
+	w.eventually("its first leg is gone", func() bool { return w.object("v") == nil })
+	other := v.ID
+	other.Pool = "b"
+	fails(t, second(s.Get(w.ctx, other)), errdefs.ErrNotFound)
+	time.Sleep(time.Second) // so that the store knows it
+	check.OK(t, s.Delete(w.ctx, other))
+	if r := w.whole("v"); r == nil || r.Going() || len(w.legsOf("v")) == 0 {
+		t.Errorf("it is %+v, with %d legs", r, len(w.legsOf("v")))
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicatedAdoptedStays: the object of a volume that was used is lost, and adopted, and the volume gets replicas. No object tells any more that it was
 // used. It stays, though nobody knows of it.
 func TestReplicatedAdoptedStays(t *testing.T) {

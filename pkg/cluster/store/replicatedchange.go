@@ -156,7 +156,10 @@ func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.Replicat
 		r.Spec.Legs = append(r.Spec.Legs, v.Name)
 	}
 	if err := s.kube.Client.Create(ctx, r); apierrors.IsAlreadyExists(err) {
-		return s.liveReplicated(ctx, id.Key)
+		if r, err = s.liveReplicated(ctx, id.Key); r != nil && r.Spec.Pool != id.Pool {
+			return nil, err // the ID of no volume
+		}
+		return r, err
 	} else if err != nil {
 		return nil, kube.APIError("create replicated volume "+r.Name, err)
 	}
