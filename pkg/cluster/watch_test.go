@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -132,6 +133,35 @@ func TestBrokenWatch(t *testing.T) {
 		w.eventually("it is made", func() bool { o := w.object("v"); return o != nil && o.Status.Created != nil })
 		check.OK(t, <-asked)
 	})
+}
+
+// TestDeletionTakenBackUnheard: a volume is to be deleted while it is in use, and a person takes that back while the watch of its node is broken. Its bytes
+// stay when it is in use no more.
+func TestDeletionTakenBackUnheard(t *testing.T) {
+	w := newEnvironment(t)
+	s, _ := w.store() // its watch does not break
+	var watch breaker
+	wrap(t, func(c *rest.Config) { c.Wrap(watch.wrap) })
+	m := w.machine(nodeName)
+	w.pooled(s, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	check.OK(t, err)
+	device, err := m.local.Attach(w.ctx, v, nil)
+	check.OK(t, err)
+	w.edited(v.ID.Key, func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
+	w.eventually("it is in use", func() bool { f := w.object("v").Status.Failure; return f != nil && f.Reason == "InUse" })
+	watch.mu.Lock()
+	watch.cut()
+	watch.mu.Unlock()
+	w.edited(v.ID.Key, func(v *v1alpha1.Volume) { v.Spec.Delete = "" })
+	check.OK(t, errors.Join(device.Close(), m.local.Detach(w.ctx, v.ID)))
+	time.Sleep(3 * time.Second) // so that the agent can do what is wrong
+	check.OK(t, second(m.local.Get(w.ctx, v.ID)))
+	watch.mend()
+	w.eventually("its node has heard of it", func() bool { return w.object("v").Status.Failure == nil })
+	check.OK(t, second(m.local.Get(w.ctx, v.ID)))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.tally(m)
 }
 
 // lagging is a connection to the API server whose watches can be held back, by its lock.

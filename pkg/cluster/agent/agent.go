@@ -99,6 +99,8 @@ type Agent struct {
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // ends the making of an object (making)
+
+	undeleted sync.Map // UIDs of objects whose bytes could not be deleted yet (stillDeletes)
 }
 
 // New returns the agent of the node of local. It asks the API server nothing until Run.

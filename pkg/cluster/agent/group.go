@@ -104,18 +104,23 @@ func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snap
 		sources, legs[source], locks = append(sources, source), cut, append(locks, keylock.Volume(cut.Key))
 	}
 	err = a.withYieldingLocks(working, locks, nil, func(ctx context.Context) (err error) {
-		var all []*v1alpha1.Snapshot
 		for i := range members {
 			if err := stillWanted(ctx, a, &members[i]); err != nil {
 				return err
 			}
-			all = append(all, &members[i])
 		}
-		defer follow(ctx, a, all...)()
+		defer follow(ctx, a, pointers(members)...)()
 		made, err = a.local.CutLegs(ctx, members[0].Spec.Name, sources, legs)
 		return err
 	})
 	return made, err
+}
+
+func pointers(members []v1alpha1.Snapshot) (all []*v1alpha1.Snapshot) {
+	for i := range members {
+		all = append(all, &members[i])
+	}
+	return all
 }
 
 func groupLocks(key string, members []v1alpha1.Snapshot) []string {
@@ -163,7 +168,7 @@ func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.
 				return nil
 			}
 		}
-		return a.local.DeleteGroup(ctx, volume.GroupID{Key: key})
+		return deleteBytes(ctx, a, pointers(members), func() error { return a.local.DeleteGroup(ctx, volume.GroupID{Key: key}) })
 	}); err != nil {
 		return reconcile.Result{}, err
 	}

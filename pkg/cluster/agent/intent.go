@@ -2,15 +2,18 @@ package agent
 
 import (
 	"context"
+	"fmt"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // clearIntent takes spec.make off an object whose bytes are made, or were once. It also takes off a spec.delete with another UID, as of a restored copy of an
@@ -28,6 +31,32 @@ func clearIntent[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	}
 	controllerutil.RemoveFinalizer(o, v1alpha1.Finalizer)
 	return a.kube.Client.Patch(ctx, o, kube.LockingPatch(before))
+}
+
+// deleteBytes calls remove, which deletes the bytes of some objects with spec.delete. The caller holds their locks. If that has failed before, it asks the API
+// server first whether they are still to be deleted: somebody may have taken spec.delete off since, and the watch not tell of that, as the network is cut.
+// ErrUnavailable if they are not, or that cannot be found out.
+func deleteBytes[T cluster.Object](ctx context.Context, a *Agent, objects []T, remove func() error) error {
+	for _, o := range objects {
+		if _, failed := a.undeleted.Load(o.GetUID()); !failed {
+			continue
+		}
+		now := o.DeepCopyObject().(T)
+		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(o), now); client.IgnoreNotFound(err) != nil {
+			return kube.APIError("find out whether "+o.GetName()+" is still to be deleted", err)
+		} else if err != nil || now.GetUID() != o.GetUID() || !now.Deleting() {
+			return fmt.Errorf("%w: %s is not to be deleted any more, as the API server says, and the watch has not told of that yet", errdefs.ErrUnavailable, o.GetName())
+		}
+	}
+	err := remove()
+	for _, o := range objects {
+		if err != nil {
+			a.undeleted.Store(o.GetUID(), true)
+		} else {
+			a.undeleted.Delete(o.GetUID())
+		}
+	}
+	return err
 }
 
 // dropObject takes the finalizer of older versions off an object that was deleted without spec.delete. Its bytes stay, who uses them goes on, and they are

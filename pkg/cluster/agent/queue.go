@@ -160,6 +160,7 @@ func countsAsFailure(ctx context.Context, err error) bool {
 func (a *Agent) objectChanged(o client.Object, gone bool) {
 	a.moveInUseChanged(o, gone)
 	if gone {
+		a.undeleted.Delete(o.GetUID())
 		a.Changed() // its bytes may be left
 	} else if !v1alpha1.Going(o.(cluster.Object)) {
 		return

@@ -117,7 +117,7 @@ func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (recon
 			klog.FromContext(ctx).Info("Keeping a snapshot of the same name that is not the one to be deleted", "snapshot", have.ID.String())
 			return nil
 		}
-		return a.local.DeleteSnapshot(ctx, cluster.SnapshotID(s))
+		return deleteBytes(ctx, a, []*v1alpha1.Snapshot{s}, func() error { return a.local.DeleteSnapshot(ctx, cluster.SnapshotID(s)) })
 	})
 	if err == nil {
 		return reconcile.Result{}, cluster.RemoveObject(ctx, a.kube.Client, s)

@@ -241,7 +241,7 @@ func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", cluster.VolumeID(v).String())
 			return nil
 		}
-		return errdefs.IgnoreNotFound(a.local.Delete(ctx, cluster.VolumeID(v)))
+		return deleteBytes(ctx, a, []*v1alpha1.Volume{v}, func() error { return errdefs.IgnoreNotFound(a.local.Delete(ctx, cluster.VolumeID(v))) })
 	})
 }
 
