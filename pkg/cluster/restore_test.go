@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -123,6 +126,18 @@ func TestRolledBackUnnoticed(t *testing.T) {
 // TestRestoredWhileItBecomes: a volume is about to have replicas, and its record does not say yet that it is a leg, when its object is deleted and restored
 // without its status. The volume is found, and gets its replicas.
 func TestRestoredWhileItBecomes(t *testing.T) {
+	var refused atomic.Int32
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				answer, err := next.RoundTrip(q)
+				if err == nil && q.Method == http.MethodPost && strings.HasSuffix(q.URL.Path, "/replicatedvolumes") && answer.StatusCode == http.StatusUnprocessableEntity {
+					refused.Add(1)
+				}
+				return answer, err
+			})
+		})
+	})
 	w, all, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 	check.OK(t, err)
@@ -135,6 +150,10 @@ func TestRestoredWhileItBecomes(t *testing.T) {
 	w.restored(backup)
 	if have, err := all["node-1"].local.Get(w.ctx, v.ID); err != nil || have.ReplicaOf != "" {
 		t.Fatalf("the record is %+v, %v", have, err)
+	}
+	time.Sleep(time.Second) // so that the controller can do what is wrong
+	if n := refused.Load(); n > 0 {
+		t.Errorf("the controller has tried %d times to create what the API server refuses", n)
 	}
 	w.start(all["node-1"].machine)
 	w.eventually("it is found, or refused", func() bool { o := w.object("v"); return o.Status.Created != nil || o.Status.Failure != nil })

@@ -45,6 +45,8 @@ func (p *Replicator) convert(ctx context.Context, key string) error {
 		return kube.APIError("take back replicated volume "+key, client.IgnoreNotFound(kube.IgnoreConflict(err)))
 	case err != nil || v.Spec.Replicas == 0 && (!whole || r.Status.Made != nil || r.Spec.Numbered != 1 || v.Spec.ReplicaOf != key): // if the request was taken back between 2 and 3, it is carried out all the same: it is a leg
 		return nil
+	case !whole && v.Status.Created == nil: // it is not made yet; or it was restored without its status, and so without its size
+		return nil // there is an event when its node has reported it
 	case v.Spec.ReplicaOf == "":
 		if whole {
 			return nil
