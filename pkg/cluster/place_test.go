@@ -3,8 +3,10 @@ package cluster_test
 import (
 	"context"
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -13,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -309,4 +312,49 @@ func TestRoomForWhatMoves(t *testing.T) {
 	says(&v1alpha1.MoveStatus{Node: b.name, Waits: true, Message: "others are first"})
 	says(&v1alpha1.MoveStatus{Node: b.name, Progress: &v1alpha1.Progress{Total: 64 * mib, Done: mib}})
 	room("the volume is being copied, so the pool has it", 64*mib)
+}
+
+// TestWantedElsewhereAsItIsMade: a volume is wanted on another node by a second controller, and made where the first one has asked for it before the second one
+// has taken that back. The first one has answered, so the volume stays, and the second one says where it is.
+func TestWantedElsewhereAsItIsMade(t *testing.T) {
+	w := newEnvironment(t)
+	let := make(chan struct{})
+	a, b := w.machineWith("node-a", func(operation string, _ blockdev.Ref) error {
+		if operation == "Create" {
+			held(t, let)
+		}
+		return nil
+	}), w.machine("node-b")
+	s := w.knowing(a, b)
+	takingBack, goOn := make(chan struct{}), make(chan struct{})
+	tell := sync.OnceFunc(func() { close(takingBack) })
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if q.Method == http.MethodPatch {
+					tell()
+					held(t, goOn)
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	other := w.knowing(a, b)
+	on := func(node string) volume.Spec {
+		of := spec("v")
+		of.Nodes = []string{node}
+		return of
+	}
+	answers, others := make(chan error, 1), make(chan error, 1)
+	go func() { answers <- second(s.Create(w.ctx, on(a.name))) }()
+	w.eventually("it is asked for", func() bool { return w.object("v") != nil })
+	go func() { others <- second(other.Create(w.ctx, on(b.name))) }()
+	w.comes(takingBack, "the other controller takes it back")
+	close(let)
+	check.OK(t, <-answers)
+	close(goOn)
+	fails(t, <-others, errdefs.ErrExists)
+	if v, err := s.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")}); err != nil || v.Node != a.name {
+		t.Errorf("it is %+v, %v", v, err)
+	}
 }

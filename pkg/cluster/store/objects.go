@@ -79,10 +79,11 @@ func create[T cluster.Object](ctx context.Context, s *Store, plan func() (T, err
 	return want, true, nil
 }
 
-// discard deletes an object that an earlier try left, and waits until it is gone.
-func discard[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, o T) error {
+// discard deletes an object that an earlier try left, and waits until it is gone. unchanged: see cluster.IntendDeletion. It is needed unless the node has
+// refused the object for good: otherwise the node may have made it since, and another controller answered so.
+func discard[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, o T, unchanged bool) error {
 	if !o.Deleting() {
-		err := cluster.IntendDeletion(ctx, s.kube.Client, o, false)
+		err := cluster.IntendDeletion(ctx, s.kube.Client, o, unchanged)
 		if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
 			return nil // it is gone, or was changed: the caller reads it again
 		}

@@ -57,7 +57,7 @@ func (s *Store) getOrCreateSnapshot(ctx context.Context, w *kube.Watch, want *v1
 				return false, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 			}
 			if have.Status.Created == nil && have.Common().Refused(have.Generation) != nil {
-				return false, discard(ctx, s, w, have)
+				return false, discard(ctx, s, w, have, true)
 			}
 			return true, nil
 		})

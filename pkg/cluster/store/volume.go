@@ -252,11 +252,11 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 		if unused, err := s.garbage.NeverUsed(ctx, spec, have); err != nil || !unused {
 			return false, errors.Join(cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure), err)
 		}
-		return false, discard(ctx, s, w, have)
+		return false, discard(ctx, s, w, have, true)
 	case elsewhere && (have.Status.Created != nil || !have.Spec.Make):
 		return false, fmt.Errorf("%w: volume %s is on node %s, not on one of %v", errdefs.ErrExists, cluster.VolumeID(have), have.Spec.NodeName, spec.Nodes)
 	case elsewhere, have.Status.Created == nil && have.Common().Refused(have.Generation) != nil, have.Status.Is(v1alpha1.Abandoned, "True"):
-		return false, discard(ctx, s, w, have)
+		return false, discard(ctx, s, w, have, true)
 	case have.Spec.Abandoned:
 		before := have.DeepCopy()
 		have.Spec.Abandoned = false

@@ -26,7 +26,7 @@ func waitMade[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, ha
 		if v1alpha1.LostUnmade(have) {
 			return have, err
 		}
-		if err := discard(ctx, s, w, have); err != nil {
+		if err := discard(ctx, s, w, have, false); err != nil {
 			return have, err
 		}
 	case err == nil:
