@@ -314,6 +314,23 @@ func TestRoomForWhatMoves(t *testing.T) {
 	room("the volume is being copied, so the pool has it", 64*mib)
 }
 
+// TestRoomForWhatIsMade: a volume that is to be made takes room of its pool once: before the pool has it, and when it is being made, which may take long.
+func TestRoomForWhatIsMade(t *testing.T) {
+	w := newEnvironment(t)
+	m := w.machine(nodeName)
+	s := w.knowing(m)
+	m.stop()
+	before := w.available(s, nodeName)
+	v := volumeOn(nodeName, "v")
+	v.Spec.Make, v.Spec.Size = true, 64*mib
+	check.OK(t, w.Create(w.ctx, v))
+	w.eventually("it is to be made", func() bool { return w.available(s, nodeName) == before-64*mib })
+	was := v.DeepCopy()
+	v.Status.Progress = &v1alpha1.Progress{Done: mib, Total: 64 * mib}
+	check.OK(t, w.Status().Patch(w.ctx, v, client.MergeFrom(was)))
+	w.eventually("it is being made, so the pool has it", func() bool { return w.available(s, nodeName) == before })
+}
+
 // TestWantedElsewhereAsItIsMade: a volume is wanted on another node by a second controller, and made where the first one has asked for it before the second one
 // has taken that back. The first one has answered, so the volume stays, and the second one says where it is.
 func TestWantedElsewhereAsItIsMade(t *testing.T) {

@@ -160,7 +160,7 @@ func (a *Agent) followCopy(ctx context.Context, o cluster.Object, pool string, w
 	done.Go(func() {
 		tick := time.NewTicker(a.options.ProgressEvery)
 		defer tick.Stop()
-		for {
+		for told := false; ; {
 			select {
 			case <-ctx.Done():
 				return
@@ -170,7 +170,12 @@ func (a *Agent) followCopy(ctx context.Context, o cluster.Object, pool string, w
 			if !running {
 				continue
 			}
-			if err := write(ctx, far); err != nil {
+			err := write(ctx, far)
+			if err == nil && !told {
+				told = true
+				a.Changed() // the pool has it now, so no room is kept for it beside that
+			}
+			if err != nil {
 				klog.FromContext(ctx).V(2).Info("Could not write down how far a move is", "object", o.GetName(), "err", err)
 			}
 		}

@@ -87,6 +87,9 @@ func (f *followed) write(ctx context.Context, i int) error {
 	defer cancel()
 	err := f.agent.kube.Client.Status().Patch(writing, o, kube.LockingPatch(before))
 	if err == nil {
+		if was == nil {
+			f.agent.Changed() // the pool has it now, so no room is kept for it beside that
+		}
 		return nil
 	}
 	f.objects[i] = before

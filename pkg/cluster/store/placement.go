@@ -43,6 +43,29 @@ func (r room) limits(mutable map[string]string) bool {
 	return r.Status.Limits == nil || *r.Status.Limits || !volume.Limited(mutable)
 }
 
+// lacks reports whether the pool's figures do not have a volume or snapshot of the pool yet. What takes long to be made they have since it was begun.
+func (r room) lacks(status *v1alpha1.ObjectStatus) bool {
+	switch measured := r.Status.Measured; {
+	case measured == nil:
+		return true
+	case status.Created == nil:
+		return status.Progress == nil
+	default:
+		return status.Created.After(measured.Time)
+	}
+}
+
+// promised returns how many bytes of a volume of the pool its figures do not have yet: all of it, or those by which it grows.
+func (r room) promised(v *v1alpha1.Volume) int64 {
+	switch {
+	case r.lacks(v.Common()):
+		return cluster.Keeps(v)
+	case v.Status.Created == nil:
+		return 0
+	}
+	return max(0, v.Spec.Size-v.Status.Size)
+}
+
 // findRoom returns the pools of a set (poolset.Set), or of the empty set the default pools, on some nodes, or with no nodes on all. ErrInvalid if no node has
 // such a pool. All are counted (countAll), which takes time in proportion to the volumes of these nodes: nodes should name only those that matter.
 func (s *Store) findRoom(ctx context.Context, set string, nodes []string, of volume.Requester) ([]room, error) {
@@ -162,26 +185,19 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 		if r.Spec.NodeName != node {
 			continue
 		}
-		later := func(pool string, status *v1alpha1.ObjectStatus) bool {
-			return pool == r.Spec.Pool && (status.Created == nil || r.Status.Measured == nil || status.Created.After(r.Status.Measured.Time))
-		}
 		promised := coming[r.Spec.Pool]
 		for i := range volumes.Items {
 			v := &volumes.Items[i]
 			if v.Spec.Pool != r.Spec.Pool {
 				continue
 			}
-			if later(v.Spec.Pool, v.Common()) {
-				promised += cluster.Keeps(v)
-			} else {
-				promised += max(0, v.Spec.Size-v.Status.Size) // it is growing
-			}
+			promised += r.promised(v)
 			if !v1alpha1.Going(v) && cluster.RequesterOf(v).PeerOf(of) {
 				r.Peers++
 			}
 		}
 		for i := range snapshots.Items {
-			if s := &snapshots.Items[i]; later(s.Spec.Pool, s.Common()) {
+			if s := &snapshots.Items[i]; s.Spec.Pool == r.Spec.Pool && r.lacks(s.Common()) {
 				promised += cluster.SnapshotKeeps(s)
 			}
 		}
