@@ -10,12 +10,14 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
@@ -395,5 +397,52 @@ func TestReplicatedIsLost(t *testing.T) {
 			t.Errorf("without %q there are %+v", without, objects)
 		}
 	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestAddLeg: no leg gets a name that another one has, also if that was not numbered.
+func TestAddLeg(t *testing.T) {
+	r := cluster.ReplicatedNamed(volume.KeyOf("v"))
+	first, second := cluster.AddLeg(r), cluster.AddLeg(r)
+	other := cluster.ReplicatedNamed(r.Name)
+	other.Spec.Legs = []string{first}
+	if name := cluster.AddLeg(other); name != second || other.Spec.Numbered != 2 {
+		t.Errorf("beside %s it is %s, number %d", first, name, other.Spec.Numbered)
+	}
+}
+
+// TestReplicatedWrittenAnew: the ReplicatedVolume of a volume is lost, and there is no backup of it. That is said, and what docs/operate/strays.md has a person
+// write in its place is used as the volume.
+func TestReplicatedWrittenAnew(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	for range 3 {
+		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	}
+	legs := w.whole("v").Spec.Legs
+	check.OK(t, w.Delete(w.ctx, w.whole("v")))
+	find := func() ([]client.Object, string) {
+		t.Helper()
+		objects, doubts, err := lost.Find(w.ctx, w, lost.Options{Driver: "block.csi.ashlar.dev", Class: "c", AccessMode: "ReadWriteOnce", Namespace: "nowhere"})
+		check.OK(t, err)
+		return objects, strings.Join(doubts, "\n")
+	}
+	if objects, doubts := find(); len(objects) > 0 || !strings.Contains(doubts, v.ID.Key) || !strings.Contains(doubts, legs[1]+" on node ") {
+		t.Errorf("lost are %+v; doubts: %q", objects, doubts)
+	}
+	r := cluster.ReplicatedNamed(v.ID.Key)
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: "v", Pool: v.ID.Pool, Pools: v.ID.Pool, Replicas: 2, ReplaceAfter: 600, Size: v.Size, Legs: legs, Numbered: 2, Claims: 1000000}
+	check.OK(t, w.Create(w.ctx, r))
+	check.OK(t, w.Status().Patch(w.ctx, r, client.RawPatch(types.MergePatchType, []byte(`{"status":{"made":"2026-01-01T00:00:00.000000Z","legs":[{"name":"`+legs[0]+`","current":true},{"name":"`+legs[1]+`"}]}}`))))
+	w.eventually("it can be claimed", func() bool { return s.Claim(w.ctx, v.ID, on("node-2")) == nil })
+	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-2 1000001", "node-2 1000001"}) {
+		t.Errorf("its legs are claimed for %q", claims)
+	}
+	if objects, doubts := find(); len(objects) != 1 || doubts != "" {
+		t.Errorf("lost are %+v; doubts: %q", objects, doubts)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }

@@ -47,17 +47,17 @@ func ReplicatedID(r *v1alpha1.ReplicatedVolume) volume.ID {
 // legName returns the CSI name of the n-th leg of a volume, from the second on. The first one has the name of the volume.
 func legName(key string, n int64) string { return fmt.Sprintf("leg-%d-of-%s", n, key) }
 
-// AddLeg adds the name of one more leg to an object, before the leg is made, and returns the name: that of its Volume.
+// AddLeg adds the name of one more leg to an object, before the leg is made, and returns the name: that of its Volume. If a person has written the object, it
+// may have legs that it did not number: their names are left out.
 func AddLeg(r *v1alpha1.ReplicatedVolume) (name string) {
-	r.Spec.Numbered++
-	name = volume.KeyOf(legName(r.Name, r.Spec.Numbered))
+	for name == "" || slices.Contains(r.Spec.Legs, name) {
+		r.Spec.Numbered++
+		name = volume.KeyOf(legName(r.Name, r.Spec.Numbered))
+	}
 	r.Spec.Legs = append(r.Spec.Legs, name)
 	return name
 }
 
-// LegSpec returns the spec of a leg that is made beside others (AddLeg): blank, with the size of its volume, and else like another leg. ok is false if no
-// such leg has the name.
-func LegSpec(r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, ok bool) {
 // IsNumbered reports whether an object has ever named a leg (AddLeg). If it has not, it is of before that leg was made, as it was restored: it cannot tell what
 // the leg has.
 func IsNumbered(r *v1alpha1.ReplicatedVolume, name string) bool {
@@ -72,6 +72,9 @@ func IsNumbered(r *v1alpha1.ReplicatedVolume, name string) bool {
 	return false
 }
 
+// LegSpec returns the spec of a leg that is made beside others (AddLeg): blank, with the size of its volume, and else like another leg. ok is false if no
+// such leg has the name.
+func LegSpec(r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, ok bool) {
 	for n := r.Spec.Numbered; n > 1; n-- {
 		if csi := legName(r.Name, n); volume.KeyOf(csi) == name {
 			made := ToVolume(like)

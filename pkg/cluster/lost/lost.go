@@ -68,6 +68,7 @@ func (l *lacking) find(ctx context.Context) error {
 	if err := l.List(ctx, &replicated); err != nil && !apierrors.IsNotFound(err) { // older definitions know none
 		return err
 	}
+	l.forgotten(volumes.Items, replicated.Items)
 	volumes.Items = wholes(volumes.Items, replicated.Items)
 	var have corev1.PersistentVolumeList
 	if err := l.List(ctx, &have); err != nil {
@@ -134,6 +135,24 @@ func wholes(volumes []v1alpha1.Volume, replicated []v1alpha1.ReplicatedVolume) (
 		}
 	}
 	return all
+}
+
+// forgotten adds a doubt for each volume with replicas whose ReplicatedVolume is gone: nothing else tells which of its legs have all that was written, so it gets
+// no PersistentVolume.
+func (l *lacking) forgotten(volumes []v1alpha1.Volume, replicated []v1alpha1.ReplicatedVolume) {
+	legs := map[string][]string{} // by the names of their ReplicatedVolumes
+	for i := range volumes {
+		if v := &volumes[i]; v.Spec.ReplicaOf != "" && !v.Deleting() {
+			legs[v.Spec.ReplicaOf] = append(legs[v.Spec.ReplicaOf], fmt.Sprintf("%s on node %s", v.Name, v.Spec.NodeName))
+		}
+	}
+	for i := range replicated {
+		delete(legs, replicated[i].Name)
+	}
+	for _, key := range slices.Sorted(maps.Keys(legs)) {
+		l.doubts = append(l.doubts, fmt.Sprintf("volume %s gets no PersistentVolume: there is no ReplicatedVolume %s for its replicas, which are %s; restore that from a backup, with its status, or write it anew (docs/operate/strays.md), and ask again",
+			key, key, strings.Join(legs[key], ", ")))
+	}
 }
 
 // nameOf returns the first of names that Kubernetes accepts and that only one object has or may be given, by wanted. The last name is always free: it is
