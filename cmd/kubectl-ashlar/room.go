@@ -67,7 +67,7 @@ func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
 		return err
 	}
 	for i := range volumes.Items {
-		if v := &volumes.Items[i]; v.Spec.Move != nil && !begun(v) {
+		if v := &volumes.Items[i]; isToCome(v) {
 			r.promise(v, goal(v))
 		}
 	}
@@ -75,17 +75,17 @@ func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
 		return err
 	}
 	for _, s := range snapshots {
-		if !begun(s) {
+		if isToCome(s) {
 			r.promise(s, goal(s))
 		}
 	}
 	return nil
 }
 
-// begun reports whether the figures of the pool have what moves there: its copy has begun.
-func begun(o mobile) bool {
+// isToCome reports whether room is kept for what is to move (v1alpha1.Move.IsToCome).
+func isToCome(o mobile) bool {
 	m, s := o.Moves()
-	return m.Left || v1alpha1.Going(o) || s != nil && s.Node == m.Node && s.Pool == m.Pool && (s.Progress != nil || s.Copied != nil)
+	return m.IsToCome(s) && !v1alpha1.Going(o)
 }
 
 // leaves returns why a volume cannot leave its node, and what to do; nil if it can.

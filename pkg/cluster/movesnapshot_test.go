@@ -643,7 +643,8 @@ func TestSnapshotMoveTold(t *testing.T) {
 	w.cutMoved(snapshot.ID, a, b)
 }
 
-// TestSnapshotMoveRefused: a node without room for a snapshot says so, and the snapshot stays where it is until there is room.
+// TestSnapshotMoveRefused: a node without room for a snapshot says so, and the snapshot stays where it is until there is room. Meanwhile others can have what
+// room there is.
 func TestSnapshotMoveRefused(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	_, snapshot := w.snapshotOf(s, a, "v", 3)
@@ -655,6 +656,7 @@ func TestSnapshotMoveRefused(t *testing.T) {
 		return far != nil && far.Waits && far.Copied == nil && strings.Contains(far.Message, "bytes are left")
 	})
 	check.OK(t, second(a.local.GetSnapshot(w.ctx, snapshot.ID)))
+	w.eventually("no room is kept for it", func() bool { return w.available(s, b.name) == 32*mib })
 	check.OK(t, s.Delete(w.ctx, big.ID))
 	w.cutMoved(snapshot.ID, a, b)
 }

@@ -309,7 +309,10 @@ func TestRoomForWhatMoves(t *testing.T) {
 		now.Status.Move = status
 		check.OK(t, w.Status().Patch(w.ctx, now, client.MergeFrom(was)))
 	}
+	says(&v1alpha1.MoveStatus{Node: b.name, Waits: true, Refused: true, Message: "it cannot have that"})
+	room("its new node refuses the volume", 64*mib)
 	says(&v1alpha1.MoveStatus{Node: b.name, Waits: true, Message: "others are first"})
+	room("it waits for others", 128*mib)
 	says(&v1alpha1.MoveStatus{Node: b.name, Progress: &v1alpha1.Progress{Total: 64 * mib, Done: mib}})
 	room("the volume is being copied, so the pool has it", 64*mib)
 }

@@ -20,6 +20,11 @@ func (v *Volume) SetMoveStatus(s *MoveStatus) { v.Status.Move = s }
 // SetMoveStatus says how far the move of the snapshot is.
 func (s *Snapshot) SetMoveStatus(far *MoveStatus) { s.Status.Move = far }
 
+// IsToCome: room for what is to move is to be kept on its new node. The figures of the pool there do not have it yet, as its copy has not begun, and the node does not refuse it. s is its status.move, or nil.
+func (m *Move) IsToCome(s *MoveStatus) bool {
+	return m != nil && !m.Left && (s == nil || s.Node != m.Node || s.Pool != m.Pool || s.Progress == nil && s.Copied == nil && !s.Refused)
+}
+
 // OtherLeg is another leg of its volume, among some Volumes, that is on a node or is to move there, and is not being deleted; nil: there is none, or it is no leg itself. Legs of one volume are on different nodes.
 func (v *Volume) OtherLeg(node string, all []*Volume) *Volume {
 	for _, other := range all {

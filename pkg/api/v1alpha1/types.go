@@ -441,6 +441,9 @@ type MoveStatus struct {
 	// Waits: the move does not go on now.
 	// +optional
 	Waits bool `json:"waits,omitempty"`
+	// Refused: the new node cannot have it as things are there, as it has no room, for example. It is tried again, and no room is kept for it meanwhile.
+	// +optional
+	Refused bool `json:"refused,omitempty"`
 	// Message says how far the move is, or why it does not go on, for people.
 	// +optional
 	// +kubebuilder:validation:MaxLength=2048

@@ -211,7 +211,7 @@ func (a *Agent) checkInNetwork() error {
 // since it was read.
 func (a *Agent) reportMove(ctx context.Context, o cluster.Object, edit func(*v1alpha1.MoveStatus)) error {
 	return a.writeMove(ctx, o, func(s *v1alpha1.MoveStatus) {
-		s.Claim = 0
+		s.Claim, s.Refused = 0, false
 		edit(s)
 	})
 }
@@ -219,8 +219,16 @@ func (a *Agent) reportMove(ctx context.Context, o cluster.Object, edit func(*v1a
 // reportWaits is reportMove for why a move does not go on.
 func (a *Agent) reportWaits(ctx context.Context, o cluster.Object, before string, err error) error {
 	return a.reportMove(ctx, o, func(s *v1alpha1.MoveStatus) {
-		s.Waits, s.Message, s.Progress = true, cluster.Limited(before+errdefs.Words(err)), nil
+		setMoveWaits(s, before, err)
+		m, _ := o.Moves()
+		s.Refused = s.Refused && !m.Left
 	})
+}
+
+// setMoveWaits says why a move does not go on, and whether the new node refuses it (v1alpha1.MoveStatus.Refused). before is put before the words of the error.
+func setMoveWaits(s *v1alpha1.MoveStatus, before string, err error) {
+	s.Waits, s.Message, s.Progress = true, cluster.Limited(before+errdefs.Words(err)), nil
+	s.Refused = !isTransient(err) && !errors.Is(err, context.DeadlineExceeded)
 }
 
 // writeMove is reportMove, whoever says it.

@@ -359,6 +359,6 @@ func (c *inUseMover) withVolumeLock(key string, failed bool, work func() error) 
 // reportInUseWaits writes down why a move does not go on.
 func (c *inUseMover) reportInUseWaits(ctx context.Context, v *v1alpha1.Volume, why error) error {
 	return kube.IgnoreConflict(c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
-		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(why)), nil
+		setMoveWaits(s, "", why)
 	}))
 }

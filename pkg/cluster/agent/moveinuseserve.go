@@ -287,7 +287,7 @@ func (a *Agent) checkCopiedInUse(ctx context.Context, v *v1alpha1.Volume, sealed
 // it was read.
 func (a *Agent) reportMoveInUse(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
 	return a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) {
-		s.Claim = v.Spec.Claim.Generation
+		s.Claim, s.Refused = v.Spec.Claim.Generation, false
 		edit(s)
 	})
 }

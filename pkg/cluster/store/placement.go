@@ -207,7 +207,7 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 	return nil
 }
 
-// coming returns, by pool of a node, how many bytes are to move there and are not copied yet. Once a copy has begun, the pool's own figures have it.
+// coming returns, by pool of a node, how many bytes are to move there and are not copied yet (v1alpha1.Move.IsToCome).
 func (s *Store) coming(ctx context.Context, node string) (map[string]int64, error) {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
@@ -219,7 +219,7 @@ func (s *Store) coming(ctx context.Context, node string) (map[string]int64, erro
 	bytes := map[string]int64{}
 	for i := range volumes.Items {
 		v := &volumes.Items[i]
-		if !isToCome(v) {
+		if !v.Spec.Move.IsToCome(v.Status.Move) {
 			continue
 		}
 		if succeeded, err := s.isSucceeded(ctx, v); err != nil {
@@ -229,17 +229,11 @@ func (s *Store) coming(ctx context.Context, node string) (map[string]int64, erro
 		}
 	}
 	for i := range snapshots.Items {
-		if s := &snapshots.Items[i]; isToCome(s) {
+		if s := &snapshots.Items[i]; s.Spec.Move.IsToCome(s.Status.Move) {
 			bytes[s.Spec.Pool] += cluster.SnapshotKeeps(s)
 		}
 	}
 	return bytes, nil
-}
-
-// isToCome reports whether a volume or snapshot is to move and its copy has not begun.
-func isToCome(o cluster.Object) bool {
-	m, now := o.Moves()
-	return m != nil && !m.Left && (now == nil || now.Node != m.Node || now.Pool != m.Pool || now.Progress == nil && now.Copied == nil)
 }
 
 // isSucceeded reports whether a volume that is to move is a leg of a volume in use. Its bytes do not move: a successor is made on the other node (package
