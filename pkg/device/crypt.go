@@ -135,7 +135,7 @@ func (c crypt) fit(ctx context.Context, d *dm.Device, below blockdev.Device, key
 	if len(key) == 0 {
 		return fmt.Errorf("%w: %w, which it needs to grow while it is open", errdefs.ErrPrecondition, luks.ErrNoKey)
 	}
-	if err := luks.Resize(ctx, d.Name, key); err != nil {
+	if err := luks.Resize(ctx, below.Path, d.Name, key); err != nil {
 		return err
 	}
 	if size, err = d.Size(); err == nil && size != c.size(below.Size) {

@@ -202,7 +202,10 @@ func TestEncryptedCrafted(t *testing.T) {
 		"no cipher":     {both, func(_ []byte, text map[string]any) { in(text, "segments", "0")["encryption"] = "cipher_null-ecb" }, "cipher_null"},
 		"another place": {both, func(_ []byte, text map[string]any) { in(text, "segments", "0")["offset"] = "4194304" }, "from sector 8192"},
 		"much memory":   {both, func(_ []byte, text map[string]any) { in(text, "keyslots", "0", "kdf")["memory"] = 4 << 20 }, "4194304 KiB"},
-		"much time":     {both, func(_ []byte, text map[string]any) { in(text, "keyslots", "0", "kdf")["time"] = 1 << 31 }, "passes"},
+		"no cipher of the key": {both, func(_ []byte, text map[string]any) {
+			in(text, "keyslots", "0", "area")["encryption"] = "cipher_null-ecb"
+		}, "nothing was tried"},
+		"much time": {both, func(_ []byte, text map[string]any) { in(text, "keyslots", "0", "kdf")["time"] = 1 << 31 }, "passes"},
 		"much memory in the newer copy": {[]int{1}, func(binary []byte, text map[string]any) {
 			binary[23]++ // its number
 			in(text, "keyslots", "0", "kdf")["memory"] = 4 << 20
@@ -225,6 +228,32 @@ func TestEncryptedCrafted(t *testing.T) {
 			check.OK(f, bare.Close())
 			f.closed()
 		}
+	})
+}
+
+// TestEncryptedCraftedWhileOpen: what somebody changes in the header while the volume is open is not tried when it grows. It goes on as it is.
+func TestEncryptedCraftedWhileOpen(t *testing.T) {
+	overEncrypted(t, func(f *fixture) {
+		d := f.attach(opening)
+		check.OK(f, pooltest.Second(f.pool.Expand(f.Context(), f.ref, header+behind+4*pooltest.MiB)))
+		good := make([]byte, 32<<10)
+		check.OK(f, pooltest.Second(readAt(d.Below, good, 0)))
+		f.craft(d.Below, []int{0, 1}, func(_ []byte, text map[string]any) {
+			text["keyslots"].(map[string]any)["0"].(map[string]any)["kdf"].(map[string]any)["memory"] = 4 << 20
+		})
+		within, end := context.WithTimeout(f.Context(), 30*time.Second)
+		err := f.stack().Grow(within, opening.Encryption.Key)
+		end()
+		if !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "nothing was tried") {
+			f.Errorf("it grew by a changed header: %v", err)
+		}
+		f.is(d, behind, "not grown")
+		f.writes(d.Path)
+		check.OK(f, os.WriteFile(d.Below, good, 0))
+		check.OK(f, f.stack().Grow(f.Context(), opening.Encryption.Key))
+		f.is(d, behind+4*pooltest.MiB, "grown")
+		check.OK(f, d.Close())
+		f.closed()
 	})
 }
 

@@ -6,6 +6,7 @@ package luks
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -114,10 +115,10 @@ func Format(ctx context.Context, device, uuid string, key Key) error {
 // another key opens it.
 func Opens(ctx context.Context, device string, key Key) (bool, error) {
 	header, err := find(device)
-	if err != nil || !header.whole || len(header.slots) == 0 {
-		return false, err
+	if err == nil {
+		err = header.sound(device)
 	}
-	if err := header.affordable(device); err != nil {
+	if err != nil || !header.whole || len(header.slots) == 0 {
 		return false, err
 	}
 	if err := withKey(ctx, key, "open", "--type", "luks2", "--test-passphrase", device); err != nil {
@@ -129,8 +130,9 @@ func Opens(ctx context.Context, device string, key Key) (bool, error) {
 // Open makes a device of the device mapper that shows the data behind the header of a device. ErrKey for a wrong key. If it fails, or is killed, a device
 // of that name may be left, also without a table.
 //
-// Nothing in a header proves what it says: whoever can write to the disk can make it say "no cipher", and then read all that is written later. So the
-// kernel is asked what was opened: errdefs.ErrPrecondition unless that is what Format makes.
+// Nothing in a header proves what it says: whoever can write to the disk can make it say "no cipher", or have every key open a key slot of theirs, and then
+// read all that is written later. So nothing is opened that is not sound, and the kernel is asked what was opened: errdefs.ErrPrecondition unless that is
+// what Format makes. errdefs.ErrDataLoss as for Check.
 //
 // The kernel's queues for reads and writes stay (no --perf-no_read_workqueue, no --perf-no_write_workqueue): without them whoever submits the I/O encrypts
 // it, which is said to be faster for one reader of a fast disk, and slower for one writer on many processors. On one processor it makes no difference
@@ -140,10 +142,7 @@ func Open(ctx context.Context, device, name string, key Key, discards bool) erro
 	if discards {
 		argv = append(argv, "--allow-discards")
 	}
-	header, err := find(device)
-	if err == nil {
-		err = header.affordable(device)
-	}
+	header, err := usable(device)
 	if err == nil {
 		err = withKey(ctx, key, append(argv, device, name)...)
 		err = errors.Join(err, ForgetNode(name))
@@ -182,13 +181,22 @@ func verify(name, uuid string) error {
 
 const notOurs = "somebody has changed the header on the disk: restore it (cryptsetup luksHeaderRestore), and find out who can write there"
 
-// Resize gives a device that Open made the size of the one below it. It needs the key, as the kernel gives none to a new table.
-func Resize(ctx context.Context, name string, key Key) error {
-	forget, err := nodesBelow(name)
+// Resize gives a device that Open made over another one the size of that. It needs the key, as the kernel gives none to a new table: cryptsetup reads it
+// from the header anew, which has to be as for Open.
+func Resize(ctx context.Context, device, name string, key Key) error {
+	header, err := usable(device)
+	forget := func() error { return nil }
+	if err == nil {
+		forget, err = nodesBelow(name)
+	}
 	if err == nil {
 		err = withKey(ctx, key, "resize", name)
 	}
-	if err = errors.Join(err, forget(), ForgetNode(name)); err != nil {
+	err = errors.Join(err, forget(), ForgetNode(name))
+	if err == nil {
+		err = verify(name, header.uuid)
+	}
+	if err != nil {
 		return fmt.Errorf("grow device %s behind its LUKS2 header: %w", name, err)
 	}
 	return nil
@@ -227,50 +235,78 @@ func flush(path string) error {
 }
 
 // The binary header (LUKS2 On-Disk Format Specification, 2.1). It begins with the magic, which differs in the second copy. It has a sequence number that
-// grows with each change, the UUID, and the checksum of all the metadata, which counts itself as zeros. A JSON text follows it.
+// grows with each change, its size, the UUID, and the checksum of all the metadata, which counts itself as zeros. A JSON text follows it.
 var magics = map[int64][]byte{0: []byte("LUKS\xba\xbe\x00\x02"), metadataSize: []byte("SKUL\xba\xbe\x00\x02")}
 
 const (
-	sequenceAt = 16
-	uuidAt     = 168
-	uuidSize   = 40
-	sumAt      = 448
-	sumSize    = 64
-	textAt     = 4096
+	sizeAt        = 8
+	sequenceAt    = 16
+	algorithmAt   = 72
+	algorithmSize = 32
+	uuidAt        = 168
+	uuidSize      = 40
+	sumAt         = 448
+	sumSize       = 64
+	textAt        = 4096
+
+	algorithmName = "sha256" // what cryptsetup makes the checksum by
 )
 
 // metadata is what one copy of a header has.
 type metadata struct {
 	uuid     string
 	whole    bool
+	odd      string // what no tool writes over a header of Format, and a power cut does not leave either; empty if there is nothing
 	sequence uint64
-	slots    map[string]slot // the key slots, if the copy is whole
+	slots    []slot // the key slots, if the copy is whole
+	both     []slot // those of the other copy, too
 }
 
-// slot is how the key of a key slot is stretched.
+// slot is a key slot.
 type slot struct {
-	Stretch struct {
-		Memory int64 // in KiB
-		Time   int64 // passes over that
-	} `json:"kdf"`
+	name   string
+	kind   string
+	cipher string // that the volume's key is encrypted with in it
+	// How its own key is stretched: memory in KiB, passes over that; or iterations.
+	memory, passes, iterations uint64
 }
 
 // The most that a key slot may ask for. A person who adds a key with cryptsetup's own choice has up to 1 GiB, and some passes.
 const (
-	mostMemory = 1 << 20  // KiB
-	mostWork   = 64 << 20 // KiB, over all passes
+	mostMemory     = 1 << 20  // KiB
+	mostWork       = 64 << 20 // KiB, over all passes
+	mostIterations = 64 << 20 // of a key that is stretched by PBKDF2
 )
 
-// affordable returns errdefs.ErrPrecondition for a header with a key slot that takes more memory or time than cryptsetup would choose: cryptsetup itself
-// takes whatever the header says.
-func (m metadata) affordable(device string) error {
-	for name, s := range m.slots {
-		if memory := s.Stretch.Memory; memory > mostMemory || memory > 0 && s.Stretch.Time > mostWork/memory {
-			return fmt.Errorf("%w: key slot %s of the LUKS2 header of %s takes %d KiB of memory and %d passes over it to be tried, more than the driver lets it have (%d KiB, and %d KiB in all passes); nothing was tried: "+
-				"restore the header (cryptsetup luksHeaderRestore), or take that key away", errdefs.ErrPrecondition, name, device, memory, s.Stretch.Time, mostMemory, mostWork)
+// opens is the kind of the key slots that a passphrase opens.
+const opens = "luks2"
+
+// sound returns errdefs.ErrPrecondition for a header that must not be given to cryptsetup, which would follow whatever it says: one with a key slot whose
+// cipher is not that of Format (without a cipher every key opens it, and gives a key that was chosen by whoever made the slot), or that takes more memory or
+// time than cryptsetup would choose; and one of which cryptsetup could read something else than this package.
+func (m metadata) sound(device string) error {
+	if m.odd != "" {
+		return fmt.Errorf("%w: the LUKS2 header of %s %s; nothing was tried: "+notOurs, errdefs.ErrPrecondition, device, m.odd)
+	}
+	for _, s := range m.both { // cryptsetup may not take the copy that this package takes for whole
+		if s.kind == opens && s.cipher != cipherName {
+			return fmt.Errorf("%w: key slot %s of the LUKS2 header of %s has the cipher %q, not %s; nothing was tried: "+notOurs, errdefs.ErrPrecondition, s.name, device, s.cipher, cipherName)
+		}
+		if s.memory > mostMemory || s.memory > 0 && s.passes > mostWork/s.memory || s.iterations > mostIterations {
+			return fmt.Errorf("%w: key slot %s of the LUKS2 header of %s takes %d KiB of memory and %d passes over it to be tried, or %d iterations, more than the driver lets it have (%d KiB, %d KiB in all passes, %d iterations); nothing was tried: "+
+				"restore the header (cryptsetup luksHeaderRestore), or take that key away", errdefs.ErrPrecondition, s.name, device, s.memory, s.passes, s.iterations, mostMemory, mostWork, mostIterations)
 		}
 	}
 	return nil
+}
+
+// usable returns the header of a device, if it is whole and sound.
+func usable(device string) (metadata, error) {
+	header, err := find(device)
+	if err == nil {
+		err = cmp.Or(header.sound(device), header.check(device))
+	}
+	return header, err
 }
 
 // UUID returns the UUID of the LUKS2 header of a device or a file, by the copy that cryptsetup takes (find); empty if there is no header.
@@ -282,19 +318,24 @@ func UUID(path string) (string, error) {
 // Check returns errdefs.ErrDataLoss if neither copy of a header is whole: then no key opens it any more. It does not look at the key slots.
 func Check(path string) error {
 	header, err := find(path)
-	switch {
-	case err != nil:
+	if err != nil {
 		return err
-	case header.uuid == "":
+	}
+	return header.check(path)
+}
+
+func (m metadata) check(path string) error {
+	switch {
+	case m.uuid == "":
 		return fmt.Errorf("%w: %s has no LUKS2 header now", errdefs.ErrDataLoss, path)
-	case !header.whole:
+	case !m.whole:
 		return fmt.Errorf("%w: the LUKS2 header of %s is damaged in both of its copies", errdefs.ErrDataLoss, path)
 	}
 	return nil
 }
 
-// find returns the copy of a header that cryptsetup takes: the newer one of those that are whole. If none is, it returns any copy that is there. It reads
-// the disk, as the page cache of a device in use may be out of date.
+// find returns the copy of a header that cryptsetup takes: the newer one of those that are whole. If none is, it returns any copy that is there. It is odd
+// if either copy is. It reads the disk, as the page cache of a device in use may be out of date.
 func find(path string) (found metadata, err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -302,6 +343,7 @@ func find(path string) (found metadata, err error) {
 	}
 	defer f.Close()
 	_ = unix.Fadvise(int(f.Fd()), 0, 2*metadataSize, unix.FADV_DONTNEED)
+	odd, both := "", []slot(nil)
 	for _, at := range []int64{0, metadataSize} {
 		header := make([]byte, metadataSize)
 		if _, failure := f.ReadAt(header, at); failure != nil && !errors.Is(failure, io.EOF) {
@@ -311,30 +353,82 @@ func find(path string) (found metadata, err error) {
 			continue
 		}
 		one := parse(header)
+		odd, both = cmp.Or(odd, one.odd), append(both, one.slots...)
 		if found.uuid == "" || one.whole && (!found.whole || one.sequence > found.sequence) {
 			found = one
 		}
 	}
+	found.odd, found.both = odd, both
 	if found.whole {
 		return found, nil
 	}
 	return found, err
 }
 
-// parse reads one copy of the metadata.
+// parse reads one copy of the metadata. cryptsetup takes copies of other sizes and with other checksums, too, so such a one is odd.
 func parse(header []byte) metadata {
-	uuid, _, _ := bytes.Cut(header[uuidAt:uuidAt+uuidSize], []byte{0})
-	m := metadata{uuid: string(uuid), sequence: binary.BigEndian.Uint64(header[sequenceAt:])}
+	m := metadata{uuid: cString(header[uuidAt : uuidAt+uuidSize]), sequence: binary.BigEndian.Uint64(header[sequenceAt:])}
 	stored := bytes.Clone(header[sumAt : sumAt+sumSize])
 	clear(header[sumAt : sumAt+sumSize])
 	sum := sha256.Sum256(header)
-	text, _, _ := bytes.Cut(header[textAt:], []byte{0})
-	var says struct {
-		Slots map[string]slot `json:"keyslots"`
+	size, algorithm := binary.BigEndian.Uint64(header[sizeAt:]), cString(header[algorithmAt:algorithmAt+algorithmSize])
+	if size != metadataSize || algorithm != algorithmName {
+		m.odd = fmt.Sprintf("has a copy of %d bytes with the checksum %q, not of %d with %s", size, algorithm, metadataSize, algorithmName)
+		return m
 	}
-	m.whole = bytes.HasPrefix(stored, sum[:]) && json.Unmarshal(text, &says) == nil
-	m.slots = says.Slots
+	if !bytes.HasPrefix(stored, sum[:]) {
+		return m
+	}
+	var err error
+	if m.slots, err = slotsOf([]byte(cString(header[textAt:]))); err != nil {
+		m.odd = fmt.Sprintf("has a copy with the right checksum that is not understood (%v)", err)
+		return m
+	}
+	m.whole = true
 	return m
+}
+
+func cString(b []byte) string {
+	text, _, _ := bytes.Cut(b, []byte{0})
+	return string(text)
+}
+
+// object is an object in the text of a header. Its names are read as cryptsetup does: those that differ in capitals are others, unlike for a struct.
+type object map[string]json.RawMessage
+
+// get decodes what has a name; nothing if nothing has it.
+func (o object) get(name string, into any) error {
+	text, is := o[name]
+	if !is {
+		return nil
+	}
+	if err := json.Unmarshal(text, into); err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	return nil
+}
+
+// slotsOf returns the key slots in the text of a header.
+func slotsOf(text []byte) (found []slot, err error) {
+	var all object
+	if err := json.Unmarshal(text, &all); err != nil {
+		return nil, err
+	}
+	var slots map[string]object
+	if err := all.get("keyslots", &slots); err != nil {
+		return nil, err
+	}
+	for name, s := range slots {
+		one := slot{name: name}
+		var area, stretch object
+		err := errors.Join(s.get("type", &one.kind), s.get("area", &area), s.get("kdf", &stretch))
+		err = errors.Join(err, area.get("encryption", &one.cipher), stretch.get("memory", &one.memory), stretch.get("time", &one.passes), stretch.get("iterations", &one.iterations))
+		if err != nil {
+			return nil, fmt.Errorf("key slot %s: %w", name, err)
+		}
+		found = append(found, one)
+	}
+	return found, nil
 }
 
 // Erase overwrites all that Format wrote, on a device or in a file, with zeros, durably: no key opens the data any more. It may be called again.

@@ -167,7 +167,7 @@ func TestKeyIsNotTold(t *testing.T) {
 	for _, err := range []error{
 		luks.Format(t.Context(), "/nowhere/device", uuid, key),
 		luks.Open(t.Context(), "/nowhere/device", "ashlar-test", key, false),
-		luks.Resize(t.Context(), "ashlar-test", key),
+		luks.Resize(t.Context(), "/nowhere/device", "ashlar-test", key),
 	} {
 		if err == nil {
 			t.Error("done where there is nothing")
