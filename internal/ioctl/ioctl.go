@@ -12,13 +12,19 @@ import (
 
 // Pointer makes a request whose argument is a pointer, which may be nil.
 func Pointer(f *os.File, request uint, arg unsafe.Pointer) error {
+	_, err := Result(f, request, arg)
+	return err
+}
+
+// Result makes a request as Pointer does, and returns its result: some requests tell by it what kept them from their work.
+func Result(f *os.File, request uint, arg unsafe.Pointer) (int, error) {
 	for {
-		_, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), uintptr(request), uintptr(arg))
+		r, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), uintptr(request), uintptr(arg))
 		if errno == 0 {
-			return nil
+			return int(r), nil
 		}
 		if errno != unix.EINTR {
-			return errno
+			return 0, errno
 		}
 	}
 }

@@ -61,6 +61,11 @@ func (d disk) mount(t testing.TB, fs filesystem.Type) {
 	check.OK(t, mount.Filesystem(d.device, d.path, string(fs), fs.MountOptions(), false))
 }
 
+func (d disk) mountWith(t testing.TB, fs filesystem.Type, options ...string) {
+	t.Helper()
+	check.OK(t, mount.Filesystem(d.device, d.path, string(fs), options, false))
+}
+
 // put writes text at an offset of a device or file.
 func put(t testing.TB, path string, offset int64, text string) {
 	t.Helper()

@@ -22,6 +22,8 @@ const (
 	xfsGeometryV1 = 0x80705864 // XFS_IOC_FSGEOMETRY_V1
 	xfsGrowData   = 0x4010586e // XFS_IOC_FSGROWFSDATA
 	btrfsResize   = 0x50009403 // BTRFS_IOC_RESIZE
+
+	btrfsExclusive = 8 // BTRFS_ERROR_DEV_EXCL_RUN_IN_PROGRESS: a result of requests, not an error of theirs
 )
 
 type xfsGeometry struct {
@@ -34,7 +36,8 @@ type xfsGeometry struct {
 const xfsMinAG = 64
 
 // Grow makes a filesystem as large as its device, while it is in use. path is a directory of it in a mount for writing. It does nothing if the filesystem is as
-// large already. ErrPrecondition for an ext4 if this process does not have CAP_SYS_RESOURCE (GrowsMounted).
+// large already. ErrPrecondition for an ext4 if this process does not have CAP_SYS_RESOURCE (GrowsMounted), or that has errors; ErrBusy for a btrfs while
+// it is balanced, or its device is being replaced.
 func Grow(t Type, device, path string) error {
 	size, err := deviceSize(device)
 	if err != nil {
@@ -70,6 +73,9 @@ func growExt4(f *os.File, device string, size int64) error {
 	}
 	blocks := uint64(size) / uint64(st.Bsize)
 	err = ioctl.Pointer(f, ext4ResizeFS, unsafe.Pointer(&blocks))
+	if errors.Is(err, unix.EPERM) && GrowsMounted(Ext4) { // ext4_resize_begin in fs/ext4/resize.c
+		return fmt.Errorf("%w: the kernel grows no ext4 that has errors, or a damaged superblock: its log says more; end the pods that use it, and when it is staged next it is checked, and grows: %w", errdefs.ErrPrecondition, err)
+	}
 	if errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("%w: ext4 grows while mounted only for a process with CAP_SYS_RESOURCE; without, it will grow when the volume is staged next, to %d bytes: %w",
 			errdefs.ErrPrecondition, min(size, super.reach()), err)
@@ -103,7 +109,15 @@ func growBtrfs(f *os.File, size int64) error {
 		name [4088]byte
 	}{}
 	copy(args.name[:], fmt.Sprintf("%d:max", info.ID))
-	return ioctl.Pointer(f, btrfsResize, unsafe.Pointer(&args))
+	result, err := ioctl.Result(f, btrfsResize, unsafe.Pointer(&args))
+	switch {
+	case err != nil || result == 0:
+		return err
+	case result == btrfsExclusive:
+		return fmt.Errorf("%w: the btrfs is being changed otherwise (btrfs balance, device, replace), and does not grow before that has ended; "+
+			"btrfs balance status shows a balance that runs or is paused, btrfs balance cancel ends it", errdefs.ErrBusy)
+	}
+	return fmt.Errorf("btrfs answers %d (enum btrfs_err_code)", result)
 }
 
 // GrowBeforeMount grows a filesystem that is not mounted if Grow could not once it is mounted: an ext4, if this process does not have CAP_SYS_RESOURCE.
