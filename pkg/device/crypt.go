@@ -196,7 +196,10 @@ func (c crypt) health(ctx context.Context) ([]blockdev.Problem, error) {
 	if err != nil || !there {
 		return nil, err
 	}
-	err = luks.Check(below.Path)
+	known, err := c.stacks.inTime(ctx, d.Name, func() error { return luks.Check(below.Path) })
+	if !known {
+		return nil, err
+	}
 	if err == nil || dm.Vanished(err) {
 		return nil, nil
 	}

@@ -149,7 +149,7 @@ func (m marked) detach(ctx context.Context) error {
 	return err
 }
 
-func (m marked) health(context.Context) ([]blockdev.Problem, error) {
+func (m marked) health(ctx context.Context) ([]blockdev.Problem, error) {
 	if problems, err := m.healthOf(markedSuffix); err != nil || len(problems) > 0 {
 		return problems, err
 	}
@@ -157,7 +157,13 @@ func (m marked) health(context.Context) ([]blockdev.Problem, error) {
 	if err != nil || d == nil || !d.Live {
 		return nil, err
 	}
-	_, err = era.StateOf(name)
+	known, err := m.stacks.inTime(ctx, name, func() error {
+		_, err := era.StateOf(name)
+		return err
+	})
+	if !known {
+		return nil, err
+	}
 	if err == nil || dm.Vanished(err) {
 		return nil, nil
 	}

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -42,6 +43,14 @@ func newDisk(t *testing.T, name string, size int64) *disk {
 	d.mend(t, loop)
 	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", d.name) })
 	return d
+}
+
+// hang has all that is read from and written to the disk wait, until answer.
+func (d *disk) hang(t *testing.T) (answer func()) {
+	check.OK(t, dm.Suspend(d.name))
+	answer = sync.OnceFunc(func() { check.OK(t, dm.Resume(d.name, dm.NoScan)) })
+	t.Cleanup(answer)
+	return answer
 }
 
 func (d *disk) mend(t *testing.T, loop string) {

@@ -48,6 +48,7 @@ type Stacks struct {
 	mu     sync.Mutex
 	mapper bool                     // the kernel has a device mapper; it is never set back to false
 	marks  map[mark]map[string]bool // names of the devices that have a mark
+	looks  map[string]*look         // those that are under way, by the names of the devices: see inTime
 }
 
 // mark is a fact about a device that the kernel does not tell. It is lost when the driver ends; Recover finds leaving again.
@@ -77,7 +78,7 @@ func (s *Stacks) has(name string, m mark) bool {
 
 // New asks the kernel what stacks can be made of. Recover asks again: the first LVM pool that is opened may bring the device mapper.
 func New() *Stacks {
-	s := &Stacks{marks: map[mark]map[string]bool{suspended: {}, leaving: {}}}
+	s := &Stacks{marks: map[mark]map[string]bool{suspended: {}, leaving: {}}, looks: map[string]*look{}}
 	_ = s.probe() // Recover says why not
 	return s
 }
@@ -380,7 +381,8 @@ func (s Stack) DetachLowest(ctx context.Context) error {
 	return s.pool.Detach(ctx, s.ref)
 }
 
-// Health is what is wrong with the volume, by its pool and by its devices; empty means none known.
+// Health is what is wrong with the volume, by its pool and by its devices; empty means none known. What a disk does not tell within healthPatience is left
+// out.
 func (s Stack) Health(ctx context.Context) ([]blockdev.Problem, error) {
 	var problems []blockdev.Problem
 	for _, l := range s.layers(ctx) {

@@ -57,9 +57,16 @@ func Available() error {
 	return nil
 }
 
-// swapping is held while the table of a device is replaced, and for reading while the kernel is asked about one. A question in the moment in which the
-// device is suspended for its new table would wait for ever, and so would the replacement.
-var swapping sync.RWMutex
+// swapping has a lock for each device, by its name. It is held while the table of the device is replaced, and for reading while the kernel is asked about it.
+// A question in the moment in which the device is suspended for its new table would wait for ever, and so would the replacement. A question waits for the
+// device's disks, too, so the lock of one device must not be in the way of others. The locks stay, as few bytes as they are.
+var swapping sync.Map
+
+// swap returns the lock of a device.
+func swap(name string) *sync.RWMutex {
+	lock, _ := swapping.LoadOrStore(name, &sync.RWMutex{})
+	return lock.(*sync.RWMutex)
+}
 
 // Make makes a device over below, with its metadata on another device. Metadata that begin with zeros are new (Clear); any other have to be those of this
 // device, with the same block. An era begins each time that the device is made, or grows.
@@ -102,8 +109,8 @@ func Grow(name string, size int64) error {
 	if need := Room(size, t.block); have < need {
 		return fmt.Errorf("%w: the metadata of device %s have %d bytes, and need %d for %d", errdefs.ErrNoSpace, name, have, need, size)
 	}
-	swapping.Lock()
-	defer swapping.Unlock()
+	swap(name).Lock()
+	defer swap(name).Unlock()
 	// Before the load: a table that is loaded reads the metadata from the disk, and only a suspension writes all of them there.
 	if err := dm.Suspend(name); err != nil {
 		return err
@@ -129,8 +136,8 @@ func End(name string) error {
 	if err != nil {
 		return err
 	}
-	swapping.Lock()
-	defer swapping.Unlock()
+	swap(name).Lock()
+	defer swap(name).Unlock()
 	return dm.Make(name, "", dm.Linear(t.below, size))
 }
 
@@ -180,7 +187,8 @@ func Begin(name string) (era uint32, err error) {
 	return state.Era, err
 }
 
-// awake returns errdefs.ErrUnavailable for a device that is suspended, which would not answer until it is resumed. The caller holds swapping.
+// awake returns errdefs.ErrUnavailable for a device that is suspended, which would not answer until it is resumed. The caller holds the device's lock
+// (swap).
 func awake(name string) error {
 	d, err := dm.Find(name)
 	if err == nil && d == nil {
@@ -194,8 +202,8 @@ func awake(name string) error {
 
 // tell is dm.Message for a device that is not suspended.
 func tell(name, message string) error {
-	swapping.RLock()
-	defer swapping.RUnlock()
+	swap(name).RLock()
+	defer swap(name).RUnlock()
 	if err := awake(name); err != nil {
 		return err
 	}
@@ -204,8 +212,8 @@ func tell(name, message string) error {
 
 // status is dm.Target for a device that is not suspended.
 func status(name string) (kind, text string, err error) {
-	swapping.RLock()
-	defer swapping.RUnlock()
+	swap(name).RLock()
+	defer swap(name).RUnlock()
 	if err := awake(name); err != nil {
 		return "", "", err
 	}

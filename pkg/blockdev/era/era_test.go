@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -120,6 +121,43 @@ func (h *home) begin() uint32 {
 	number, err := era.Begin(h.name)
 	check.OK(h.t, err)
 	return number
+}
+
+// TestHungBesideGrowth: a device whose disk does not answer is in the way of no other one that grows, or is asked.
+func TestHungBesideGrowth(t *testing.T) {
+	need(t)
+	hung, other := newHome(t, "hung", ""), newHome(t, "other", "")
+	check.OK(t, dm.Suspend(hung.name+"-meta"))
+	wrote, asked := make(chan struct{}), make(chan struct{})
+	go func() { defer close(wrote); hung.write(1) }() // the mark waits for the metadata
+	time.Sleep(time.Second)
+	go func() {
+		defer close(asked)
+		if _, err := era.StateOf(hung.name); err != nil {
+			t.Errorf("when it answers again: %v", err)
+		}
+	}()
+	time.Sleep(time.Second)
+	select {
+	case <-asked:
+		t.Error("a device whose disk does not answer has told its state: this test shows nothing")
+	default:
+	}
+	grown := make(chan error, 1)
+	go func() {
+		err := era.Grow(other.name, 2*size)
+		_, failure := era.StateOf(other.name)
+		grown <- errors.Join(err, failure)
+	}()
+	select {
+	case err := <-grown:
+		check.OK(t, err)
+	case <-time.After(10 * time.Second):
+		t.Error("another device has not grown")
+	}
+	check.OK(t, dm.Resume(hung.name+"-meta", dm.NoScan))
+	<-wrote
+	<-asked
 }
 
 // TestMarks: Since returns what was written since an era, while the device is in use.
