@@ -18,11 +18,21 @@ import (
 // copied, and one for each leg that fails; a target that forgets has the first kind once more. So nothing is forgotten if the events since the mirror was
 // loaded are no more than the copied targets and the failed legs. The count at the time of loading is kept in a note, a device without a table that
 // outlives the driver.
+//
+// The note of a table that is not in effect would hide what the one in effect has forgotten. So where one mirror follows another, the note of the new one is
+// written when its table is in effect. Until then it is looked at with the older note, and so counts as one that has forgotten.
 
-// sinceSuffix is the suffix of a note's name: it is named as the top is, and this.
-const sinceSuffix = "-since"
+// A note is named as the top is, and sinceSuffix; newerSuffix before it takes the place of another one.
+const (
+	sinceSuffix = "-since"
+	newerSuffix = "-newer"
+)
 
-func noteOf(seat string) string { return strings.TrimSuffix(seat, seatSuffix) + sinceSuffix }
+// notesOf returns the two names that the note of a seat may have.
+func notesOf(seat string) (name, newer string) {
+	top := strings.TrimSuffix(seat, seatSuffix)
+	return top + sinceSuffix, top + newerSuffix
+}
 
 const notePrefix = "ashlar-since-"
 
@@ -35,55 +45,93 @@ type note struct {
 // noteFor returns how the UUID of a seat's note begins. It differs between seats.
 func noteFor(d *dm.Device) string { return notePrefix + d.UUID[max(0, len(d.UUID)-8):] }
 
+// write writes the note of a seat. If it takes the place of another one, there is one of the two at any moment.
 func (n note) write(d *dm.Device) error {
-	return dm.Note(noteOf(d.Name), fmt.Sprintf("%s-%d-%s", noteFor(d), n.event, dm.Number(n.old)))
+	name, newer := notesOf(d.Name)
+	text := fmt.Sprintf("%s-%d-%s", noteFor(d), n.event, dm.Number(n.old))
+	have, err := dm.Find(name)
+	if err == nil && have == nil {
+		if have, err = dm.Find(newer); err == nil && have != nil { // a crash came when its place was free
+			err = dm.Rename(newer, name)
+		}
+	}
+	switch {
+	case err != nil || have != nil && have.UUID == text:
+		return err
+	case have == nil:
+		return dm.Note(name, text)
+	}
+	if err := dm.Note(newer, text); err != nil {
+		return err
+	}
+	if _, err := dm.Remove(name); err != nil {
+		return err
+	}
+	return dm.Rename(newer, name)
 }
 
 // readNote returns the note of a mirror; false if there is none, as of a mirror that an older driver made.
 func readNote(d *dm.Device) (n note, is bool, err error) {
-	kept, err := dm.Find(noteOf(d.Name))
-	if err != nil || kept == nil {
-		return n, false, err
+	name, newer := notesOf(d.Name)
+	for _, one := range []string{name, newer} {
+		kept, err := dm.Find(one)
+		if err != nil {
+			return n, false, err
+		}
+		if kept == nil {
+			continue
+		}
+		var major, minor uint32
+		text, is := strings.CutPrefix(kept.UUID, noteFor(d))
+		if !is {
+			continue
+		}
+		if _, err := fmt.Sscanf(text, "-%d-%d:%d", &n.event, &major, &minor); err != nil {
+			return n, false, fmt.Errorf("note %s says %q: %w", kept.Name, kept.UUID, err)
+		}
+		n.old = unix.Mkdev(major, minor)
+		return n, true, nil
 	}
-	var major, minor uint32
-	text, is := strings.CutPrefix(kept.UUID, noteFor(d))
-	if !is {
-		return n, false, nil
-	}
-	if _, err := fmt.Sscanf(text, "-%d-%d:%d", &n.event, &major, &minor); err != nil {
-		return n, false, fmt.Errorf("note %s says %q: %w", kept.Name, kept.UUID, err)
-	}
-	n.old = unix.Mkdev(major, minor)
-	return n, true, nil
+	return n, false, nil
 }
 
 // forget removes the note of a seat that is no mirror any more.
 func forget(seat string) error {
-	_, err := dm.Remove(noteOf(seat))
-	return err
+	name, newer := notesOf(seat)
+	_, err := dm.Remove(name)
+	_, failure := dm.Remove(newer)
+	return errors.Join(err, failure)
 }
 
 // begins is how long load waits before it reads the count of events. Targets that are in sync from the start have their event in that time. The event of a
 // slower one looks like a forgotten failure, and the mirror begins anew.
 const begins = 50 * time.Millisecond
 
-// load loads the table of a mirror into a held seat, for when it is resumed, and writes its note. After an error no table is loaded.
-func load(d *dm.Device, old uint64, table []dm.Line) error {
+// load loads the table of a mirror into a held seat, for when it is resumed, and returns its note. After an error no table is loaded.
+func load(d *dm.Device, old uint64, table []dm.Line) (note, error) {
 	if err := dm.Load(d.Name, table); err != nil {
-		return err
+		return note{}, err
 	}
 	time.Sleep(begins)
 	now, err := dm.Find(d.Name)
 	if err == nil && now == nil {
 		err = unix.ENXIO
 	}
-	if err == nil {
-		err = note{now.Event, old}.write(d)
-	}
 	if err != nil {
-		return errors.Join(err, dm.Clear(d.Name))
+		return note{}, errors.Join(err, dm.Clear(d.Name))
 	}
-	return nil
+	return note{now.Event, old}, nil
+}
+
+// loadFirst is load for a seat that is no mirror yet. It writes the note.
+func loadFirst(d *dm.Device, old uint64, table []dm.Line) error {
+	n, err := load(d, old, table)
+	if err == nil {
+		if err = n.write(d); err != nil {
+			err = errors.Join(err, dm.Clear(d.Name))
+		}
+	}
+	return err
 }
 
 // part is a target of a mirror.
@@ -240,8 +288,19 @@ func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 	return parts, nil
 }
 
-// copyBack has the kernel copy some parts of a mirror from the new leg to the old one. All other parts are over the old leg alone from then on.
+// copyBack has the kernel copy some parts of a mirror from the new leg to the old one. All other parts are over the old leg alone from then on. After an
+// error, or a crash, the mirror is as it was, or counts as one that has forgotten.
 func (m mirror) copyBack(d *dm.Device, parts []bool) error {
+	for _, step := range m.stepsBack(d, parts) {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// stepsBack returns the steps of copyBack.
+func (m mirror) stepsBack(d *dm.Device, parts []bool) []func() error {
 	var table []dm.Line
 	for i, p := range m.parts {
 		if parts[i] {
@@ -250,8 +309,16 @@ func (m mirror) copyBack(d *dm.Device, parts []bool) error {
 			table = append(table, dm.Line{Start: p.Start, Length: p.Length, Kind: "linear", Text: fmt.Sprintf("%s %d", dm.Number(m.Old), p.Start/512)})
 		}
 	}
-	if err := dm.Hold(d.Name); err != nil {
-		return err
+	var n note
+	return []func() error{
+		func() error { return dm.Hold(d.Name) },
+		func() (err error) {
+			if n, err = load(d, m.Old, table); err != nil {
+				err = errors.Join(err, dm.Resume(d.Name, dm.NoScan))
+			}
+			return err
+		},
+		func() error { return dm.Resume(d.Name, dm.NoScan) },
+		func() error { return n.write(d) },
 	}
-	return errors.Join(load(d, m.Old, table), dm.Resume(d.Name, dm.NoScan))
 }

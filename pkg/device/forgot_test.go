@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -116,7 +117,7 @@ func TestFlushFails(t *testing.T) {
 					}
 					check.OK(p, <-flushed)
 					p.writes(d.Path)
-					if left, err := dm.Names("ashlar-" + p.from.name); err != nil || slices.ContainsFunc(left, func(name string) bool { return bytes.HasSuffix([]byte(name), []byte("-since")) }) {
+					if left, err := dm.Names("ashlar-" + p.from.name); err != nil || slices.ContainsFunc(left, isNote) {
 						p.Errorf("left are %v, %v", left, err)
 					}
 					check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
@@ -133,6 +134,71 @@ func TestFlushFails(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestCopiedBackCut: a driver that is killed while it has what only the new leg has copied back, at any point, goes on with that: nothing is lost.
+func TestCopiedBackCut(t *testing.T) {
+	for steps, after := 1, 1; after <= steps; after++ {
+		t.Run(fmt.Sprint(after), func(t *testing.T) {
+			overPair(t, 64*pooltest.MiB, func(p *pair) {
+				d := p.attach(p.options)
+				places := []int64{2 * pooltest.MiB, 30 * pooltest.MiB}
+				for _, at := range places {
+					p.write(d.Path, at, pattern(1))
+				}
+				p.mirror(blockdev.Extent{Length: 24 * pooltest.MiB}, blockdev.Extent{Offset: 40 * pooltest.MiB, Length: 4096})
+				p.copied()
+				flushed := p.flushFails(d.Path, p.from)
+				p.forgets(d.Path, places)
+				var err error
+				steps, err = device.CopyBackCut(p.seat(), after)
+				check.OK(p, err)
+				p.recover() // as a driver that starts
+				if m := p.mirrored(); after < steps && !m.Forgot {
+					p.Errorf("it is %+v", m)
+				}
+				p.undone()
+				check.OK(p, <-flushed)
+				if left, err := dm.Names("ashlar-" + p.from.name); err != nil || slices.ContainsFunc(left, isNote) {
+					p.Errorf("left are %v, %v", left, err)
+				}
+				check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+				p.bare(p.from, func(path string) {
+					for _, at := range places {
+						b := make([]byte, 4096)
+						check.OK(p, pooltest.Second(readAt(path, b, at)))
+						if want := pattern(104); !bytes.Equal(b, want) {
+							p.Errorf("at %d there is %q..., not %q", at, b[:16], want[:16])
+						}
+					}
+				})
+			})
+		})
+	}
+}
+
+// TestNoteIsReplaced: a driver that is killed while it replaces the note of a mirror finds one of the two, and so which leg is the old one.
+func TestNoteIsReplaced(t *testing.T) {
+	overPair(t, 32*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		p.mirror(p.all())
+		p.copied()
+		top, _ := p.names()
+		check.OK(p, dm.Rename(top+"-since", top+"-newer"))
+		if m := p.mirrored(); m.Forgot || m.Back {
+			p.Errorf("it is %+v", m)
+		}
+		p.undone()
+		if left, err := dm.Names("ashlar-" + p.from.name); err != nil || slices.ContainsFunc(left, isNote) {
+			p.Errorf("left are %v, %v", left, err)
+		}
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+	})
+}
+
+// isNote reports whether a device is a note, by its name.
+func isNote(name string) bool {
+	return strings.HasSuffix(name, "-since") || strings.HasSuffix(name, "-newer")
 }
 
 // TestForgotAndFails: a mirror that has forgotten, and of which a leg, or each, fails all that comes since, ends all the same: nobody has what only that leg had, and who uses the volume would wait for ever.

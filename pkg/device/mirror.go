@@ -167,7 +167,7 @@ func (s Stack) loadMirror(ctx context.Context, d *dm.Device, from, to blockdev.D
 			return fmt.Errorf("ranges that hold data: %w", err)
 		}
 	}
-	return load(d, from.Number, mirrorTable(from.Number, to.Number, size, extents))
+	return loadFirst(d, from.Number, mirrorTable(from.Number, to.Number, size, extents))
 }
 
 // mirrorTable returns the table of a mirror. Ranges without data count as copied.
