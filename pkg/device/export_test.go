@@ -1,10 +1,12 @@
 package device
 
 import (
+	"context"
 	"errors"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
@@ -29,4 +31,16 @@ func CopyBackCut(seat string, after int) (steps int, err error) {
 		}
 	}
 	return len(all), nil
+}
+
+// AttachMarks attaches what marks a volume, as Attach does for a volume that is to have no marks if that was there a moment ago.
+func (s Stack) AttachMarks(ctx context.Context) error {
+	t, _ := s.top()
+	_, err := marked{t}.attach(ctx, blockdev.Device{}, Options{})
+	return err
+}
+
+// InTime is inTime.
+func (s *Stacks) InTime(ctx context.Context, name string, do func() error) (known bool, err error) {
+	return s.inTime(ctx, name, do)
 }

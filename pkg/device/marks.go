@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
@@ -63,6 +65,9 @@ func (m marked) attach(_ context.Context, below blockdev.Device, o Options) (_ b
 	if err == nil && d != nil && !d.Live { // who made it was cut short
 		_, err = dm.Remove(name)
 		d = nil
+	}
+	if err == nil && d == nil && o.Marking == nil { // it was there a moment ago (Stack.has), and is not wanted otherwise
+		err = fmt.Errorf("device %s went away with its last user: %w", name, unix.ENXIO)
 	}
 	if err != nil {
 		return blockdev.Device{}, err

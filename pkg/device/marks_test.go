@@ -316,3 +316,13 @@ func TestMarkedMoves(t *testing.T) {
 		p.bare(p.to, func(path string) { p.has(path, n) })
 	})
 }
+
+// TestMarksWentAway: what marks a volume goes with its last user between two looks of Attach, for a volume that is to have no marks: Attach tries again
+// without.
+func TestMarksWentAway(t *testing.T) {
+	overEach(t, func(f *fixture) {
+		if err := f.stack().AttachMarks(f.Context()); !dm.Vanished(err) {
+			f.Errorf("attached: %v", err)
+		}
+	})
+}

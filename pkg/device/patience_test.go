@@ -1,7 +1,9 @@
 package device_test
 
 import (
+	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -49,4 +51,48 @@ func TestHealthOfHungDisk(t *testing.T) {
 		}
 		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
 	})
+}
+
+// TestInTime: a look that does not end holds up none of those who wait for it, and there is no second one of the same device meanwhile. Once it has ended, its
+// error counts, and the next one begins.
+func TestInTime(t *testing.T) {
+	stacks := device.New()
+	var looks atomic.Int32
+	failed := errors.New("an error")
+	hung := make(chan struct{})
+	look := func() error {
+		looks.Add(1)
+		<-hung
+		return failed
+	}
+	for n := range 3 {
+		began := time.Now()
+		if known, err := stacks.InTime(t.Context(), "a", look); known || err != nil {
+			t.Errorf("a look that hangs: %v, %v", known, err)
+		}
+		if took := time.Since(began); n > 0 && took > time.Second {
+			t.Errorf("after the first, one more waited for %v", took)
+		}
+	}
+	if known, err := stacks.InTime(t.Context(), "b", func() error { return nil }); !known || err != nil {
+		t.Errorf("beside it another one: %v, %v", known, err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if known, err := stacks.InTime(ctx, "c", look); known || !errors.Is(err, context.Canceled) {
+		t.Errorf("without time: %v, %v", known, err)
+	}
+	if n := looks.Load(); n > 2 {
+		t.Errorf("there were %d looks", n)
+	}
+	close(hung)
+	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		known, err := stacks.InTime(t.Context(), "a", func() error { looks.Add(1); return failed })
+		if known && errors.Is(err, failed) && looks.Load() > 2 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("when it has ended: %v, %v", known, err)
+		}
+	}
 }
