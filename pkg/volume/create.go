@@ -189,7 +189,7 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 	if err != nil {
 		return Volume{}, err
 	}
-	create.Origin, create.Prepare = source.record.Ref, filesystem.Separate
+	create.Origin, create.Prepare = source.record.Ref, separateOf(spec)
 	labelOrigin(create.Labels, source.pool.Name(), spec.Source)
 	copyFormat(create.Labels, parseFormat(source.record.Labels[labelFormat]))
 	if spec.Encryption.Scheme != NotEncrypted {
@@ -208,6 +208,15 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 		return Volume{}, err
 	}
 	return fromRecord(source.pool.Name(), l.node, record), nil
+}
+
+// separateOf returns what gives the filesystem in a copy that is not encrypted an identity of its own; nil for a raw block device. Such a copy has the bytes
+// of its source, whatever they are: a backup tool reads in it what changed in its snapshot, and would read what was rewritten only here and there.
+func separateOf(spec Spec) func(ctx context.Context, path string) error {
+	if spec.Filesystem == "" {
+		return nil
+	}
+	return filesystem.Separate
 }
 
 // create makes an object in a pool. Progress shows how far that is.

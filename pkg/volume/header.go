@@ -156,9 +156,9 @@ func (v *Volume) hasHeader(device blockdev.Device, uuid string) error {
 }
 
 // separate gives the filesystem behind the header of a copy an identity of its own (filesystem.Separate), when the copy is opened for the first time. device
-// is the open device.
+// is the open device. The bytes of a raw block device stay as they are: see separateOf.
 func (l *Local) separate(ctx context.Context, v Volume, device blockdev.Device) error {
-	if !v.separate {
+	if !v.separate || v.Filesystem == "" {
 		return nil
 	}
 	if err := filesystem.Separate(ctx, device.Path); err != nil {

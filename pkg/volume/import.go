@@ -136,7 +136,7 @@ func (l *Local) importIn(ctx context.Context, spec Spec, pool blockdev.Pool, fro
 		return Volume{}, err
 	}
 	whole, err := l.fill(ctx, pool, record, from, func(ctx context.Context, path string) (map[string]string, error) {
-		return copied(ctx, path, record.Key, from)
+		return copied(ctx, path, record.Key, spec, from)
 	})
 	if err != nil {
 		err = fmt.Errorf("copy %s to volume %q in pool %s: %w", from.ID, spec.Name, pool.Name(), err)
@@ -156,12 +156,15 @@ func (l *Local) beginImport(ctx context.Context, spec Spec, pool blockdev.Pool, 
 	return l.create(ctx, pool, create)
 }
 
-// copied gives a whole copy, in the device at path, an identity of its own, and returns the labels that its record then gets.
-func copied(ctx context.Context, path, key string, from Origin) (map[string]string, error) {
-	labels, separate := map[string]string{labelImport: ""}, filesystem.Separate
+// copied gives a whole copy of a spec, in the device at path, an identity of its own, and returns the labels that its record then gets.
+func copied(ctx context.Context, path, key string, spec Spec, from Origin) (map[string]string, error) {
+	labels, separate := map[string]string{labelImport: ""}, separateOf(spec)
 	copyFormat(labels, from.Format)
 	if from.Scheme != NotEncrypted {
 		separate = copyHeader(labels, key, from.Header)
+	}
+	if separate == nil {
+		return labels, nil
 	}
 	return labels, separate(ctx, path)
 }
