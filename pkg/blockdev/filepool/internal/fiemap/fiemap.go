@@ -179,8 +179,11 @@ func (w *window) at(offset int64) (blank bool, physical, end int64) {
 
 // Apart returns ranges, in order, outside of which two files have the same bytes from an offset on: there both have the same blocks, or none that were
 // written. The ranges are complete up to next, as it looks at only as many extents as fit into one answer of the kernel. If the filesystem maps no
-// extents, or moves them meanwhile, all is apart. Nobody changes the files meanwhile.
+// extents, is not believed, or moves them meanwhile, all is apart. Nobody changes the files meanwhile.
 func Apart(a, b *os.File, from, end int64) (apart []Range, next int64, err error) {
+	if is, err := believed(a); !is {
+		return []Range{{from, end}}, end, err
+	}
 	first, err := windowOf(a, from, end)
 	var second, again window
 	if err == nil {
@@ -213,6 +216,17 @@ func Apart(a, b *os.File, from, end int64) (apart []Range, next int64, err error
 		at = stop
 	}
 	return apart, next, nil
+}
+
+// believed reports whether the filesystem of a file says of the same address, for two files, only if they share the block there. XFS and btrfs do, and are
+// where blocks are shared. CIFS says the offset in the file in place of an address (smb3_fiemap in fs/smb/client/smb2ops.c), so any two files would have the
+// same blocks; bcachefs says an address on a disk, and not on which of its disks.
+func believed(f *os.File) (bool, error) {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(f.Fd()), &st); err != nil {
+		return false, fmt.Errorf("find the filesystem of %s: %w", f.Name(), errdefs.FromErrno(err))
+	}
+	return st.Type == unix.XFS_SUPER_MAGIC || st.Type == unix.BTRFS_SUPER_MAGIC, nil
 }
 
 // moved is how much counts as apart when extents were moved meanwhile, in bytes, before the next look.
