@@ -109,6 +109,14 @@ func Run(t testing.TB, argv ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
+// HeaderDevice returns the device that has the header of an encrypted volume in use, by the key of its ID: as docs/use/encryption.md has people find it.
+func HeaderDevice(t testing.TB, key string) string {
+	t.Helper()
+	return Run(t, "sh", "-ec", strings.ReplaceAll(`NAME=$(dmsetup ls | grep -o '^[^[:space:]]*KEY[^[:space:]]*-crypt')
+DEVICE=/dev/$(dmsetup deps -o blkdevname "$NAME" | grep -oP '\(\K[^)]+')
+echo "$DEVICE"`, "KEY", key))
+}
+
 // Options are those of a driver under test.
 type Options struct {
 	// Dir is an existing directory for all files of the driver; default: a new one.

@@ -384,6 +384,31 @@ func (f *fixture) seat() string {
 	return name + "-seat"
 }
 
+// TestMirroredHeader: a key that somebody adds to the device with the header, as docs/use/encryption.md says, is in the header of both legs, also in the part that
+// was copied before.
+func TestMirroredHeader(t *testing.T) {
+	overPair(t, 32*pooltest.MiB, func(p *pair) {
+		if p.options.Encryption == nil {
+			return
+		}
+		d := p.attach(p.options)
+		p.mirror(p.all())
+		p.copied()
+		dir := p.TempDir()
+		added := luks.Key("another one")
+		check.OK(p, os.WriteFile(dir+"/old", p.options.Encryption.Key, 0o600))
+		check.OK(p, os.WriteFile(dir+"/new", added, 0o600))
+		drivertest.Run(p, "cryptsetup", "-q", "luksAddKey", "--pbkdf-memory", "65536", "--pbkdf-parallel", "4", "--pbkdf-force-iterations", "4", "--key-file", dir+"/old",
+			drivertest.HeaderDevice(p, p.ref.Key), dir+"/new")
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+		for _, leg := range []*disk{p.from, p.to} {
+			if opens, err := luks.Opens(p.Context(), leg.device().Path, added); !opens || err != nil {
+				p.Errorf("the new key opens the %s leg: %v, %v", leg.name, opens, err)
+			}
+		}
+	})
+}
+
 // TestMirrorRefused: what cannot be a leg is refused, and a failure leaves all as it was.
 func TestMirrorRefused(t *testing.T) {
 	overPair(t, 32*pooltest.MiB, func(p *pair) {

@@ -112,13 +112,11 @@ func TestKeySlots(t *testing.T) {
 	v := d.made(encrypted("v", "ext4"))
 	target := v.running()
 	write(t, v.File(target), 1)
-	dir, device := t.TempDir(), ""
+	dir := t.TempDir()
 	for key, text := range map[string]string{"old": passphrase, "new": "another one"} {
 		check.OK(t, os.WriteFile(filepath.Join(dir, key), []byte(text), 0o600))
 	}
-	attached, err := exec.Command("losetup", "--noheadings", "--output", "NAME", "--associated", v.image()).Output()
-	check.OK(t, err)
-	device = strings.TrimSpace(string(attached))
+	device := drivertest.HeaderDevice(t, v.key())
 	keys := func(args ...string) {
 		t.Helper()
 		if out, err := exec.Command("cryptsetup", append([]string{"--batch-mode"}, args...)...).CombinedOutput(); err != nil {
