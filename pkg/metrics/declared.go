@@ -93,7 +93,7 @@ var programs = map[string]bool{}
 
 func init() {
 	for _, name := range []string{
-		"mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "resize2fs", "btrfstune", "lvm", "smartctl", "cryptsetup", "thin_delta", "thin_dump",
+		"mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "resize2fs", "btrfstune", "lvm", "smartctl", "cryptsetup",
 		"fullreport", "lvs", "lvcreate", "lvremove", "lvchange", "lvextend"} {
 		programs[name] = true
 	}

@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"hash/crc32"
+	"iter"
 	"os"
 	"slices"
 
@@ -134,33 +136,143 @@ func current(metadata string) (view, error) {
 	return metadataFile{file, metadata}.view()
 }
 
-// walk calls visit with the entries of a tree whose keys are below end, in order of the keys.
-func (m metadataFile) walk(root, end uint64, depth int, visit func(key, value uint64) error) error {
-	b, err := m.block(root, nodeSum)
+// node is a node of a tree.
+type node struct {
+	b             []byte
+	entries, most int
+	leaf          bool
+}
+
+func (n node) key(i int) uint64   { return binary.LittleEndian.Uint64(n.b[keysAt+8*i:]) }
+func (n node) value(i int) uint64 { return binary.LittleEndian.Uint64(n.b[keysAt+8*(n.most+i):]) }
+
+// node returns the node in a block. errdefs.ErrUnsupported if there is none that this driver knows.
+func (m metadataFile) node(number uint64) (node, error) {
+	b, err := m.block(number, nodeSum)
+	if err != nil {
+		return node{}, err
+	}
+	short := func(at int) int { return int(binary.LittleEndian.Uint32(b[at:])) }
+	n, flags := node{b, short(entriesAt), short(mostAt), short(flagsAt) == leafNode}, short(flagsAt)
+	if n.entries > n.most || n.most > (metadataBlock-keysAt)/16 || short(valueSizeAt) != 8 || flags != internalNode && flags != leafNode || flags == internalNode && n.entries == 0 {
+		return node{}, m.strange(number, "it is no node that this driver knows")
+	}
+	return n, nil
+}
+
+// span is a range of keys of a tree, from first to before end.
+type span struct{ first, end uint64 }
+
+// walk calls visit with the entries of a tree whose keys are in a span, in order of the keys. Nodes below the root for which pass returns true, by their block
+// and their depth, are left out with all that is below them; nil: none.
+func (m metadataFile) walk(root uint64, keys span, depth int, pass func(number uint64, depth int) bool, visit func(key, value uint64) error) error {
+	n, err := m.node(root)
+	if err == nil && depth == mostDepth {
+		err = m.strange(root, "the tree is too deep")
+	}
 	if err != nil {
 		return err
 	}
-	number := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
-	short := func(at int) int { return int(binary.LittleEndian.Uint32(b[at:])) }
-	entries, most, flags := short(entriesAt), short(mostAt), short(flagsAt)
-	if depth == mostDepth || entries > most || most > (metadataBlock-keysAt)/16 || short(valueSizeAt) != 8 || flags != internalNode && flags != leafNode {
-		return m.strange(root, "it is no node that this driver knows")
-	}
-	for i := range entries {
-		key, value := number(keysAt+8*i), number(keysAt+8*(most+i))
-		if key >= end {
+	for i := range n.entries {
+		switch {
+		case n.key(i) >= keys.end:
 			return nil
-		}
-		if flags == leafNode {
-			err = visit(key, value)
-		} else {
-			err = m.walk(value, end, depth+1, visit)
+		case n.leaf && n.key(i) < keys.first, !n.leaf && i+1 < n.entries && n.key(i+1) <= keys.first:
+		case n.leaf:
+			err = visit(n.key(i), n.value(i))
+		case pass == nil || !pass(n.value(i), depth+1):
+			err = m.walk(n.value(i), keys, depth+1, pass, visit)
 		}
 		if err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// nodes returns the nodes of a tree below its root that may have keys in a span, sorted. It reads no leaf but the first: all are equally deep.
+func (m metadataFile) nodes(root uint64, keys span) (all []uint64, err error) {
+	n, err := m.node(root)
+	leaves := 0 // their depth
+	for ; err == nil && !n.leaf && leaves < mostDepth; leaves++ {
+		n, err = m.node(n.value(0))
+	}
+	if err != nil || leaves == 0 {
+		return nil, err
+	}
+	err = m.walk(root, keys, 0, func(number uint64, depth int) bool {
+		all = append(all, number)
+		return depth >= leaves
+	}, func(uint64, uint64) error { return nil })
+	slices.Sort(all)
+	return all, err
+}
+
+// errStopped ends a walk whose entries nobody wants any more.
+var errStopped = errors.New("stopped")
+
+// differing calls visit with the keys, in a span and in order, that one of two trees of blocks has and the other one has not, or has for another block. Nodes
+// that both have are the same in both, as snapshots share what was not written since; they are not read. After an error it may have passed over some.
+func (m metadataFile) differing(before, after uint64, keys span, visit func(key uint64) error) error {
+	ours, err := m.nodes(before, keys)
+	if err != nil {
+		return err
+	}
+	theirs, err := m.nodes(after, keys)
+	if err != nil {
+		return err
+	}
+	same := slices.DeleteFunc(ours, func(number uint64) bool {
+		_, is := slices.BinarySearch(theirs, number)
+		return !is
+	})
+	both := func(number uint64, _ int) bool {
+		_, is := slices.BinarySearch(same, number)
+		return is
+	}
+	var failed error // of reading before
+	next, stop := iter.Pull2(func(yield func(key, value uint64) bool) {
+		failed = m.walk(before, keys, 0, both, func(key, value uint64) error {
+			if !yield(key, value) {
+				return errStopped
+			}
+			return nil
+		})
+	})
+	defer stop()
+	old, oldValue, more := next()
+	err = m.walk(after, keys, 0, both, func(key, value uint64) error {
+		for ; more && old < key; old, oldValue, more = next() {
+			if err := visit(old); err != nil {
+				return err
+			}
+		}
+		shared := false
+		if more && old == key {
+			shared = oldValue>>timeBits == value>>timeBits
+			old, oldValue, more = next()
+		}
+		if shared || failed != nil {
+			return failed
+		}
+		return visit(key)
+	})
+	for ; err == nil && more; old, _, more = next() {
+		err = visit(old)
+	}
+	return cmp.Or(failed, err)
+}
+
+// blocksOf returns the root of the tree of a thin volume's blocks, by the volume's number. errdefs.ErrUnsupported if there is no such volume.
+func (m metadataFile) blocksOf(seen view, number uint64) (root uint64, err error) {
+	err = m.walk(seen.of.root, span{number, number + 1}, 0, nil, func(_, blocks uint64) error {
+		root = blocks
+		return nil
+	})
+	if err == nil && root == 0 {
+		err = m.strange(seen.at, fmt.Sprintf("it has no thin volume %d", number))
+	}
+	return root, err
 }
 
 // alone returns the pieces of the first size bytes of a thin volume, by its number, whose blocks no other volume of the thin pool has. It reads the
@@ -178,8 +290,8 @@ func alone(metadata string, volume uint64, size int64) (pieces []piece, seen vie
 	block := seen.of.size
 	end := uint64((size + block - 1) / block)
 	own, others := map[uint64]uint64{}, map[uint64]bool{}
-	err = m.walk(seen.of.root, 1<<timeBits, 0, func(number, blocks uint64) error {
-		return m.walk(blocks, end, 0, func(logical, value uint64) error {
+	err = m.walk(seen.of.root, span{0, 1 << timeBits}, 0, nil, func(number, blocks uint64) error {
+		return m.walk(blocks, span{0, end}, 0, nil, func(logical, value uint64) error {
 			if number == volume {
 				own[value>>timeBits] = logical
 			} else {

@@ -1,7 +1,6 @@
 package lvmpool
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -12,8 +11,8 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/extents"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
@@ -39,14 +38,24 @@ func (e cannotRead) Unwrap() error { return e.error }
 // mapped passes on the ranges, from an offset on, in which a thin volume has blocks; with a base, those in which its blocks are not the base's, which
 // includes blocks that only one of the two has. Ranges are whole blocks of the thin pool, up to size. next is up to where all was passed on, also with an
 // error; after cannotRead the caller can go on there in another way.
+//
+// It reads the metadata itself. thin_delta of thin-provisioning-tools 1.0.0 to 1.0.4 takes blocks that follow each other in a volume for blocks that
+// follow each other in the thin pool (RunBuilder in src/thin/delta.rs), and so says of many that were written that they are the same.
 func (p *pool) mapped(ctx context.Context, base, target blockdev.Ref, size, from int64, yield func(blockdev.Extent) error) (next int64, err error) {
-	argv, err := p.reader(ctx, base, target)
-	if err != nil {
-		return from, cannotRead{err}
+	var numbers []uint64 // of the target, and of the base if there is one
+	for _, ref := range []blockdev.Ref{target, base} {
+		if ref == (blockdev.Ref{}) {
+			continue
+		}
+		number, err := p.thinID(ctx, ref)
+		if err != nil {
+			return from, cannotRead{err}
+		}
+		numbers = append(numbers, number)
 	}
 	w := &extents.Writer{Yield: yield}
 	for next = from; ; {
-		found, whole, err := p.readMetadata(ctx, argv, size, next)
+		found, whole, err := p.readMetadata(ctx, numbers, size, next)
 		if err != nil {
 			if failure := w.Flush(); failure != nil {
 				err = failure
@@ -63,20 +72,6 @@ func (p *pool) mapped(ctx context.Context, base, target blockdev.Ref, size, from
 			return size, w.Flush()
 		}
 	}
-}
-
-// reader returns the command that reads the metadata, without its last argument: the device.
-func (p *pool) reader(ctx context.Context, base, target blockdev.Ref) ([]string, error) {
-	number := func(ref blockdev.Ref) (string, error) {
-		id, err := p.thinID(ctx, ref)
-		return strconv.FormatUint(id, 10), err
-	}
-	after, err := number(target)
-	if err != nil || base == (blockdev.Ref{}) {
-		return []string{"thin_dump", "--metadata-snap", "--format", "xml", "--dev-id", after}, err
-	}
-	before, err := number(base)
-	return []string{"thin_delta", "--metadata-snap", "--snap1", before, "--snap2", after}, err
 }
 
 // thinID returns the number that a thin volume has in its thin pool, by lvm2.
@@ -98,25 +93,38 @@ func (p *pool) thinID(ctx context.Context, ref blockdev.Ref) (uint64, error) {
 // errEnough ends the reading when mostRanges are found.
 var errEnough = errors.New("enough for now")
 
-// readMetadata returns the ranges, from an offset on, that argv finds in a snapshot of the metadata; whole is false if there are more. cannotRead if it
-// fails.
-func (p *pool) readMetadata(ctx context.Context, argv []string, size, from int64) (found []blockdev.Extent, whole bool, err error) {
+// readMetadata returns ranges of the thin volume numbers[0], from an offset on, by a snapshot of the metadata: those that it has, or with numbers[1] those
+// in which the two differ. whole is false if there are more. cannotRead if it fails.
+func (p *pool) readMetadata(ctx context.Context, numbers []uint64, size, from int64) (found []blockdev.Extent, whole bool, err error) {
 	err = p.withMetadata(ctx, func(device string) error {
-		block := int64(0)
-		return command.Lines(ctx, func(line []byte) error {
-			e, ok, err := parseRange(line, &block)
-			end := min(e.Offset+e.Length, size)
-			if err != nil || !ok || end <= from || e.Offset >= size {
-				return err
+		file, err := direct.Open(device, os.O_RDONLY)
+		if err != nil {
+			return err
+		}
+		defer file.Close()
+		m := metadataFile{file, device}
+		seen, err := m.view()
+		if err != nil {
+			return err
+		}
+		err = m.list(seen, numbers, size, from, func(e blockdev.Extent) error {
+			if last := len(found) - 1; last >= 0 && found[last].Offset+found[last].Length == e.Offset {
+				found[last].Length += e.Length
+				return ctx.Err()
 			}
-			e.Offset = max(e.Offset, from/block*block)
-			e.Length = end - e.Offset
 			if len(found) == mostRanges {
 				return errEnough
 			}
 			found = append(found, e)
-			return nil
-		}, append(argv, device)...)
+			return ctx.Err()
+		})
+		if err != nil && !errors.Is(err, errEnough) {
+			return err
+		}
+		if still := p.stillHeld(device, seen); still != nil {
+			return still
+		}
+		return err
 	})
 	if errors.Is(err, errEnough) {
 		return found, false, nil
@@ -127,40 +135,43 @@ func (p *pool) readMetadata(ctx context.Context, argv []string, size, from int64
 	return found, true, err
 }
 
-// parseRange reads a line of thin_dump or thin_delta. ok: it is a range, in bytes, that is mapped, or differs. The first line has the size of the blocks,
-// which is kept in block. errdefs.ErrUnsupported for a line that is not known.
-func parseRange(line []byte, block *int64) (e blockdev.Extent, ok bool, err error) {
-	line = bytes.TrimSpace(line)
-	number := func(name string) (n int64) {
-		_, after, there := bytes.Cut(line, []byte(" "+name+"=\""))
-		text, _, _ := bytes.Cut(after, []byte("\""))
-		n, failure := strconv.ParseInt(string(text), 10, 64)
-		if err == nil && (!there || failure != nil || n < 0 || n > 1<<48) {
-			err = fmt.Errorf("%w: what is %s in %q?", errdefs.ErrUnsupported, name, line)
+// list calls visit with the blocks, in bytes, that a thin volume has; with a second one, those in which the two differ. It is for the first size bytes, from
+// the block at an offset on.
+func (m metadataFile) list(seen view, numbers []uint64, size, from int64, visit func(blockdev.Extent) error) error {
+	var roots []uint64
+	for _, number := range numbers {
+		root, err := m.blocksOf(seen, number)
+		if err != nil {
+			return err
 		}
-		return n
+		roots = append(roots, root)
 	}
-	kind, _, _ := bytes.Cut(line, []byte(" "))
-	switch string(kind) {
-	case "<superblock":
-		*block = 512 * number("data_block_size")
-	case "<range_mapping":
-		e, ok = blockdev.Extent{Offset: number("origin_begin"), Length: number("length")}, true
-	case "<single_mapping":
-		e, ok = blockdev.Extent{Offset: number("origin_block"), Length: 1}, true
-	case "<different", "<left_only", "<right_only":
-		e, ok = blockdev.Extent{Offset: number("begin"), Length: number("length")}, true
-	case "<same", "<diff", "</diff>", "<device", "</device>", "</superblock>", "<def", "</def>", "<ref", "":
-	default:
-		err = fmt.Errorf("%w: %q", errdefs.ErrUnsupported, line)
+	if from >= size {
+		return nil
 	}
-	if ok && *block == 0 && err == nil {
-		err = fmt.Errorf("%w: there is no size of blocks before %q", errdefs.ErrUnsupported, line)
+	block := seen.of.size
+	keys := span{uint64(from / block), uint64((size + block - 1) / block)}
+	each := func(key uint64) error {
+		at := int64(key) * block
+		return visit(blockdev.Extent{Offset: at, Length: min(block, size-at)})
 	}
-	if string(kind) == "<def" || string(kind) == "<ref" { // ranges that devices share are not listed with each of them
-		err = fmt.Errorf("%w: %q", errdefs.ErrUnsupported, line)
+	if len(roots) == 1 {
+		return m.walk(roots[0], keys, 0, nil, func(key, _ uint64) error { return each(key) })
 	}
-	return blockdev.Extent{Offset: e.Offset * *block, Length: e.Length * *block}, ok, err
+	return m.differing(roots[1], roots[0], keys, each)
+}
+
+// stillHeld returns errdefs.ErrUnavailable unless the thin pool still has the snapshot of the metadata that was seen. If somebody else released it, what was
+// read may have been of something else by then.
+func (p *pool) stillHeld(metadata string, seen view) error {
+	if _, _, err := p.thinNow(); err != nil { // it has the thin pool commit
+		return err
+	}
+	now, err := current(metadata)
+	if err == nil && (now.at != seen.at || now.of != seen.of) {
+		err = fmt.Errorf("%w: somebody released the snapshot of the thin pool's metadata while it was read", errdefs.ErrUnavailable)
+	}
+	return err
 }
 
 // withMetadata calls read with the path of the thin pool's metadata device, while there is a snapshot of ours of the metadata. Only one call of this
