@@ -189,6 +189,9 @@ type Options struct {
 	Marking *Marking
 	// Guarded: the device fails all writes, whoever has it open, because several nodes read the volume.
 	Guarded bool
+	// ReadOnly: nobody can write to the device, whoever has it open, until the volume is attached without ReadOnly. It has no effect where the kernel has no
+	// device mapper, nor on a device that is there for writing already.
+	ReadOnly bool
 }
 
 // Severed returns errdefs.ErrPrecondition if a device of the volume is there and what it is over is gone, as after the end of a connection. Such a device
@@ -279,7 +282,7 @@ func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockd
 	seated := slices.ContainsFunc(layers, isSeat)
 	for i, l := range layers {
 		last := i == len(layers)-1
-		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last, Encryption: o.Encryption, Seat: seated, Marking: o.Marking, Guarded: o.Guarded})
+		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last, Encryption: o.Encryption, Seat: seated, Marking: o.Marking, Guarded: o.Guarded, ReadOnly: o.ReadOnly && last})
 		if failure := device.Close(); failure != nil {
 			err = errors.Join(err, failure, above.Close())
 		}

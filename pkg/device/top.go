@@ -24,7 +24,8 @@ import (
 //     persistent reservations reach the disk. A top passes none of them down (dm.Show);
 //   - it can be suspended, whatever is below it, and without lvm2, which knows nothing of it: lvm2 sends its thin pool no
 //     message for a volume that somebody else suspended;
-//   - its table can be changed while it is in use.
+//   - its table can be changed while it is in use;
+//   - it can be read-only, whatever is below it, also for who makes a node of it.
 //
 // One that is not to be kept is removed while it is held open (DM_DEFERRED_REMOVE), so that it goes with its last user, whatever
 // becomes of the driver. What is below goes with it: the pool's device is never attached to be kept.
@@ -70,7 +71,7 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 		if o.Seat {
 			uuid = movable(uuid)
 		}
-		if d, err = lay(name, d != nil, func() error { return show(name, uuid, below, o.Guarded) }); err != nil {
+		if d, err = lay(name, d != nil, func() error { return show(name, uuid, below, o.Guarded, o.ReadOnly) }); err != nil {
 			return blockdev.Device{}, err
 		}
 		defer func() {
@@ -79,7 +80,7 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 				err = errors.Join(err, removed)
 			}
 		}()
-	} else if err := errors.Join(t.fit(d, uuid, below), told(d, o.Guarded)); err != nil { // a crash may have come before told
+	} else if err := errors.Join(t.fit(d, uuid, below, o.ReadOnly), told(d, o.Guarded)); err != nil { // a crash may have come before told
 		return blockdev.Device{}, err
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
@@ -126,16 +127,16 @@ func lay(name string, there bool, show func() error) (*dm.Device, error) {
 	return d, err
 }
 
-// fit brings a top to the size of the device below it.
-func (t top) fit(d *dm.Device, uuid string, below blockdev.Device) error {
+// fit brings a top to the size of the device below it. One that is read-only becomes writable, unless readOnly.
+func (t top) fit(d *dm.Device, uuid string, below blockdev.Device, readOnly bool) error {
 	guarded, err := dm.Guarded(d.Name)
 	if err != nil {
 		return err
 	}
-	if fits, err := fitsOver(d, below, !guarded); err != nil || fits {
+	if fits, err := fitsOver(d, below, !guarded); err != nil || fits && (readOnly || !d.ReadOnly) {
 		return err
 	}
-	return show(d.Name, uuid, below, guarded)
+	return show(d.Name, uuid, below, guarded, readOnly && d.ReadOnly)
 }
 
 // fitsOver reports whether a device needs no new table: it has the size of the one below, and if flushed is set and that one has to be flushed, so has it.
@@ -146,10 +147,11 @@ func fitsOver(d *dm.Device, below blockdev.Device, flushed bool) (bool, error) {
 }
 
 // show gives the device a table. A guarded device fails all writes, and the kernel takes a flush for a write. So after each table it is told that there is
-// no cache to flush, because the table sets that anew.
-func show(name, uuid string, below blockdev.Device, guarded bool) error {
+// no cache to flush, because the table sets that anew. A device with a read-only table refuses all writes, but for a guarded one, which has to be opened for
+// writing.
+func show(name, uuid string, below blockdev.Device, guarded, readOnly bool) error {
 	if !guarded {
-		return dm.Show(name, uuid, below.Number, below.Size, false)
+		return dm.Show(name, uuid, below.Number, below.Size, readOnly)
 	}
 	if err := dm.Guard(name, uuid, below.Number, below.Size); err != nil {
 		return err
@@ -208,7 +210,7 @@ func (t top) grow(ctx context.Context, _ luks.Key) error {
 	}
 	below, there, err := t.below(ctx, d)
 	if err == nil && there {
-		err = t.fit(d, uuid, below)
+		err = t.fit(d, uuid, below, true)
 	}
 	if dm.Vanished(err) {
 		return nil

@@ -27,11 +27,12 @@ func (l *Local) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device,
 	if err := l.makeOurs(ctx, v.ID); err != nil {
 		return blockdev.Device{}, err
 	}
-	return l.attach(ctx, v, key, false)
+	return l.attach(ctx, v, key, device.Options{})
 }
 
 // AttachRaw attaches a volume until Detach, to be handed out to users who are not trusted. If it is writable, the record says before anybody can write
-// that the volume is raw: it is never formatted from then on. Its export is ended first, as by Attach.
+// that the volume is raw: it is never formatted from then on. If not, nobody can write to the device until it is attached to be written to
+// (device.Options.ReadOnly). Its export is ended first, as by Attach.
 func (l *Local) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
 	if err := l.makeOurs(ctx, v.ID); err != nil {
 		return blockdev.Device{}, err
@@ -46,25 +47,33 @@ func (l *Local) AttachRaw(ctx context.Context, v Volume, key Key, writable bool)
 		if err := mark(); err != nil {
 			return blockdev.Device{}, err
 		}
-		return l.attach(ctx, v, nil, true)
+		return l.attach(ctx, v, nil, device.Options{Keep: true, ReadOnly: !writable})
 	}
-	device, err := l.attach(ctx, v, key, true) // first: a wrong key changes nothing
+	if v.separate && !writable { // separate writes to the device
+		first, err := l.attach(ctx, v, key, device.Options{})
+		if err = errors.Join(err, first.Close()); err != nil {
+			return blockdev.Device{}, err
+		}
+		v.separate = false
+	}
+	attached, err := l.attach(ctx, v, key, device.Options{Keep: true, ReadOnly: !writable}) // first: a wrong key changes nothing
 	if err == nil {
 		if err = mark(); err != nil { // nobody was given it yet; the retry, or the unstage, finds it
-			err = errors.Join(err, device.Close())
+			err = errors.Join(err, attached.Close())
 		}
 	}
-	return device, err
+	return attached, err
 }
 
-func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blockdev.Device, err error) {
+// attach attaches a volume: options say whether it is kept and read-only, and the volume says the rest.
+func (l *Local) attach(ctx context.Context, v Volume, key Key, options device.Options) (_ blockdev.Device, err error) {
 	stack, err := l.stack(v.ID)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
 	ctx, end := trace.Start(ctx, "attach", "volume", v.ID.String())
 	defer func() { end(err) }()
-	options := device.Options{Keep: keep, Attributes: queueSettings(v.Mutable), Seat: v.Access == AccessAny}
+	options.Attributes, options.Seat = queueSettings(v.Mutable), v.Access == AccessAny
 	if v.Encryption.Scheme == NotEncrypted {
 		return l.layLeg(ctx, v.ID, v.ReplicaOf != "", stack, options)
 	}

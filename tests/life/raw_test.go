@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -134,6 +135,7 @@ func TestReadOnlyThenWritten(t *testing.T) {
 			reader, target := v.Target("reader"), v.Target("pod")
 			check.OK(t, read.publish(reader, true))
 			refusesWrites(t, reader)
+			refusesWritesInAContainer(t, reader)
 			// Until now nobody could write to it.
 			check.OK(t, v.unpublish(reader))
 			check.OK(t, v.unstage())
@@ -152,6 +154,21 @@ func TestReadOnlyThenWritten(t *testing.T) {
 			d.nothingLeft()
 		})
 	}
+}
+
+// refusesWritesInAContainer: nobody writes to what is published for reading by a node of the container's own either, as the runtime makes it. The kubelet
+// has the runtime allow writes (mrw), unless the pod says readOnly, for a claim that is ReadOnlyMany too. Without a device mapper nothing keeps them back.
+func refusesWritesInAContainer(t *testing.T, published string) {
+	t.Helper()
+	if _, err := dm.Targets(); err != nil {
+		return
+	}
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(published, &st))
+	node := filepath.Join(t.TempDir(), "node")
+	check.OK(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(st.Rdev)))
+	refusesWrites(t, node)
+	check.OK(t, os.Remove(node))
 }
 
 // TestDeviceChanged: whatever a pod makes of its loop device, the next pod of the volume has it as
