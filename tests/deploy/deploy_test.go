@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -286,6 +287,47 @@ func TestSchema(t *testing.T) {
 				t.Errorf("%s: %v", values, err)
 			}
 		})
+	}
+}
+
+// TestClassParameters: a class of the chart takes each parameter that the driver knows (docs/reference), the Secrets of encryption, and no others.
+func TestClassParameters(t *testing.T) {
+	given := map[string][]string{
+		"pool": {"fast", "fast-*,slow"}, "spread": {"preferred", "required"}, "copies": {"local", "anywhere"}, "provisioning": {"thick", "thin"},
+		"encryption": {"luks2"}, "encryption.discard": {"true", "false"}, "access": {"node", "any"}, "homeTimeout": {"90s", "1h30m"},
+		"replicas": {"1", "2", "3"}, "replicaTopologyKey": {"topology.kubernetes.io/zone"}, "replaceAfter": {"0", "0s", "10m"}, "placement": {"stay", "follow"},
+		"csi.storage.k8s.io/fstype": {"ext4", "xfs", "btrfs"},
+	}
+	reference, err := os.ReadFile("../../docs/reference/parameters.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, section, _ := strings.Cut(string(reference), "\n## StorageClass\n")
+	section, _, _ = strings.Cut(section, "\n## ")
+	known := regexp.MustCompile("(?m)^\\| `([^`]+)` \\|").FindAllStringSubmatch(section, -1)
+	if len(known) != len(given) {
+		t.Errorf("the reference has %d parameters, and the test %d", len(known), len(given))
+	}
+	for _, of := range []string{"node-stage", "node-expand", "node-publish", "provisioner", "controller-publish", "controller-expand"} {
+		given["csi.storage.k8s.io/"+of+"-secret-name"], given["csi.storage.k8s.io/"+of+"-secret-namespace"] = []string{"${pvc.name}-key"}, []string{"${pvc.namespace}"}
+		known = append(known, []string{"", "csi.storage.k8s.io/" + of + "-secret-name"}, []string{"", "csi.storage.k8s.io/" + of + "-secret-namespace"})
+	}
+	for _, parameter := range known {
+		values := given[parameter[1]]
+		if len(values) == 0 {
+			t.Errorf("the test has no values of %s", parameter[1])
+		}
+		for _, value := range values {
+			all := render(t, fmt.Sprintf(`{storageClasses: [{name: a, parameters: {%q: %q}}]}`, parameter[1], value))
+			if have := dig(all["StorageClass <nil>/a"], "parameters", parameter[1]); have != value {
+				t.Errorf("%s=%s: the class has %v", parameter[1], value, have)
+			}
+		}
+		for _, value := range []string{`""`, "7", "true"} {
+			if _, err := template(fmt.Sprintf(`{storageClasses: [{name: a, parameters: {%q: %s}}]}`, parameter[1], value)); err == nil {
+				t.Errorf("%s=%s is not refused", parameter[1], value)
+			}
+		}
 	}
 }
 
