@@ -72,6 +72,10 @@ func IsNumbered(r *v1alpha1.ReplicatedVolume, name string) bool {
 	return false
 }
 
+// OfAgent reports whether an agent made the object of a volume, for bytes that it says are there: no agent can give an object spec.make, and none can change
+// the spec of one that never had it. Of an object that the controller has changed since it cannot tell any more.
+func OfAgent(v *v1alpha1.Volume) bool { return !v.Spec.Make && v.Generation <= 1 }
+
 // LegSpec returns the spec of a leg that is made beside others (AddLeg): blank, with the size of its volume, and else like another leg. ok is false if no
 // such leg has the name.
 func LegSpec(r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, ok bool) {

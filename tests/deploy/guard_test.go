@@ -103,8 +103,8 @@ func TestGuard(t *testing.T) {
 		all  objects
 		want int
 	}{
-		"manifests": {build(t, manifests), 6}, "chart": {render(t, ""), 6}, "off": {render(t, `{admissionPolicy: false}`), 0},
-		"with the startup taint": {build(t, "testdata/startup-taint"), 7}, "chart, with the startup taint": {render(t, `{startupTaint: true}`), 7},
+		"manifests": {build(t, manifests), 7}, "chart": {render(t, ""), 7}, "off": {render(t, `{admissionPolicy: false}`), 0},
+		"with the startup taint": {build(t, "testdata/startup-taint"), 8}, "chart, with the startup taint": {render(t, `{startupTaint: true}`), 8},
 	} {
 		policies := 0
 		for key, object := range c.all {

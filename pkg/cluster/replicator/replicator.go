@@ -304,7 +304,10 @@ func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like
 		return nil
 	}
 	before := r.DeepCopy()
-	name := cluster.AddLeg(r)
+	name, err := p.unused(ctx, r)
+	if err != nil {
+		return err
+	}
 	without, err := p.reportNoRoom(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead))
 	if err != nil {
 		return err
@@ -314,6 +317,17 @@ func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like
 	}
 	klog.FromContext(ctx).Info("A volume gets another replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
 	return p.patch(ctx, r, before)
+}
+
+// unused adds the name of a leg (cluster.AddLeg) of which there is no Volume yet. One that is there was not asked for by this object: its node would get what
+// is written to the volume.
+func (p *Replicator) unused(ctx context.Context, r *v1alpha1.ReplicatedVolume) (name string, err error) {
+	for others := r.Spec.Legs; ; r.Spec.Legs = others {
+		name = cluster.AddLeg(r)
+		if err := p.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &v1alpha1.Volume{}); err != nil {
+			return name, kube.APIError("look whether replica "+name+" is there", client.IgnoreNotFound(err))
+		}
+	}
 }
 
 // takeOut takes a leg out of spec.legs: one that is not current, or one of a volume in use, whose consumer then goes on without it. v is its Volume; nil

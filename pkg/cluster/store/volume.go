@@ -240,6 +240,10 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 	if err := spec.Check(cluster.ToVolume(have)); err != nil {
 		return false, err
 	}
+	if isFurther(spec) && cluster.OfAgent(have) { // its node would get what is written to the volume
+		return false, fmt.Errorf("%w: node %s has made the object of replica %s of volume %s, which it was not asked for; look at that node, then kubectl delete volumes.ashlar.dev %s "+
+			"(if the ReplicatedVolume was restored, restore it with its status)", errdefs.ErrPrecondition, have.Spec.NodeName, have.Name, spec.ReplicaOf, have.Name)
+	}
 	err := s.mayBeOn(ctx, spec, have.Spec.NodeName)
 	if err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 		return false, err
