@@ -30,7 +30,8 @@ FROM docker.io/library/debian:bookworm-slim AS base
 # smartmontools    smartctl, which asks the disks below pools how they are
 #
 # The rest is system calls: loop devices, mounts, freezing, and the growth of XFS and btrfs. The kernel
-# loads what modules it needs with the host's modprobe, not with one from here.
+# loads what modules it needs with the host's modprobe, not with one from here: there is none. So nothing here
+# may run modprobe; lvm2 would, so the driver has the kernel load what lvm2 needs before that.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs lvm2 thin-provisioning-tools cryptsetup-bin smartmontools \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt/* /var/log/*.log \

@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/named"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -168,12 +169,12 @@ func (p *pool) isOverImage(over blockdev.Ref, status loop.Backing) bool {
 	return err == nil && isImage(info, status)
 }
 
-// ImageAt returns the object whose image is at a path; an invalid Ref if the path is of no image.
+// ImageAt returns the object whose image is at a path, as sysfs has it of a loop device; an invalid Ref if the path is of no image.
 func ImageAt(name string) blockdev.Ref {
-	key, isImage := strings.CutSuffix(path.Base(name), ".img")
+	directory, key, _ := named.Image(name)
 	for kind, dir := range layout.Directories {
-		if isImage && path.Base(path.Dir(name)) == dir {
-			return blockdev.Ref{Kind: kind, Key: strings.Clone(key)} // a clone, which does not keep the whole path in memory
+		if dir == directory {
+			return blockdev.Ref{Kind: kind, Key: key}
 		}
 	}
 	return blockdev.Ref{}

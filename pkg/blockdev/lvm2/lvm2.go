@@ -29,8 +29,9 @@ type Shell struct {
 	program string
 	turn    chan struct{} // has one element while nobody has the turn
 	session *command.Session
-	asked   int  // commands of this session
-	broken  bool // a command was cut short: devices may have stayed suspended
+	sight   sight // which devices lvm2 may read
+	asked   int   // commands of this session
+	broken  bool  // a command was cut short: devices may have stayed suspended
 	// ending, if set, ends a session that was given up. The turn is passed on only after that.
 	ending func()
 	// mend is called, with the turn, after a command was cut short.
@@ -42,7 +43,7 @@ type Shell struct {
 
 // New returns a shell of a program: lvm, or what stands in for it in a test. The first command starts it. mend and flush are called with the turn.
 func New(program string, mend func(run Run), flush func() error) *Shell {
-	l := &Shell{program: program, turn: make(chan struct{}, 1), mend: mend, flush: flush, flushed: true}
+	l := &Shell{program: program, turn: make(chan struct{}, 1), sight: sight{find: FindFilters, sysfs: "/sys/block"}, mend: mend, flush: flush, flushed: true}
 	l.turn <- struct{}{}
 	return l
 }
@@ -132,12 +133,16 @@ func (l *Shell) end() {
 
 // settingsOf returns what is added to a command: it asks nothing, starts no daemon, and writes no copy of the metadata to /etc, which in a container
 // nobody keeps. Nor does it discard what it frees, which may be zeroed for a volume that grows, or keep names of what is gone; and it lists tags as the driver reads them,
-// whatever lvm.conf(5) says. The frequent commands have options for what matters to them: with --config, lvm2 reads its whole configuration before the command, and again after it.
-func settingsOf(command string) string {
+// whatever lvm.conf(5) says. A filter (sight.filter) is added, if there is one. The frequent commands have options for what matters to them: with --config, lvm2 reads its whole
+// configuration before the command, and again after it.
+func settingsOf(command, filter string) string {
 	if command == "lvchange" || command == "lvcreate" {
-		return " -y -An --ignoremonitoring"
+		if filter != "" {
+			filter = " --config 'devices{" + filter + "}'"
+		}
+		return " -y -An --ignoremonitoring" + filter
 	}
-	return ` -y --config 'activation{monitoring=0} backup{backup=0 archive=0} devices{issue_discards=0} metadata{record_lvs_history=0} report{list_item_separator=","}'`
+	return ` -y --config 'activation{monitoring=0} backup{backup=0 archive=0} devices{issue_discards=0 ` + filter + `} metadata{record_lvs_history=0} report{list_item_separator=","}'`
 }
 
 // MaxWords is how many words a command may have (MAX_ARGS of lvm2's tools.h is 64), without
@@ -164,10 +169,14 @@ func (l *Shell) command(ctx context.Context, args []string) (_ []Row, err error)
 	if err := l.start(ctx); err != nil {
 		return nil, fmt.Errorf("lvm %s: %w", line, err)
 	}
+	filter, err := l.sight.filter(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("lvm %s: %w", line, err)
+	}
 	clean := l.flushed
 	l.flushed = clean && !changing(args)
 	l.asked++
-	answer, err := l.ask(ctx, line+settingsOf(args[0]))
+	answer, err := l.ask(ctx, line+settingsOf(args[0], filter))
 	if err != nil {
 		return nil, err
 	}
@@ -266,12 +275,19 @@ func (l *Shell) flushChanges(line string) error {
 }
 
 func environment() []string {
-	env := []string{"LVM_COMMAND_PROFILE=lvmdbusd", "DM_DISABLE_UDEV=1", "LVM_SUPPRESS_FD_WARNINGS=1",
-		"DBUS_SYSTEM_BUS_ADDRESS=unix:path=/dev/null"} // no notice to lvmdbusd
-	if dir := os.Getenv("LVM_SYSTEM_DIR"); dir != "" {
-		env = append(env, "LVM_SYSTEM_DIR="+dir)
+	return append(settings(), "LVM_COMMAND_PROFILE=lvmdbusd", "DM_DISABLE_UDEV=1", "LVM_SUPPRESS_FD_WARNINGS=1",
+		"DBUS_SYSTEM_BUS_ADDRESS=unix:path=/dev/null") // no notice to lvmdbusd
+}
+
+// systemDir is the variable that says where lvm2's settings are, if not in /etc/lvm.
+const systemDir = "LVM_SYSTEM_DIR"
+
+// settings returns systemDir, as the driver has it.
+func settings() []string {
+	if dir := os.Getenv(systemDir); dir != "" {
+		return []string{systemDir + "=" + dir}
 	}
-	return env
+	return nil
 }
 
 // ask sends a line to the session and returns the answer. After an error the session is given up.

@@ -17,7 +17,7 @@ import (
 // TestSettings: with the settings that are added to it, the longest command has no more words than lvm2 takes.
 func TestSettings(t *testing.T) {
 	for _, command := range []string{"lvcreate", "lvchange", "lvremove"} {
-		settings, _, _ := strings.Cut(settingsOf(command), "'") // a text in quotes is one word
+		settings, _, _ := strings.Cut(settingsOf(command, "filter=[]"), "'") // a text in quotes is one word
 		if words := MaxWords + len(strings.Fields(settings)) + 1; words > 64 {
 			t.Errorf("with the settings of %s it is %d words", command, words)
 		}
@@ -91,6 +91,7 @@ func TestAnswers(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			mended := false
 			l := New("lvm", func(Run) { mended = true }, func() error { return unix.ENOSPC })
+			l.sight.find = finds(Filters{})
 			script := ""
 			for _, answer := range c.answers {
 				script += "read -r line; echo '" + answer + "' >&3; "
@@ -119,6 +120,7 @@ func TestAnswers(t *testing.T) {
 // TestSessionEnds: a session ends after sessionCommands, between two holders of the turn. It does not count as cut short.
 func TestSessionEnds(t *testing.T) {
 	l := New("lvm", func(Run) { t.Error("recovered") }, nil)
+	l.sight.find = finds(Filters{})
 	var err error
 	if l.session, err = command.Start(nil, "sh", "-c", `while read -r line; do echo '{ "log": [ {"log_type":"status", "log_message":"success"} ] }' >&3; done`); err != nil {
 		t.Fatal(err)

@@ -8,7 +8,6 @@ import (
 	"regexp"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/internal/machine"
@@ -28,18 +27,18 @@ func (l Location) Examine(ctx context.Context, report blockdev.Report) {
 	}
 }
 
-// examineScan reports whether lvm2 looks at all disks (lvm.conf(5)). Then a pod that has a raw volume can write a physical volume into it, and lvm2 takes that for one
+// examineScan reports whether lvm2 can be kept from the devices of volumes (lvm2.Filters): a pod that has a raw volume can write a physical volume into it, and lvm2 takes that for one
 // of whatever group it names.
 func (l Location) examineScan(ctx context.Context, report blockdev.Report) {
-	settings, _, err := command.Run(ctx, "lvmconfig", "--typeconfig", "full", "devices/use_devicesfile", "devices/global_filter", "devices/filter")
+	filters, err := lvm2.FindFilters(ctx)
 	switch {
 	case err != nil:
-		report.Warning("which disks lvm2 looks at: %v", err)
-	case strings.Contains(settings, "use_devicesfile=0") && strings.Count(settings, `filter=["a|.*|"]`) == 2:
-		report.Warning("lvm2 looks at every disk, and so at what pods write into raw volumes: they can make up a volume group there, also one of the name of %s; "+
-			"have it look at its own disks alone (docs/install.md)", l.Group)
+		report.Warning("%v", err)
+	case filters.Free == "":
+		report.Warning("lvm.conf uses both devices/global_filter and devices/filter, so the driver can add none of its own; make sure that they leave out the devices of volumes (of loop, dm-crypt and NVMe over TCP), "+
+			"or take one of them out: a pod could make up a volume group in a raw volume, also one of the name of %s", l.Group)
 	default:
-		report.OK("lvm2 looks at some disks only")
+		report.OK("lvm2 leaves out the devices of volumes when the driver runs it; see that the node's own lvm2 looks at its own disks alone (docs/install.md)")
 	}
 }
 
@@ -64,8 +63,7 @@ func (l Location) examinePrograms(ctx context.Context, report blockdev.Report) b
 
 // examineTargets reports on targets of the device mapper; false if there is no device mapper.
 func (l Location) examineTargets(ctx context.Context, report blockdev.Report) bool {
-	targets, err := dm.Targets()
-	if err != nil {
+	if _, err := dm.Targets(); err != nil {
 		report.Failure("device mapper: %v", err)
 		return false
 	}
@@ -74,13 +72,12 @@ func (l Location) examineTargets(ctx context.Context, report blockdev.Report) bo
 		needed = map[string]string{"linear": "dm-mod", "thin-pool": "dm-thin-pool"}
 	}
 	for _, target := range slices.Sorted(maps.Keys(needed)) {
-		module := needed[target]
-		if have := targets[target]; have != "" {
-			report.OK("device mapper target %s %s", target, have)
-		} else if _, _, err := command.Run(ctx, "modprobe", "-n", "-q", module); err == nil {
-			report.OK("device mapper target %s: the kernel has a module for it, which lvm2 loads when it is needed", target)
+		if err := dm.HasTarget(target); err != nil { // this has the kernel load its module
+			report.Failure("device mapper target %s: %v; modprobe %s, or install its module", target, err, needed[target])
+		} else if targets, err := dm.Targets(); err != nil {
+			report.Failure("device mapper: %v", err)
 		} else {
-			report.Failure("device mapper target %s: this kernel does not have it; modprobe %s, or install its module", target, module)
+			report.OK("device mapper target %s %s", target, targets[target])
 		}
 	}
 	return true

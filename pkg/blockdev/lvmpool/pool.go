@@ -119,6 +119,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 			err = fmt.Errorf("open pool %s at %s: %w", name, l, err)
 		}
 	}()
+	p.loadTargets()
 	rows, err := p.reportNow(ctx)
 	if err != nil {
 		return nil, err
@@ -159,6 +160,17 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
 	}
 	return p, nil
+}
+
+// loadTargets has the kernel load the targets of the device mapper that lvm2 needs. lvm2 only looks whether they are loaded, and runs modprobe if not
+// (target_present_version in lib/activate/activate.c of 2.03.16), which is not in the driver's image, nor are the node's modules. The kernel knows where these
+// are. Of what cannot be loaded, lvm2 complains when it needs it.
+func (p *pool) loadTargets() {
+	target := "snapshot" // cuts
+	if p.location.Thin != "" {
+		target = "thin-pool"
+	}
+	_ = dm.HasTarget(target)
 }
 
 // identify returns an error unless the group of a report can be used, and is the one that is known.

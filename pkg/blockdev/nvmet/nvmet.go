@@ -21,13 +21,14 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/secret"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/named"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/unbroken"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Prefix begins the names of all subsystems and hosts that this package makes.
-const Prefix = "nqn.2026-11.dev.ashlar:"
+const Prefix = named.NQN
 
 // patience is how long the end of an export waits for requests in flight before it ends the connections. A disk that works answers sooner; requests of a
 // host that is cut off do not end by themselves.

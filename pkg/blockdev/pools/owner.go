@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -16,13 +15,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/named"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
-
-// ownerPattern matches the name of a device of the device mapper that has an object in it: KIND.KEY, KIND.POOL.KEY, or the label of a file pool
-// KIND.KEY.DIRECTORY, with what may be before and behind it.
-var ownerPattern = regexp.MustCompile(`(?:^|-)(vol|snap)\.(?:[a-z0-9-]+\.)?([0-9a-f]{32})(?:\.[0-9a-f]+\.[0-9a-f]+)?(?:-[a-z]+)?$`)
 
 // Owner returns the object of a device, by what the kernel has of it: the name of the backing file of a loop device, or the name of a device of the device
 // mapper. It needs no pool. It is no proof: the name does not say which pool the object is in, and pools know their devices better. It is for undoing what
@@ -30,17 +26,14 @@ var ownerPattern = regexp.MustCompile(`(?:^|-)(vol|snap)\.(?:[a-z0-9-]+\.)?([0-9
 func Owner(number uint64) (blockdev.Ref, bool) {
 	dir := fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(number), unix.Minor(number))
 	if name, err := os.ReadFile(dir + "/dm/name"); err == nil {
-		if found := ownerPattern.FindStringSubmatch(strings.TrimSpace(string(name))); found != nil {
-			return blockdev.Ref{Kind: blockdev.Kind(found[1]), Key: found[2]}, true
-		}
-		return blockdev.Ref{}, false
+		kind, key, ok := named.Mapped(strings.TrimSpace(string(name)))
+		return blockdev.Ref{Kind: blockdev.Kind(kind), Key: key}, ok
 	}
 	backing, err := os.ReadFile(dir + "/loop/backing_file")
 	if err != nil {
 		return blockdev.Ref{}, false
 	}
-	path := strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)")
-	ref := filepool.ImageAt(path)
+	ref := filepool.ImageAt(string(backing))
 	return ref, ref.Validate() == nil
 }
 
