@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -43,6 +44,7 @@ type Target struct {
 	address       netip.AddrPort
 	authenticates bool
 	underWay      unbroken.Table
+	ending        sync.Map // NQNs of the exports whose namespace is being removed
 }
 
 // Export is a device that one host may use.
@@ -296,11 +298,11 @@ func (t *Target) Remove(ctx context.Context, nqn string) error {
 		return err
 	}
 	err := t.underWay.Do(ctx, nqn, func() error {
-		on, _ := get(filepath.Join(namespaceFolder(nqn), "enable"))
-		if err := fence(nqn); err != nil {
+		was, err := t.fence(nqn)
+		if err != nil {
 			return err
 		}
-		if on == "1" {
+		if was {
 			time.Sleep(grace)
 		}
 		return dismantle(nqn)
@@ -311,25 +313,33 @@ func (t *Target) Remove(ctx context.Context, nqn string) error {
 	return nil
 }
 
-// fence removes the namespace. The kernel returns from that when no request is in flight (nvmet_ns_disable), also to a second caller if the first was
-// killed meanwhile, as it holds the folder above. (With 0 written to "enable" a second caller returns at once, and meanwhile nobody can connect or
-// disconnect at this target.) A request is also in flight while its data is on the way from the host: so after patience the connections are ended.
-func fence(nqn string) error {
+// fence removes the namespace, and reports whether there was one. The kernel returns from that when no request is in flight (nvmet_ns_disable), also to a
+// second caller if the first was killed meanwhile, as it holds the folder above. (With 0 written to "enable" a second caller returns at once, and meanwhile
+// nobody can connect or disconnect at this target.) A request is also in flight while its data is on the way from the host: so after patience the
+// connections are ended.
+func (t *Target) fence(nqn string) (was bool, err error) {
+	t.ending.Store(nqn, nil)
+	defer t.ending.Delete(nqn)
 	removed := make(chan error, 1)
-	go func() { removed <- remove(namespaceFolder(nqn)) }()
+	go func() {
+		on, _ := get(filepath.Join(namespaceFolder(nqn), "enable")) // waits for an earlier caller
+		was = on == "1"
+		removed <- remove(namespaceFolder(nqn))
+	}()
 	select {
 	case err := <-removed:
-		return err
+		return was, err
 	case <-time.After(patience):
 	}
-	unpublished := unpublish(nqn)
-	return errors.Join(<-removed, unpublished)
+	failure := withdraw(nqn)
+	err = <-removed // before was is read
+	return was, errors.Join(err, failure)
 }
 
 // dismantle removes all that is left of an export that has no namespace, also after an Add or Remove that was cut short. The host is found as one that no
 // subsystem allows any more, as nothing else tells which it was.
 func dismantle(nqn string) error {
-	if err := unpublish(nqn); err != nil {
+	if err := withdraw(nqn); err != nil {
 		return err
 	}
 	if err := psk.End(nqn); err != nil {
@@ -353,7 +363,7 @@ func dismantle(nqn string) error {
 	if err := remove(subsystem); err != nil {
 		return err
 	}
-	return sweepHosts()
+	return errors.Join(sweepHosts(), sweepPorts())
 }
 
 // Resized has the kernel read the size of an export's device again, and tell the host. errdefs.ErrNotFound if there is no such export.
@@ -375,7 +385,8 @@ func (t *Target) Resized(ctx context.Context, nqn string) error {
 }
 
 // Exports returns our exports, whoever made them and at whatever address, without the secrets. One that was cut short, or that others have changed, lacks
-// fields. Without Host, nobody may connect. Without Device, nobody can: it appears at no port, has no namespace, or lacks its key of TLS.
+// fields. Without Host, nobody may connect. Without Device, nobody can: it appears at no port, has no namespace, lacks its key of TLS, or is about to end.
+// An export whose disk does not answer while it ends is not waited for.
 func (t *Target) Exports(ctx context.Context) ([]Export, error) {
 	subsystems, err := list(filepath.Join(root, "subsystems"))
 	if err != nil {
@@ -397,11 +408,18 @@ func (t *Target) Exports(ctx context.Context) ([]Export, error) {
 		if hosts, err := list(filepath.Join(subsystemFolder(nqn), "allowed_hosts")); err == nil && len(hosts) == 1 {
 			e.Host = hosts[0]
 		}
-		if on, err := get(filepath.Join(namespaceFolder(nqn), "enable")); err == nil && on == "1" && appear[nqn] {
-			e.UUID, _ = get(filepath.Join(namespaceFolder(nqn), "device_uuid"))
-			e.Device, _ = get(filepath.Join(namespaceFolder(nqn), "device_path"))
+		if _, ends := t.ending.Load(nqn); appear[nqn] && !ends { // nobody can look into a folder that is being removed
+			e.namespace()
 		}
 		found = append(found, e)
 	}
 	return found, nil
+}
+
+// namespace reads UUID and Device from the export's namespace, if that is enabled.
+func (e *Export) namespace() {
+	if on, err := get(filepath.Join(namespaceFolder(e.NQN), "enable")); err == nil && on == "1" {
+		e.UUID, _ = get(filepath.Join(namespaceFolder(e.NQN), "device_uuid"))
+		e.Device, _ = get(filepath.Join(namespaceFolder(e.NQN), "device_path"))
+	}
 }

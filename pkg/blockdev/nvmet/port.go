@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -254,8 +255,8 @@ func published() (map[string]bool, error) {
 	return appear[false], err
 }
 
-// unpublish removes a subsystem from all our ports, which ends its connections. A port without exports is removed.
-func unpublish(nqn string) error {
+// withdraw removes a subsystem from all our ports, which ends its connections.
+func withdraw(nqn string) error {
 	unlock, err := lock()
 	if err != nil {
 		return err
@@ -269,14 +270,48 @@ func unpublish(nqn string) error {
 		if err := remove(filepath.Join(port, "subsystems", nqn)); err != nil {
 			return err
 		}
-		if left, err := list(filepath.Join(port, "subsystems")); err != nil {
+	}
+	return nil
+}
+
+// sweepPorts removes our ports without exports. The kernel returns from that when all connections by any port that are to end have ended
+// (nvmet_port_release), and nobody can look at the ports meanwhile. So they stay while an export is about to end, whose disk may not answer: its end removes
+// them. The caller holds the lock.
+func sweepPorts() error {
+	all, err := ports()
+	if err != nil {
+		return err
+	}
+	var idle []string
+	for _, port := range all {
+		if exports, err := list(filepath.Join(port, "subsystems")); err != nil {
 			return err
-		} else if len(left) > 0 {
-			continue
+		} else if len(exports) == 0 {
+			idle = append(idle, port)
 		}
+	}
+	if len(idle) == 0 {
+		return nil
+	}
+	if some, err := withdrawn(); some || err != nil {
+		return err
+	}
+	for _, port := range idle {
 		if err := remove(port); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// withdrawn reports whether one of our subsystems appears at no port: it is about to end, or to appear.
+func withdrawn() (bool, error) {
+	subsystems, err := list(filepath.Join(root, "subsystems"))
+	if err != nil {
+		return false, err
+	}
+	appear, err := appearing()
+	return slices.ContainsFunc(subsystems, func(nqn string) bool {
+		return strings.HasPrefix(nqn, Prefix) && !appear[true][nqn] && !appear[false][nqn]
+	}), err
 }
