@@ -46,8 +46,9 @@ const nodeTime = 100 * time.Millisecond
 // patience is how long Connect waits for the device of a target that answers.
 const patience = 15 * time.Second
 
-// underWay has the connections that are being made or ended, by NQN of the subsystem.
-var underWay unbroken.Table
+// The connections that are being made or ended, and those whose device is waited for, by NQN of the subsystem. They are apart: while the target is away
+// its device may not be opened, perhaps for ever, and to disconnect ends that.
+var underWay, appearing unbroken.Table
 
 // Connection says what to connect to, and how.
 type Connection struct {
@@ -126,9 +127,10 @@ func TLS() error {
 var (
 	names   = regexp.MustCompile(`^nqn\.[a-z0-9][a-z0-9:.-]{0,218}$`)
 	secrets = regexp.MustCompile(`^(DHHC-1:0[0-3]:[A-Za-z0-9+/]+={0,2}:)?$`)
+	zones   = regexp.MustCompile(`^[A-Za-z0-9._-]{0,15}$`) // names of interfaces
 )
 
-// check returns errdefs.ErrInvalid unless all that goes into the kernel's options, a list with commas, has the form that it should have.
+// check returns errdefs.ErrInvalid unless all that goes into the kernel's options, a list with commas or line breaks, has the form that it should have.
 func (c Connection) check() error {
 	if !names.MatchString(c.NQN) || !names.MatchString(c.Host) {
 		return fmt.Errorf("%w: %q or %q is no NQN in lower case", errdefs.ErrInvalid, c.NQN, c.Host)
@@ -141,7 +143,7 @@ func (c Connection) check() error {
 			return err
 		}
 	}
-	if !c.Address.IsValid() || strings.Contains(c.Address.String(), ",") {
+	if !c.Address.IsValid() || !zones.MatchString(c.Address.Addr().Zone()) {
 		return fmt.Errorf("%w: %q is no address", errdefs.ErrInvalid, c.Address)
 	}
 	return nil
@@ -170,7 +172,7 @@ func (c Connection) options() string {
 
 // Connect connects to a subsystem, or finds that it is connected, and returns its device, whose node is there. The kernel gives up an attempt after 3 s
 // without an answer from the machine, and after 60 s without one from the target. If ctx ends before that, the attempt goes on, and the next call for this
-// subsystem waits for it.
+// subsystem waits for it. A device of a target that goes away meanwhile is waited for until that is back, or Disconnect is called.
 //
 // errdefs.ErrUnavailable if the target does not answer, or refuses. errdefs.ErrPrecondition if its namespace has another UUID than is expected, and then
 // it is disconnected; or if nothing is connected and Encrypted lacks a PSK. errdefs.ErrInUse if it is connected without TLS and there is a PSK.
@@ -187,36 +189,39 @@ func Connect(ctx context.Context, c Connection) (Device, error) {
 		}
 	}
 	connected := make(chan Device, 1)
-	err := underWay.Do(ctx, c.NQN, func() error {
-		device, err := connect(ctx, c)
-		connected <- device
-		return err
-	})
+	err := underWay.Do(ctx, c.NQN, c.connect)
+	if err == nil {
+		err = appearing.Do(ctx, c.NQN, func() error {
+			device, err := appears(ctx, c)
+			if connected <- device; errors.Is(err, errAnother) {
+				err = errors.Join(err, Disconnect(ctx, c.NQN))
+			}
+			return err
+		})
+	}
 	if err != nil {
 		return Device{}, fmt.Errorf("connect to %s at %s: %w", c.NQN, c.Address, err)
 	}
 	return <-connected, nil
 }
 
-func connect(ctx context.Context, c Connection) (Device, error) {
+// connect has the kernel connect, unless it is connected.
+func (c Connection) connect() error {
 	have, err := Find(c.NQN)
 	switch {
 	case errors.Is(err, errdefs.ErrNotFound):
-		if err := c.begin(); err != nil {
-			return Device{}, err
-		}
-	case err != nil:
-		return Device{}, err
-	case c.plain(have):
-		return Device{}, errPlain
+		err = c.begin()
+	case err == nil && c.plain(have):
+		err = errPlain
 	}
-	hide(c.NQN)
-	device, err := appears(ctx, c)
-	if errors.Is(err, errdefs.ErrPrecondition) {
-		return Device{}, errors.Join(err, disconnect(ctx, c.NQN))
+	if err == nil {
+		hide(c.NQN)
 	}
-	return device, err
+	return err
 }
+
+// errAnother is the error for a connection to another volume than the expected one.
+var errAnother = fmt.Errorf("%w: it is another volume", errdefs.ErrPrecondition)
 
 // errPlain is the error for a connection that is there without TLS, and should have it.
 var errPlain = fmt.Errorf("%w: it is connected without TLS since before that was demanded; end the pods that use it on this node", errdefs.ErrInUse)
@@ -265,8 +270,8 @@ func refused(err error) error {
 	return fmt.Errorf("%w: the target refuses: %w; there is no such subsystem any more, or it is for another host, or the secret is another; the kernel's log says which", errdefs.ErrUnavailable, err)
 }
 
-// appears waits until the device of a connection is live and can be opened, and checks that it is the expected one: errdefs.ErrPrecondition if it is
-// another volume's. Other errors are those of Connect.
+// appears waits until the device of a connection is live and can be opened, and checks that it is the expected one: errAnother if it is another volume's.
+// Other errors are those of Connect.
 func appears(ctx context.Context, c Connection) (Device, error) {
 	for deadline := time.Now().Add(patience); ; {
 		device, err := Find(c.NQN)
@@ -276,7 +281,7 @@ func appears(ctx context.Context, c Connection) (Device, error) {
 		case err != nil:
 			return Device{}, err
 		case device.Path != "" && c.UUID != device.UUID:
-			return Device{}, fmt.Errorf("%w: its namespace has the UUID %s, not %s: it is another volume", errdefs.ErrPrecondition, device.UUID, c.UUID)
+			return Device{}, fmt.Errorf("%w: its namespace has the UUID %s, not %s", errAnother, device.UUID, c.UUID)
 		case device.Live() && c.plain(device): // it is known only once the connection is live
 			return Device{}, errPlain
 		case device.Path != "" && device.Live():

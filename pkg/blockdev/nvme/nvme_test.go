@@ -1,6 +1,7 @@
 package nvme_test
 
 import (
+	"bufio"
 	"bytes"
 	"cmp"
 	"context"
@@ -47,6 +48,7 @@ type order struct {
 	Told    []revealed     // Add, with the secrets
 	Remove  string
 	Resized string
+	List    bool          // list what is exported; with Remove, while that is under way
 	At      string        // empty: the usual address
 	Within  time.Duration // 0: a minute
 }
@@ -98,6 +100,12 @@ func (o order) obey() (began time.Time, err error) {
 	}
 	began = time.Now()
 	switch {
+	case o.List && o.Remove != "":
+		go func() { _ = target.Remove(ctx, o.Remove) }()
+		time.Sleep(200 * time.Millisecond)
+		_, err = target.Exports(ctx)
+	case o.List:
+		_, err = target.Exports(ctx)
 	case o.Remove != "":
 		err = target.Remove(ctx, o.Remove)
 	case o.Resized != "":
@@ -132,6 +140,22 @@ func (o order) run(t *testing.T) time.Duration {
 	took, err := time.ParseDuration(strings.TrimSpace(out.String()))
 	check.OK(t, err)
 	return took
+}
+
+// begin has the home begin to carry out an order, and returns the first line that it says.
+func (o order) begin(t *testing.T) (cmd *exec.Cmd, said <-chan string) {
+	t.Helper()
+	cmd, _ = o.command(t)
+	cmd.Stdout, cmd.Stderr = nil, nil
+	out, err := cmd.StdoutPipe()
+	check.OK(t, errors.Join(err, cmd.Start()))
+	line := make(chan string, 1)
+	go func() {
+		lines := bufio.NewScanner(out)
+		lines.Scan()
+		line <- lines.Text()
+	}()
+	return cmd, line
 }
 
 // home makes the home's network. At the end of the test it checks that nothing is connected, and removes it.
@@ -424,24 +448,86 @@ func TestFence(t *testing.T) {
 	}
 }
 
+// slow is the device that hanging has made.
+const slow = "ashlar-slow"
+
+// hanging returns a device over a disk, which hang has not answer any more.
+func hanging(t *testing.T, disk string) (path string) {
+	t.Helper()
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(disk, &st))
+	check.OK(t, dm.Show(slow, "", st.Rdev, 16*mib, false))
+	t.Cleanup(func() { _, err := dm.RemoveNow(context.Background(), slow); check.OK(t, err) })
+	return found(t, slow).Path()
+}
+
+// hang has the device not answer, until resume is called or the test ends.
+func hang(t *testing.T) (resume func()) {
+	t.Helper()
+	check.OK(t, dm.Suspend(slow))
+	resume = sync.OnceFunc(func() { check.OK(t, dm.Resume(slow, dm.NoScan)) })
+	t.Cleanup(resume)
+	return resume
+}
+
+// TestDiskHangs: a disk does not answer while what is exported of it ends. Others are listed, made and ended meanwhile, also the last one at the address;
+// even if the driver was killed meanwhile.
+func TestDiskHangs(t *testing.T) {
+	for _, killed := range []bool{false, true} {
+		t.Run(fmt.Sprint("killed ", killed), func(t *testing.T) {
+			home(t)
+			e, c := exported(t, 1, hanging(t, drivertest.Disk(t, 16*mib)))
+			w := write(t, connect(t, c).Path, 16)
+			w.until(t, 100, time.Minute)
+			resume := hang(t)
+			time.Sleep(100 * time.Millisecond)
+			other := e
+			other.NQN, other.Host, other.UUID = nvmet.Prefix+"other", nvmet.Prefix+"node:b:other", "00000002-0000-4000-8000-0123456789ab"
+			other.Device = drivertest.Disk(t, 16*mib)
+			ends := order{Remove: e.NQN, Within: 3 * time.Second}
+			var running []*exec.Cmd
+			says := func(o order, what string, want bool) {
+				t.Helper()
+				cmd, said := o.begin(t)
+				running = append(running, cmd) // it is there as long as the kernel is at work for it
+				select {
+				case line := <-said:
+					if _, err := time.ParseDuration(line); (err == nil) != want {
+						t.Errorf("%s, while a disk does not answer: %q", what, line)
+					}
+				case <-time.After(10 * time.Second):
+					t.Errorf("%s, while a disk does not answer: not within 10 s", what)
+				}
+			}
+			if killed {
+				says(order{Remove: e.NQN, List: true}, "what is exported is listed", true)
+			}
+			says(ends, "its export ends", false)
+			says(order{List: true}, "what is exported is listed again", true)
+			says(order{Add: []nvmet.Export{other}}, "another disk is exported", true)
+			says(order{Remove: other.NQN}, "that ends", true)
+			says(order{Add: []nvmet.Export{other}}, "and is exported again", true)
+			resume()
+			for _, cmd := range running {
+				_ = cmd.Wait()
+			}
+			order{Remove: other.NQN}.run(t)
+			order{Remove: e.NQN}.run(t)
+			check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+			w.ends(t, time.Minute)
+		})
+	}
+}
+
 // TestFenceKilled: a process that ends an export is killed while the kernel waits for the disk. The next process that ends it waits for the disk as well.
 func TestFenceKilled(t *testing.T) {
 	home(t)
 	disk := drivertest.Disk(t, 16*mib)
-	var st unix.Stat_t
-	check.OK(t, unix.Stat(disk, &st))
-	const slow = "ashlar-slow"
-	check.OK(t, dm.Show(slow, "", st.Rdev, 16*mib, false))
-	t.Cleanup(func() { _, err := dm.RemoveNow(context.Background(), slow); check.OK(t, err) })
-	found, err := dm.Find(slow)
-	check.OK(t, err)
-	e, c := exported(t, 1, found.Path())
+	e, c := exported(t, 1, hanging(t, disk))
 	device := connect(t, c)
 	w := write(t, device.Path, 16)
 	w.until(t, 100, time.Minute)
-	check.OK(t, dm.Suspend(slow)) // from now on writes stay in flight, until it is resumed
-	resume := sync.OnceFunc(func() { check.OK(t, dm.Resume(slow, dm.NoScan)) })
-	t.Cleanup(resume)
+	resume := hang(t) // from now on writes stay in flight, until it is resumed
 	time.Sleep(100 * time.Millisecond)
 
 	cmd, _ := order{Remove: e.NQN}.command(t)
@@ -515,6 +601,33 @@ func TestDisconnectCutOff(t *testing.T) {
 	}
 	w.ends(t, time.Minute)
 	link(t, "up")
+}
+
+// TestDisconnectUnopened: the target goes away before the kernel has looked for partitions on its device, so that this cannot be opened. Connect returns when
+// its context ends, and Disconnect ends the connection.
+func TestDisconnectUnopened(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, hanging(t, drivertest.Disk(t, 16*mib)))
+	resume := hang(t)
+	short, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+	defer cancel()
+	if _, err := nvme.Connect(short, c); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("connected to a disk that does not answer: %v", err)
+	}
+	link(t, "down")
+	defer link(t, "up")
+	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		if d, err := nvme.Find(c.NQN); err == nil && !d.Live() {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("the kernel does not notice that the target is away")
+		}
+	}
+	within, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	check.OK(t, nvme.Disconnect(within, c.NQN))
+	resume()
 }
 
 // TestAway: I/O waits for a target that is away, also for longer than the kernel keeps a connection, and goes on when the target is back.
@@ -877,6 +990,7 @@ func TestRefused(t *testing.T) {
 		"PSK's end":     func(c *nvme.Connection) { c.PSK = secret.Of(newPSK().Reveal() + ",nqn=x") },
 		"secret's end":  func(c *nvme.Connection) { c.Secret = secret.Of(c.Secret.Reveal() + ",nqn=x") },
 		"zone's option": func(c *nvme.Connection) { c.Address = netip.MustParseAddrPort("[fe80::1%a,b]:1") },
+		"zone's line":   func(c *nvme.Connection) { c.Address = netip.MustParseAddrPort("[fe80::1%a\nb]:1") },
 	} {
 		other := c
 		change(&other)

@@ -286,8 +286,8 @@ func flush(path string) error {
 // keepPause is the time between two looks of Keep.
 const keepPause = 10 * time.Second
 
-// Keep disconnects, until ctx ends, connections that are not live and whose claim has ended: they lead nowhere any more, and not all kernels find that
-// out. I/O that waits for them fails.
+// Keep disconnects, until ctx ends, connections that are not live and whose claim has ended, or whose home is gone for good: they lead nowhere any more, and
+// not all kernels find that out. I/O that waits for them fails.
 func (p *Pool) Keep(ctx context.Context) {
 	ticks := time.NewTicker(keepPause)
 	defer ticks.Stop()
@@ -303,29 +303,45 @@ func (p *Pool) Keep(ctx context.Context) {
 	}
 }
 
-// DropEnded does once what Keep does each time.
+// dropTime is how long DropEnded waits for the kernel to end a connection. The kernel goes on with it after that.
+const dropTime = 30 * time.Second
+
+// DropEnded does once what Keep does each time. It ends the connections at once: one of them may take the kernel long.
 func (p *Pool) DropEnded(ctx context.Context) error {
 	all, err := p.all(nqnPrefix)
+	failures, ended := []error{err}, make(chan error)
+	ending := 0
 	for ref, connected := range all {
 		for _, c := range connected {
-			err = errors.Join(err, p.dropEnded(ctx, ref, c))
+			is, err := p.hasEnded(ctx, ref, c)
+			if failures = append(failures, err); !is {
+				continue
+			}
+			klog.FromContext(ctx).Info("The claim of a volume of another node has ended, or its export has, or that node is gone for good; its connection ends, and all who use it here get errors",
+				"volume", ref.String(), "generation", generationOf(c))
+			ending++
+			go func() {
+				ctx, cancel := context.WithTimeout(ctx, dropTime)
+				defer cancel()
+				ended <- p.disconnect(ctx, c.NQN)
+			}()
 		}
 	}
-	return err
+	for range ending {
+		failures = append(failures, <-ended)
+	}
+	return errors.Join(failures...)
 }
 
-func (p *Pool) dropEnded(ctx context.Context, ref blockdev.Ref, c nvme.Device) error {
+// hasEnded reports whether a connection leads nowhere any more.
+func (p *Pool) hasEnded(ctx context.Context, ref blockdev.Ref, c nvme.Device) (bool, error) {
 	if p.look(c); c.Live() {
-		return nil
+		return false, nil
 	}
-	generation := generationOf(c)
-	if !p.replaced(ref, c) {
-		if ended, err := p.home.Ended(ctx, ref, generation); err != nil || !ended {
-			return err
-		}
+	if p.replaced(ref, c) {
+		return true, nil
 	}
-	klog.FromContext(ctx).Info("The claim of a volume of another node has ended, or its export has; its connection ends, and all who use it here get errors", "volume", ref.String(), "generation", generation)
-	return p.disconnect(ctx, c.NQN)
+	return p.home.Ended(ctx, ref, generationOf(c))
 }
 
 // Orphans: see blockdev.Pool. They are all connections with nothing over them, as a crash may have come before there was. Second legs are left out:

@@ -38,7 +38,7 @@ type Home interface {
 	// Marks and BeginEra: see blockdev.Marker.
 	Marks(ctx context.Context, pool string, ref blockdev.Ref, since uint32) ([]blockdev.Extent, error)
 	BeginEra(ctx context.Context, pool string, ref blockdev.Ref) (uint32, error)
-	// Ended reports whether the claim of a generation has ended, by those who give claims.
+	// Ended reports whether the claim of a generation has ended, or its home is gone for good, by those who give claims.
 	Ended(ctx context.Context, ref blockdev.Ref, generation int64) (bool, error)
 	// Close has the home end the export of a generation.
 	Close(ctx context.Context, ref blockdev.Ref, generation int64) error

@@ -302,6 +302,52 @@ func TestEnded(t *testing.T) {
 	drop(0)
 }
 
+// stuck is a kernel that does not end some connections.
+type stuck struct {
+	*home
+	is func(nqn string) bool
+}
+
+func (s stuck) Disconnect(ctx context.Context, nqn string) error {
+	if s.is(nqn) {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	return s.home.Disconnect(ctx, nqn)
+}
+
+// TestEndedAtOnce: connections that the kernel does not end do not hold up the end of others.
+func TestEndedAtOnce(t *testing.T) {
+	h, _ := start(t)
+	hanging := map[string]bool{}
+	for i := range 8 {
+		key := pooltest.Vol(fmt.Sprint(i)).Key
+		nqn, host := strings.Replace(h.nqn(1), ref.Key, key, 1), remotepool.HostPrefix("consumer")+fmt.Sprint(i)
+		uuid := fmt.Sprintf("00000000-0000-8000-8000-%012d", i)
+		check.OK(t, h.Add(t.Context(), nvmet.Export{NQN: nqn, Host: host, UUID: uuid, Device: h.image}))
+		_, err := h.Connect(t.Context(), nvme.Connection{NQN: nqn, Host: host, UUID: uuid})
+		check.OK(t, err)
+		hanging[nqn] = i%2 == 0
+	}
+	h.generation = 2
+	h.Cut(true)
+	ctx, end := context.WithCancel(t.Context())
+	dropped := make(chan error, 1)
+	go func() {
+		dropped <- remotepool.New("consumer", stuck{h, func(nqn string) bool { return hanging[nqn] }}, h).DropEnded(ctx)
+	}()
+	for deadline := time.Now().Add(10 * time.Second); h.connected(t) > 4 && time.Now().Before(deadline); {
+		time.Sleep(10 * time.Millisecond)
+	}
+	if n := h.connected(t); n != 4 {
+		t.Errorf("%d are connected, and 4 cannot be disconnected", n)
+	}
+	end()
+	if err := <-dropped; !errors.Is(err, context.Canceled) {
+		t.Errorf("of those it says %v", err)
+	}
+}
+
 // TestOtherNodes: connections of other nodes on the same kernel are left alone.
 func TestOtherNodes(t *testing.T) {
 	h, all := start(t)
