@@ -246,6 +246,7 @@ type machine struct {
 	with    func(*agent.Options)             // further options of its agent; may be nil
 	mirrors bool                             // it can use volumes with replicas
 	network *remotetest.Network              // the network in which it exports volumes, and uses those of others; nil: none
+	resized func() error                     // volume.Exporter.Resized of what it exports; may be nil
 
 	local *volume.Local
 	agent *agent.Agent

@@ -105,11 +105,24 @@ func (u *uses) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (vol
 	return u.agent.Claimed(ctx, v.ID, readOnly)
 }
 
+// target is the target of a machine, with the machine's own Resized.
+type target struct {
+	*remotetest.Target
+	resized func() error
+}
+
+func (t target) Resized(ctx context.Context, nqn string) error {
+	if t.resized != nil {
+		return t.resized()
+	}
+	return t.Target.Resized(ctx, nqn)
+}
+
 // use lets a machine use volumes of other nodes, and export its own.
 func (w *environment) use(m *machine, mounts *mount.Table) {
 	w.Helper()
 	m.local.ServeExports(w.ctx, volume.Exporting{Boot: "1", TLS: true, Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
-		Open: func() (volume.Exporter, error) { return m.network.Target(), nil }})
+		Open: func() (volume.Exporter, error) { return target{m.network.Target(), m.resized}, nil }})
 	remote := remotepool.New(m.name, m.network, m.agent.Homes())
 	local, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{remote}, mounts, 0)
 	check.OK(w, err)
@@ -761,6 +774,28 @@ func TestReachedForgottenAway(t *testing.T) {
 	w.eventually("the object says that nobody uses it", func() bool { return w.exportedTo(v.ID) == "" })
 	if ended, err := b.agent.Homes().Ended(w.ctx, ref(v), 1); !ended || err != nil {
 		t.Errorf("given back, it has ended: %v, %v", ended, err)
+	}
+}
+
+// TestReachedGrowthCutShort: the record of a volume that another node uses has grown, and what is exported of it cannot. That is tried again before anybody
+// is told that the volume has grown.
+func TestReachedGrowthCutShort(t *testing.T) {
+	drivertest.NeedRoot(t)
+	w, network, calls := newEnvironment(t), &remotetest.Network{}, atomic.Int64{}
+	a := w.begin(&machine{name: "node-1", ported: true, network: network, resized: func() error {
+		if calls.Add(1) < 3 {
+			return fmt.Errorf("%w: not now", errdefs.ErrUnavailable)
+		}
+		return nil
+	}})
+	b := w.begin(&machine{name: "node-2", ported: true, network: network})
+	s := w.calling(a)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, w.claimFor(v.ID, b.name))))
+	w.again("it grows", func(ctx context.Context) error { return second(s.Expand(ctx, v.ID, volume.Range{Required: 2 * mib})) })
+	if n := calls.Load(); n != 3 {
+		t.Errorf("it has grown, and its user was told %d times", n)
 	}
 }
 

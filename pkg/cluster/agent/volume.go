@@ -340,7 +340,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	if awaited != nil && !errors.Is(awaited, errAwaited) {
 		return awaited
 	}
-	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
+	if !refused && (grows(v, have) || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
 		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
 			return refuseRest(ctx, a, v, err, func(v *v1alpha1.Volume) { v.Status.Size, v.Status.Mutable = have.Size, have.Mutable })
@@ -390,13 +390,18 @@ func (a *Agent) becomeLeg(ctx context.Context, v *v1alpha1.Volume, have *volume.
 	return nil
 }
 
+// grows reports whether a volume is to grow, or the growth of its record was not reported: its devices, which grow after that, may still be smaller.
+func grows(v *v1alpha1.Volume, have volume.Volume) bool {
+	return min(have.Size, v.Status.Size) < v.Spec.Size
+}
+
 // changeVolume changes size and mutable parameters of a volume to those of the spec, and sets have to the result. Both are tried even if one fails, as
 // different callers ask for them. The caller holds the lock of the volume.
 func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) error {
 	id := cluster.VolumeID(v)
 	defer follow(ctx, a, v)()
 	var grown, modified error
-	if have.Size < v.Spec.Size {
+	if grows(v, *have) {
 		_, grown = a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size})
 	}
 	if !maps.Equal(have.Mutable, v.Spec.Mutable) {
