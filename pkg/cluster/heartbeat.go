@@ -4,6 +4,8 @@ import (
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -25,4 +27,18 @@ func LeaseLabels() map[string]string {
 // Lease returns the Lease of a node's agent, without a heartbeat.
 func Lease(namespace, node string) *coordinationv1.Lease {
 	return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node." + node, Labels: LeaseLabels()}}
+}
+
+// IsGone reports whether a node is gone for good: err, of the read of its object, is NotFound, or the object has v1alpha1.GoneTaint. With any other error it is
+// false.
+func IsGone(node *corev1.Node, err error) bool {
+	if err != nil {
+		return apierrors.IsNotFound(err)
+	}
+	for _, taint := range node.Spec.Taints {
+		if taint.Key == v1alpha1.GoneTaint {
+			return true
+		}
+	}
+	return false
 }

@@ -19,6 +19,8 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -797,6 +799,41 @@ func TestReachedGrowthCutShort(t *testing.T) {
 	if n := calls.Load(); n != 3 {
 		t.Errorf("it has grown, and its user was told %d times", n)
 	}
+}
+
+// TestReachedHomeGone: a node that uses a volume stays connected while the home is down, and also when that is said to be gone for good, until its Pools are
+// deleted. Then it disconnects, so that pods which wait for the home can end, and the volume can be unstaged and released.
+func TestReachedHomeGone(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, spec("v"))
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	pool := b.uses.remote.Named("default")
+	w.eventually("it is connected", func() bool {
+		_, err := pool.Attach(w.ctx, ref(v), blockdev.Attachment{Keep: true})
+		return err == nil
+	})
+	a.network.Cut(true)
+	a.stop()
+	w.node(a.name, false)
+	if check.OK(t, b.uses.remote.DropEnded(w.ctx)); !b.uses.remote.Has(ref(v)) {
+		t.Error("it is not connected any more")
+	}
+	fails(t, b.unstage(w.ctx, dir, v.ID), errdefs.ErrUnavailable)
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}
+	check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(node), node))
+	before := node.DeepCopy()
+	node.Spec.Taints = append(node.Spec.Taints, corev1.Taint{Key: v1alpha1.GoneTaint, Effect: corev1.TaintEffectNoExecute})
+	check.OK(t, w.Patch(w.ctx, node, client.MergeFrom(before)))
+	w.eventually("it is disconnected", func() bool {
+		check.OK(t, b.uses.remote.DropEnded(w.ctx))
+		return !b.uses.remote.Has(ref(v))
+	})
+	var pools v1alpha1.PoolList
+	check.OK(t, w.List(w.ctx, &pools))
+	if slices.ContainsFunc(pools.Items, func(p v1alpha1.Pool) bool { return p.Spec.NodeName == a.name }) {
+		t.Error("its Pools are there, and it was disconnected")
+	}
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	check.OK(t, s.Release(w.ctx, v.ID, b.name))
 }
 
 // TestReachedDeleted: a volume that is to be deleted, and is still exported, is deleted after its export has ended, if the object has counted that claim.

@@ -307,19 +307,39 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 	}
 	c, m := v.ClaimOf(h.local.Node()), v.Spec.Move
 	switch {
-	case c == nil: // not so if the object was restored to before the claim, and the home still exports the volume
-		to := volume.Grant{Generation: generation, Node: h.local.Node()}
-		return !wantsExport(v, to) || !statusHasExport(v, to), nil
-	case m != nil && !m.Left && generation == c.Generation+1, m != nil && m.Left && !hasArrived(v) && generation == c.Generation:
+	case c != nil && m != nil && (!m.Left && generation == c.Generation+1 || m.Left && !hasArrived(v) && generation == c.Generation):
 		return false, nil // the connection to the new home of a volume that moves, or has just moved, while it is used here
-	case c.Generation != generation:
+	case !h.stillGiven(v, c, generation):
 		return true, nil
 	}
-	// Without an export the home has restarted: it never makes an earlier export again.
-	if cluster.ToClaim(c).Many() {
-		return !isReader(v, volume.Grant{Generation: generation, Node: c.Node}), nil
+	return h.isGone(ctx, v.Spec.NodeName)
+}
+
+// stillGiven reports whether the home of a volume exports it to this node for a generation, by its object. c is this node's claim; nil if there is none.
+func (h homes) stillGiven(v *v1alpha1.Volume, c *v1alpha1.Claim, generation int64) bool {
+	to := volume.Grant{Generation: generation, Node: h.local.Node()}
+	switch {
+	case c == nil: // as if the object was restored to before the claim
+		return wantsExport(v, to) && statusHasExport(v, to)
+	case c.Generation != generation:
+		return false
+	case cluster.ToClaim(c).Many():
+		return isReader(v, to)
 	}
-	return v.Status.Export == nil, nil
+	return v.Status.Export != nil // without an export the home has restarted: it never makes an earlier export again
+}
+
+// isGone reports whether a node is gone for good, and has been for so long that the controller has deleted its Pools: its agent would make them again. What
+// it exported never comes back then, or only to who connects anew.
+func (a *Agent) isGone(ctx context.Context, name string) (bool, error) {
+	node := kube.Node(name)
+	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(node), node)
+	if !cluster.IsGone(node, err) {
+		return false, kube.APIError("look at node "+name, err)
+	}
+	var pools v1alpha1.PoolList
+	err = a.kube.Live.List(ctx, &pools, client.MatchingFields{"spec.nodeName": name})
+	return err == nil && len(pools.Items) == 0, kube.APIError("list the pools of node "+name, err)
 }
 
 // Close: see remotepool.Home. It asks the home of the volume that the claim is of; if there is no claim, the home by the object at the API server. An export

@@ -14,20 +14,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// IsGone reports whether a node is gone for good: err, of the read of its object, is NotFound, or the object has v1alpha1.GoneTaint. With any other error it is
-// false.
-func IsGone(node *corev1.Node, err error) bool {
-	if err != nil {
-		return apierrors.IsNotFound(err)
-	}
-	for _, taint := range node.Spec.Taints {
-		if taint.Key == v1alpha1.GoneTaint {
-			return true
-		}
-	}
-	return false
-}
-
 // collectNodes gives up the pools of nodes that have been gone for GoneGrace, and what is to be deleted on them (giveUp). It returns after which time to look
 // again; 0: not before something changes. since has when each node was first seen to be gone; collectNodes keeps it up to date.
 func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time) (next time.Duration, err error) {
@@ -78,7 +64,7 @@ func (c *Collector) objectsOf(ctx context.Context, node string) (objects []clien
 // collectNode is collectNodes for one node.
 func (c *Collector) collectNode(ctx context.Context, name string, since map[string]time.Time) (again time.Duration, err error) {
 	var node corev1.Node
-	if !IsGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+	if !cluster.IsGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
 		delete(since, name)
 		return 0, nil
 	}
@@ -90,7 +76,7 @@ func (c *Collector) collectNode(ctx context.Context, name string, since map[stri
 		return wait, nil
 	}
 	node = corev1.Node{}
-	if !IsGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+	if !cluster.IsGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
 		return 0, nil // the node is back, and the cache does not have it yet
 	}
 	silent, beats := c.agents.Patience(name)

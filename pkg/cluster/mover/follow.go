@@ -12,7 +12,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -77,7 +76,7 @@ func (m *Mover) whyNotFollow(ctx context.Context, v *v1alpha1.Volume) (why strin
 	switch {
 	case client.IgnoreNotFound(err) != nil:
 		return "", kube.APIError("look at node "+to, err)
-	case gc.IsGone(node, err):
+	case cluster.IsGone(node, err):
 		return "node " + to + " is gone", nil
 	case node.Spec.Unschedulable:
 		return "node " + to + " is cordoned", nil

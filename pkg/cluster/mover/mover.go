@@ -16,7 +16,6 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -167,14 +166,14 @@ func (m *Mover) hasEnded(ctx context.Context, id volume.ID, old string, s *v1alp
 	return m.gone(ctx, id, old)
 }
 
-// gone reports whether a node of a move is gone for good (gc.IsGone), by the API server.
+// gone reports whether a node of a move is gone for good (cluster.IsGone), by the API server.
 func (m *Mover) gone(ctx context.Context, id volume.ID, name string) (bool, error) {
 	node := &corev1.Node{}
 	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: name}, node)
 	if client.IgnoreNotFound(err) != nil {
 		return false, fmt.Errorf("look at node %s, for the move of %s: %w", name, id, err)
 	}
-	gone := gc.IsGone(node, err)
+	gone := cluster.IsGone(node, err)
 	if gone {
 		klog.FromContext(ctx).Info("A node of a move is gone", "id", id.String(), "node", name)
 	}

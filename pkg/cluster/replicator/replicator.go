@@ -23,7 +23,6 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -422,10 +421,10 @@ func listedLegs(r *v1alpha1.ReplicatedVolume) (left []v1alpha1.Leg) {
 	return left
 }
 
-// isGone reports whether a node is gone for good (gc.IsGone), both by the cache and by the API server.
+// isGone reports whether a node is gone for good (cluster.IsGone), both by the cache and by the API server.
 func (p *Replicator) isGone(ctx context.Context, name string) (bool, error) {
 	node := &corev1.Node{}
-	if err := p.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); !gc.IsGone(node, err) {
+	if err := p.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); !cluster.IsGone(node, err) {
 		return false, client.IgnoreNotFound(err)
 	}
 	node = &corev1.Node{}
@@ -433,5 +432,5 @@ func (p *Replicator) isGone(ctx context.Context, name string) (bool, error) {
 	if client.IgnoreNotFound(err) != nil {
 		return false, fmt.Errorf("look at node %s: %w", name, err)
 	}
-	return gc.IsGone(node, err), nil
+	return cluster.IsGone(node, err), nil
 }

@@ -13,7 +13,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -323,5 +322,5 @@ func returned(v *v1alpha1.Volume, node string) bool {
 func (s *Store) isGone(ctx context.Context, name string) (bool, error) {
 	node := &corev1.Node{}
 	err := s.kube.Live.Get(ctx, client.ObjectKey{Name: name}, node)
-	return gc.IsGone(node, err), kube.APIError("look at node "+name, client.IgnoreNotFound(err))
+	return cluster.IsGone(node, err), kube.APIError("look at node "+name, client.IgnoreNotFound(err))
 }

@@ -17,7 +17,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -119,7 +118,7 @@ func (s *Store) waitsFor(ctx context.Context, have *v1alpha1.Volume, down error)
 		return down
 	}
 	node := &corev1.Node{}
-	if gc.IsGone(node, s.kube.Live.Get(ctx, client.ObjectKey{Name: have.Spec.NodeName}, node)) {
+	if cluster.IsGone(node, s.kube.Live.Get(ctx, client.ObjectKey{Name: have.Spec.NodeName}, node)) {
 		return nil
 	}
 	silent, beats := s.nodes.Silent(have.Spec.NodeName)
