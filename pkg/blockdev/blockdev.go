@@ -243,7 +243,7 @@ type Problem struct {
 // Pool keeps volumes and snapshots on one piece of storage of this machine.
 //
 // Every call is idempotent: what is done already is done again at no cost, and to remove what is not there is success. The caller serialises calls that
-// name the same Ref, as subject or as origin; only Get and SetLabels may come beside any other call but Delete. Calls for different Refs may come at once.
+// name the same Ref, as subject or as origin; only Get and SetLabels may come beside any other call. Calls for different Refs may come at once.
 // After an error, a retry or the next start of the pool finishes or undoes whatever the call changed. Errors wrap one of the sentinels of pkg/errdefs.
 // Calls honour their context, and leave no process or goroutine behind.
 type Pool interface {

@@ -82,6 +82,7 @@ var clauses = []struct {
 	{"Beside", beside},
 	{"SetLabels", setLabels},
 	{"SetLabelsBeside", setLabelsBeside},
+	{"SetLabelsBesideDelete", setLabelsBesideDelete},
 	{"Reopen", reopen},
 	{"Capacity", capacity},
 	{"Used", used},
@@ -1414,6 +1415,41 @@ func used(f *fixture) {
 	if got := usedNow(); got > before+1<<20 {
 		f.Errorf("%d bytes are used once it is deleted, and were %d before it was made", got, before)
 	}
+}
+
+// setLabelsBesideDelete: labels that are being set, or wait for others to be set, when an object is deleted bring nothing of it back, also not at the next
+// start.
+func setLabelsBesideDelete(f *fixture) {
+	f.make(f.spec("v"))
+	changing, let := make(chan struct{}), make(chan struct{})
+	set := func(change func()) {
+		_, err := f.pool.SetLabels(f.Context(), vol("v"), func(labels map[string]string) error {
+			change()
+			labels["n"] = "1"
+			return nil
+		})
+		if err != nil && !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrBusy) {
+			f.Errorf("labels set beside Delete: %v", err)
+		}
+	}
+	var all sync.WaitGroup
+	all.Go(func() { set(func() { close(changing); <-let }) })
+	<-changing
+	all.Go(func() { set(func() {}) })
+	all.Go(func() {
+		if err := f.pool.Delete(f.Context(), vol("v")); err != nil {
+			f.Errorf("Delete beside SetLabels: %v", err)
+		}
+	})
+	time.Sleep(200 * time.Millisecond) // a Delete that does not wait is done by then
+	close(let)
+	all.Wait()
+	for _, when := range []string{"deleted", "after a start"} {
+		_, err := f.pool.Get(f.Context(), vol("v"))
+		f.fails(err, errdefs.ErrNotFound, when)
+		f.restart()
+	}
+	f.make(f.spec("v"))
 }
 
 // setLabelsBeside: labels that are set while an object grows stay, and so does its size.

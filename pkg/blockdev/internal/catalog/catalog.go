@@ -126,9 +126,29 @@ func New[T Object](pool string) *Catalog[T] {
 }
 
 // BeginChange waits until nobody else changes the record of a ready object, and keeps others from it until end. It is called before the record is read to
-// be changed, and end after it is saved, as SetLabels may come beside another call. Callers come in their order. The error is that of ctx; then there is
-// no end.
+// be changed, and end after it is saved, as SetLabels may come beside another call. Callers come in their order. With an error there is no end: it is that
+// of ctx; errdefs.ErrBusy if the object is being deleted by now, errdefs.ErrNotFound if it is not ready any more.
 func (c *Catalog[T]) BeginChange(ctx context.Context, o T) (end func(), err error) {
+	end, err = c.beginTurn(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	switch e := o.entry(); {
+	case e.State != Ready:
+		err = fmt.Errorf("%w: no %s in pool %s any more", errdefs.ErrNotFound, e.Ref(), c.pool)
+	case e.claimed:
+		err = fmt.Errorf("%w: change the record of %s in pool %s: it is being deleted", errdefs.ErrBusy, e.Ref(), c.pool)
+	default:
+		return end, nil
+	}
+	end()
+	return nil, err
+}
+
+// beginTurn waits until nobody changes the record of an object.
+func (c *Catalog[T]) beginTurn(ctx context.Context, o T) (end func(), err error) {
 	end, err = c.changing.Begin(ctx, o)
 	if err != nil {
 		return nil, fmt.Errorf("wait for another change of the record of %s in pool %s: %w", o.entry().Ref(), c.pool, err)
@@ -261,7 +281,8 @@ func (e *Entry) resumable(spec blockdev.Spec) bool {
 		(spec.Provisioning == blockdev.AnyProvisioning || spec.Provisioning == blockdev.ProvisioningOf(r.Thin))
 }
 
-// BeginDelete is the beginning of Delete. It returns the object, claimed for its removal; the zero T if there is nothing to do. errdefs.ErrInUse if it is
+// BeginDelete is the beginning of Delete. It returns the object, claimed for its removal, whose record nobody changes any more; the zero T if there is nothing
+// to do. errdefs.ErrInUse if it is
 // attached, errdefs.ErrBusy if another call has claimed it. errdefs.ErrPrecondition if its record is damaged, with advice on what to do.
 func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached func(context.Context, blockdev.Ref) ([]blockdev.Device, error), advice string) (o T, err error) {
 	var none T
@@ -283,7 +304,12 @@ func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached
 	case o == none:
 		return none, nil
 	}
-	devices, err := attached(ctx, ref)
+	var devices []blockdev.Device
+	end, err := c.beginTurn(ctx, o) // a change that began before the claim, and would be written over the removal
+	if err == nil {
+		end()
+		devices, err = attached(ctx, ref)
+	}
 	if err == nil && len(devices) > 0 && o.entry().State == Ready { // the devices of an unfinished object are the pool's own
 		err = fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, c.pool, devices[0].Path)
 	}

@@ -344,6 +344,33 @@ func TestChange(t *testing.T) {
 	}
 }
 
+// TestChangeBesideDelete: a deletion waits for a change that is under way, and after it nobody changes the record.
+func TestChangeBesideDelete(t *testing.T) {
+	c := New[*object]("default")
+	o := put(c, Found(recordOf("a"), Ready))
+	end, err := c.BeginChange(t.Context(), o)
+	check.OK(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if _, err := c.BeginDelete(ctx, refOf("a"), attachedNowhere, ""); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("beside a change: %v", err)
+	}
+	end()
+	if found, err := c.BeginDelete(t.Context(), refOf("a"), attachedNowhere, ""); found != o || err != nil {
+		t.Errorf("after it: %v, %v", found, err)
+	}
+	if _, err := c.BeginChange(t.Context(), o); !errors.Is(err, errdefs.ErrBusy) {
+		t.Errorf("a change beside the deletion: %v", err)
+	}
+	c.Mu.Lock()
+	c.Set(o, o.Record(), Deleting)
+	c.Mu.Unlock()
+	c.Release(o, false)
+	if _, err := c.BeginChange(t.Context(), o); !errors.Is(err, errdefs.ErrNotFound) {
+		t.Errorf("a change of what is to be removed: %v", err)
+	}
+}
+
 // TestChangesInOrder: a caller that changes a record again and again does not keep others from it.
 func TestChangesInOrder(t *testing.T) {
 	c := New[*object]("default")
