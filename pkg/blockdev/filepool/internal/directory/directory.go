@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -17,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/mountpoint"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -239,9 +241,14 @@ func Lock(root *os.Root) (*os.File, error) {
 	return lock, nil
 }
 
-// Exclusive locks a file or a directory of a pool until it is closed. errdefs.ErrInUse if another process has the lock.
+// Exclusive locks a file or a directory of a pool until it is closed. errdefs.ErrInUse if another process has the lock, and for longer than somebody who
+// only looks whether there is one (driver doctor).
 func Exclusive(f *os.File) error {
 	err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	for try := 0; errors.Is(err, unix.EWOULDBLOCK) && try < held.Tries; try++ {
+		time.Sleep(held.Pause)
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	}
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		return fmt.Errorf("%w: another process uses this directory as a pool", errdefs.ErrInUse)
 	}
