@@ -409,6 +409,28 @@ func TestGroupOfTwoNodes(t *testing.T) {
 	}
 }
 
+// TestRefusalsSayOnce: the error of a snapshot, or a group of them, that its node refuses names it once.
+func TestRefusalsSayOnce(t *testing.T) {
+	w := newEnvironment(t)
+	m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
+		if operation == "Create" && ref.Kind == blockdev.Snapshot {
+			return fmt.Errorf("%w: the pool says no", errdefs.ErrPrecondition)
+		}
+		return nil
+	})
+	s := w.knowing(m)
+	v, err := s.Create(w.ctx, spec("v"))
+	check.OK(t, err)
+	for what, err := range map[string]error{
+		`snapshot "s" of volume ` + v.ID.String(): second(s.CreateSnapshot(w.ctx, "s", v.ID)),
+		`group snapshot "g"`:                      second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})),
+	} {
+		if fails(t, err, errdefs.ErrPrecondition); strings.Count(err.Error(), what) != 1 {
+			t.Errorf("%v", err)
+		}
+	}
+}
+
 // TestTwoStores: two controllers that are asked at once make one volume of a name, and one of two different claims succeeds.
 func TestTwoStores(t *testing.T) {
 	w := newEnvironment(t)

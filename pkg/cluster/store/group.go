@@ -59,9 +59,18 @@ func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
 func (s *Store) CreateGroup(ctx context.Context, name string, sources []volume.ID) (volume.Group, error) {
 	group, err := s.createGroup(ctx, name, sources)
 	if err != nil {
-		return volume.Group{}, fmt.Errorf("group snapshot %q: %w", name, err)
+		return volume.Group{}, sayOnce(err, "group snapshot %q", name)
 	}
 	return group, nil
+}
+
+// sayOnce adds to an error what it is of, unless its text says that already: a node that refuses says it too.
+func sayOnce(err error, format string, args ...any) error {
+	what := fmt.Sprintf(format, args...)
+	if strings.Contains(err.Error(), what) {
+		return err
+	}
+	return fmt.Errorf("%s: %w", what, err)
 }
 
 func (s *Store) createGroup(ctx context.Context, name string, sources []volume.ID) (volume.Group, error) {

@@ -98,7 +98,7 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 		have, err = waitMade(ctx, s, w, have)
 	}
 	if err != nil {
-		return volume.Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
+		return volume.Snapshot{}, sayOnce(err, "snapshot %q of volume %s", name, source)
 	}
 	return cluster.ToSnapshot(have), nil
 }

@@ -240,6 +240,8 @@ func Update(root *os.Root, path string, s *Record, at Position) (_ Position, err
 			at.newest = slot
 		case s.State == catalog.Deleting && unwritten == nil && Unwritable(err):
 			unwritten = err
+		case unwritten != nil && unwritten.Error() == err.Error():
+			return at, err
 		default:
 			return at, errors.Join(unwritten, err)
 		}

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/frame"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
@@ -242,6 +244,33 @@ func TestCutShort(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// TestUnwritable: a disk without space for either slot of a record is told of once.
+func TestUnwritable(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("it mounts a filesystem")
+	}
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=32k"); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Error(err)
+		}
+	}()
+	put(t, dir+"/rec", nil) // without blocks
+	put(t, dir+"/others", make([]byte, 28<<10))
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer root.Close()
+	_, err = Update(root, "rec", New(exampleRecord(), catalog.Deleting, 0), Position{generation: 1})
+	if !Unwritable(err) || strings.Count(err.Error(), "no space left on device") != 1 {
+		t.Errorf("%v", err)
 	}
 }
 
