@@ -3,6 +3,7 @@ package replicator
 import (
 	"context"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -29,8 +30,8 @@ type assessment struct {
 	ahead   bool // it may have what the others lack (v1alpha1.LegAhead)
 }
 
-// assess assesses the legs that a volume is to have (spec.legs).
-func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (all []assessment, _ error) {
+// assess assesses the legs that a volume is to have (spec.legs). due is when some of them are to be replaced (dueLegs).
+func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, due map[string]time.Time) (all []assessment, _ error) {
 	for _, name := range r.Spec.Legs {
 		l, v := r.Leg(name), legs[name]
 		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead}
@@ -42,7 +43,7 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		default:
 			if gone, err := p.isGone(ctx, v.Spec.NodeName); err != nil {
 				return nil, err
-			} else if due, replaced := replaceAt(r, l, v); gone || replaced && !time.Now().Before(due) {
+			} else if at, replaced := due[name]; gone || replaced && !time.Now().Before(at) {
 				one.state = bad
 			}
 			if isToLeave(r, v, legs) {
@@ -80,31 +81,67 @@ func legToReplace(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	return nil
 }
 
-// replaceAt returns when a leg is to be replaced, as it was not current for too long by then; ok is false if it is not to be. Only a volume that is used by a
-// mirror can get other current legs.
-func replaceAt(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) (_ time.Time, ok bool) {
-	c := r.Spec.Claim
-	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || r.Status.Opened != c.Generation || l != nil && (l.Current || l.State == v1alpha1.LegJoining || l.State == v1alpha1.LegAhead) {
-		return time.Time{}, false
+// away is since when a leg is not current.
+type away struct {
+	since time.Time // by the object, which nodes write by their own clocks
+	at    time.Time // by the clock of this process
+}
+
+// dueLegs returns when legs are to be replaced, as they are not current for too long by then. Only a volume that is used by a mirror can get other current
+// legs. The clocks of nodes do not matter: the time counts from when this process saw that a leg is away. Only of those that it found so when it began does
+// the object say since when.
+func (p *Replicator) dueLegs(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (due map[string]time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	before, now := p.away[r.Name], time.Now()
+	due, seen := map[string]time.Time{}, map[string]away{}
+	for _, name := range r.Spec.Legs {
+		v, l := legs[name], r.Leg(name)
+		if v == nil || l != nil && l.Current || !isMirrored(r) {
+			continue
+		}
+		one, known := before[name]
+		if since := awaySince(r, l, v); !known || !one.since.Equal(since) {
+			one = away{since, now}
+			if since.Before(now) && now.Sub(p.began) < lookAgain {
+				one.at = since
+			}
+		}
+		seen[strings.Clone(name)] = one // the text may be a part of a longer one, which would stay in memory
+		if l == nil || l.State != v1alpha1.LegJoining && l.State != v1alpha1.LegAhead {
+			due[name] = one.at.Add(time.Duration(r.Spec.ReplaceAfter) * time.Second)
+		}
 	}
+	if delete(p.away, r.Name); len(seen) > 0 {
+		p.away[strings.Clone(r.Name)] = seen
+	}
+	return due
+}
+
+// isMirrored reports whether a volume is used by a mirror, and its legs are to be replaced in time.
+func isMirrored(r *v1alpha1.ReplicatedVolume) bool {
+	c := r.Spec.Claim
+	return r.Spec.ReplaceAfter > 0 && c != nil && c.Since != nil && r.Status.Opened == c.Generation
+}
+
+// awaySince returns since when a leg is not current while its volume is claimed, by the object.
+func awaySince(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) time.Time {
 	since := v.CreationTimestamp.Time
 	if l != nil && l.Since != nil {
 		since = l.Since.Time
 	}
-	if c.Since.After(since) {
+	if c := r.Spec.Claim; c.Since.After(since) {
 		since = c.Since.Time
 	}
-	return since.Add(time.Duration(r.Spec.ReplaceAfter) * time.Second), true
+	return since
 }
 
-// untilNextLook returns when to look at a volume again without an event: a leg may be due for replacement by then, or its node be gone.
-func untilNextLook(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) time.Duration {
+// untilNextLook returns when to look at a volume again without an event: a leg may be due for replacement by then (dueLegs), or its node be gone.
+func untilNextLook(due map[string]time.Time) time.Duration {
 	in := lookAgain
-	for _, name := range r.Spec.Legs {
-		if v := legs[name]; v != nil {
-			if due, replaced := replaceAt(r, r.Leg(name), v); replaced && time.Until(due) > 0 {
-				in = min(in, time.Until(due))
-			}
+	for _, at := range due {
+		if left := time.Until(at); left > 0 {
+			in = min(in, left)
 		}
 	}
 	return in

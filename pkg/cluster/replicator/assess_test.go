@@ -2,6 +2,7 @@ package replicator
 
 import (
 	"testing"
+	"testing/synctest"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -81,10 +82,60 @@ func TestReplaced(t *testing.T) {
 		"used, and never opened": {&v1alpha1.Claim{Generation: 2, Since: &before}, 0, nil, false},
 		"not claimed":            {nil, 2, &v1alpha1.Leg{Since: &before}, false},
 	} {
-		r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{ReplaceAfter: 600, Claim: c.claim}, Status: v1alpha1.ReplicatedVolumeStatus{Opened: c.opened}}
+		r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{ReplaceAfter: 600, Claim: c.claim, Legs: []string{"leg"}}, Status: v1alpha1.ReplicatedVolumeStatus{Opened: c.opened}}
+		if c.leg != nil {
+			c.leg.Name = "leg"
+			r.Status.Legs = []v1alpha1.Leg{*c.leg}
+		}
 		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: before}}
-		if due, replaced := replaceAt(r, c.leg, v); replaced != c.want || replaced && time.Now().Before(due) {
+		p := &Replicator{away: map[string]map[string]away{}, began: time.Now()}
+		if due, replaced := p.dueLegs(r, map[string]*v1alpha1.Volume{"leg": v})["leg"]; replaced != c.want || replaced && time.Now().Before(due) {
 			t.Errorf("%s: it is replaced: %v, at %v", what, replaced, due)
 		}
+	}
+}
+
+// TestReplacedByOwnClock: whatever the clock of the node that uses a volume says, a leg is replaced when this controller has seen it away for long enough. A
+// try to join does not begin that anew, and a leg that is current for a moment does.
+func TestReplacedByOwnClock(t *testing.T) {
+	const after = 10 * time.Minute
+	for _, skew := range []time.Duration{-time.Hour, time.Hour} {
+		synctest.Test(t, func(t *testing.T) {
+			claimed := metav1.Now()
+			r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{ReplaceAfter: int64(after / time.Second), Claim: &v1alpha1.Claim{Generation: 2, Since: &claimed}, Legs: []string{"leg"}},
+				Status: v1alpha1.ReplicatedVolumeStatus{Opened: 2, Legs: []v1alpha1.Leg{{Name: "leg", Current: true}}}}
+			legs := map[string]*v1alpha1.Volume{"leg": {ObjectMeta: metav1.ObjectMeta{CreationTimestamp: claimed}}}
+			p := &Replicator{away: map[string]map[string]away{}, began: time.Now()}
+			leg := &r.Status.Legs[0]
+			leaves := func() {
+				*leg = v1alpha1.Leg{Name: "leg", State: v1alpha1.LegWaiting, Since: new(metav1.NewTime(time.Now().Add(skew)))}
+			}
+			is := func(when string, want time.Duration) {
+				t.Helper()
+				if at, replaced := p.dueLegs(r, legs)["leg"]; !replaced || time.Until(at) != want {
+					t.Errorf("a clock that is off by %s, %s: it is replaced: %v, in %s, want %s", skew, when, replaced, time.Until(at), want)
+				}
+			}
+			p.dueLegs(r, legs)
+			time.Sleep(3 * time.Hour)
+			leaves()
+			is("as it leaves", after)
+			time.Sleep(4 * time.Minute)
+			leg.State = v1alpha1.LegJoining
+			if due := p.dueLegs(r, legs); len(due) > 0 {
+				t.Errorf("while it joins it is replaced at %v", due)
+			}
+			time.Sleep(4 * time.Minute)
+			leg.State = v1alpha1.LegWaiting
+			is("as it could not join", 2*time.Minute)
+			*leg = v1alpha1.Leg{Name: "leg", Current: true}
+			p.dueLegs(r, legs)
+			time.Sleep(time.Second)
+			leaves()
+			is("as it leaves again", after)
+
+			p = &Replicator{away: map[string]map[string]away{}, began: time.Now()} // a start of the controller
+			is("away before the controller began", after+min(skew, 0))
+		})
 	}
 }

@@ -56,18 +56,27 @@ type Replicator struct {
 	kube    kube.Connection
 	maker   Maker
 	pending workqueue.TypedRateLimitingInterface[string]
+	began   time.Time // when Run began
+
+	mu   sync.Mutex
+	away map[string]map[string]away // the legs that are not current, by volume and leg: see dueLegs
 }
 
 // New returns a Replicator. The cache of its connection has to have ReplicatedVolumes, Volumes, with the index cluster.ByReplicaOf, and Nodes.
 func New(c kube.Connection, maker Maker) *Replicator {
-	return &Replicator{c, maker, workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
+	return &Replicator{kube: c, maker: maker, away: map[string]map[string]away{},
+		pending: workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
 }
 
 // Changed has a ReplicatedVolume looked at.
 func (p *Replicator) Changed(o client.Object, gone bool) {
 	if !gone {
 		p.pending.Add(o.GetName())
+		return
 	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.away, o.GetName())
 }
 
 // VolumeChanged has the volume of a leg looked at, or a volume that is to become a leg.
@@ -83,6 +92,7 @@ func (p *Replicator) VolumeChanged(o client.Object, _ bool) {
 
 // Run does the replicator's work until the context ends. The cache has to be filled before.
 func (p *Replicator) Run(ctx context.Context) {
+	p.began = time.Now()
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer p.pending.ShutDown()
@@ -147,7 +157,8 @@ func (p *Replicator) step(ctx context.Context, key string) (again time.Duration,
 	if err := p.syncLegs(ctx, r, legs); err != nil {
 		return 0, err
 	}
-	return untilNextLook(r, legs), p.adjustLegs(ctx, r, legs)
+	due := p.dueLegs(r, legs)
+	return untilNextLook(due), p.adjustLegs(ctx, r, legs, due)
 }
 
 // convertAsked is convert for a volume on one node, if that is asked to have replicas (spec.replicas).
@@ -223,11 +234,11 @@ func syncLeg(r *v1alpha1.ReplicatedVolume, v, like *v1alpha1.Volume) (changed bo
 
 // adjustLegs takes the next step towards the number of legs that a volume is to have: it deletes those that were taken out, has missing ones made, takes
 // out what is too much, or adds one.
-func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
+func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, due map[string]time.Time) error {
 	if dropped, err := p.dropLeft(ctx, r, legs); dropped || err != nil {
 		return err
 	}
-	judged, err := p.assess(ctx, r, legs)
+	judged, err := p.assess(ctx, r, legs, due)
 	if err != nil {
 		return err
 	}
