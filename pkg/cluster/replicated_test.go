@@ -1066,7 +1066,7 @@ func TestReplicatedAdoptedStays(t *testing.T) {
 }
 
 // TestReplicatedAbandoned: a volume with replicas that was made for a claim, and has no PersistentVolume, is deleted if it was never used; so is a first
-// leg that is left alone of such a volume.
+// leg that is left alone of such a volume, and a further leg that is left alone of any.
 func TestReplicatedAbandoned(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	for _, name := range []string{"pvc-unknown", "pvc-used", "pvc-begun"} {
@@ -1082,10 +1082,12 @@ func TestReplicatedAbandoned(t *testing.T) {
 	other := w.legsOf("pvc-begun")[1]
 	check.OK(t, w.Delete(w.ctx, w.whole("pvc-begun")))
 	w.edited(other.Name, func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
+	late := w.begunLate(s, "late")
 	w.sweeping()
 	w.eventually("what nobody knows of is gone", func() bool {
 		return w.whole("pvc-unknown") == nil && len(w.legsOf("pvc-unknown")) == 0 && len(w.legsOf("pvc-begun")) == 0
 	})
+	w.eventually("a leg that was begun while its volume was deleted is gone", func() bool { return len(w.legsOf(late)) == 0 })
 	time.Sleep(abandonGrace)
 	if r := w.whole("pvc-used"); r == nil || r.Going() || len(w.legsOf("pvc-used")) != 2 {
 		t.Errorf("what was used is %+v", r)
@@ -1093,6 +1095,23 @@ func TestReplicatedAbandoned(t *testing.T) {
 	for _, m := range all {
 		w.tally(m.machine)
 	}
+}
+
+// begunLate has a leg begun just as its volume is deleted: the object was read before that, and the leg is created after it. It returns the name of the volume.
+func (w *environment) begunLate(s *store.Store, name string) string {
+	w.Helper()
+	v, err := s.Create(w.ctx, replicas(name, 2))
+	check.OK(w, err)
+	leg := w.legsOf(name)[1]
+	check.OK(w, s.Delete(w.ctx, v.ID))
+	leg = &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name + "-3"), Labels: leg.Labels}, Spec: leg.Spec}
+	leg.Spec.Make, leg.Spec.Name = true, name+"-3"
+	check.OK(w, w.Create(w.ctx, leg))
+	w.eventually("it is made", func() bool {
+		legs := w.legsOf(name)
+		return len(legs) == 1 && legs[0].Status.Created != nil
+	})
+	return name
 }
 
 // edited changes the spec of a Volume.

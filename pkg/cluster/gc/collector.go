@@ -1,7 +1,7 @@
 // Package gc is the garbage collector of a cluster's objects. It runs in the controller, and it
 //
 //   - gives up what is to be deleted on nodes that are gone for good;
-//   - has blank volumes deleted for which there is no PersistentVolumeClaim and no PersistentVolume;
+//   - has blank volumes deleted for which there is no PersistentVolumeClaim and no PersistentVolume, and blank legs whose volume is gone;
 //   - takes back claims for which there is no VolumeAttachment;
 //   - deletes groups of snapshots of which some members' objects were never created.
 //
@@ -97,6 +97,11 @@ func provisioned(v *v1alpha1.Volume) bool {
 	return v.Spec.ClaimRef != nil && strings.HasPrefix(v.Spec.Name, cluster.ProvisionedPrefix)
 }
 
+// isUnusedLeg reports whether a volume is a further leg of a volume with several, and was never used: no claim of its volume came to it.
+func isUnusedLeg(v *v1alpha1.Volume) bool {
+	return v.Spec.ReplicaOf != "" && v.Name != v.Spec.ReplicaOf && v.Spec.Claims == 0
+}
+
 // wanted reports whether somebody uses a volume, or moves it.
 func wanted(v *v1alpha1.Volume) bool { return len(v.Claimants()) > 0 || v.Spec.Move != nil }
 
@@ -104,7 +109,7 @@ func wanted(v *v1alpha1.Volume) bool { return len(v.Claimants()) > 0 || v.Spec.M
 func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 	c.objectChanged(o, gone)
 	v, ok := o.(*v1alpha1.Volume)
-	if !ok || !provisioned(v) {
+	if !ok || !provisioned(v) && !isUnusedLeg(v) {
 		return
 	}
 	if gone {

@@ -20,11 +20,14 @@ import (
 
 // collectVolume has a volume deleted that is older than AbandonGrace, and for which there is neither the PersistentVolumeClaim that it was made for nor a
 // PersistentVolume with its handle. Its node is asked (spec.abandoned), and deletes it only if it is blank. A volume with several legs is deleted if it was
-// never used (wasUsed).
+// never used (wasUsed). Of a further leg alone: see collectLeg.
 func (c *Collector) collectVolume(ctx context.Context, known *census, key string) error {
 	v := &v1alpha1.Volume{}
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
 		return client.IgnoreNotFound(err)
+	}
+	if isUnusedLeg(v) {
+		return c.collectLeg(ctx, v)
 	}
 	whole, err := c.whole(ctx, v)
 	if err != nil || whole != nil && whole.Going() {
@@ -35,26 +38,11 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 			return err
 		}
 	}
-	switch {
-	case !provisioned(v): // an earlier object of this name was
-		return nil
-	case v1alpha1.Going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
-		return nil // its node deletes it
-	case v.Status.Is(v1alpha1.Abandoned, "False"):
-		if !v.Spec.Abandoned {
-			return nil // the node has answered: the volume is not blank
-		}
-		before := v.DeepCopy()
-		v.Spec.Abandoned = false
-		return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
-	case v.Spec.Abandoned:
-		return nil // the node has not answered yet
-	case wanted(v): // while it moves, it may be on two nodes
+	if !provisioned(v) { // an earlier object of this name was
 		return nil
 	}
-	if age := time.Since(v.CreationTimestamp.Time); age < c.options.AbandonGrace {
-		c.pending.AddAfter(candidate{aVolume, key}, c.options.AbandonGrace-age)
-		return nil
+	if due, err := c.isDue(ctx, v); err != nil || !due {
+		return err
 	}
 	volumes, err := known.volumes(ctx)
 	if err != nil {
@@ -81,6 +69,53 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return kube.IgnoreConflict(c.kube.Client.Patch(ctx, whole, kube.LockingPatch(before)))
 	}
 	klog.FromContext(ctx).Info("Nobody knows of a volume: its node deletes it if it is blank", "volume", cluster.VolumeID(v).String(), "claim", v.Spec.ClaimRef.Namespace+"/"+v.Spec.ClaimRef.Name)
+	return c.abandon(ctx, v)
+}
+
+// collectLeg has a leg deleted that was never used, and whose ReplicatedVolume is gone: that was deleted while the leg was begun, or a person has deleted it.
+// Its node is asked, as for a volume.
+func (c *Collector) collectLeg(ctx context.Context, v *v1alpha1.Volume) error {
+	r := &v1alpha1.ReplicatedVolume{}
+	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: v.Spec.ReplicaOf}, r); !apierrors.IsNotFound(err) {
+		return err // who makes and deletes that volume sees to its legs
+	}
+	if whole, err := c.whole(ctx, v); err != nil || whole != nil || isYounger(v) { // a person may write the ReplicatedVolume of adopted legs anew
+		return err
+	}
+	if due, err := c.isDue(ctx, v); err != nil || !due {
+		return err
+	}
+	klog.FromContext(ctx).Info("The volume of a replica that was never used is gone: its node deletes it if it is blank", "replica", cluster.VolumeID(v).String(), "of", v.Spec.ReplicaOf)
+	return c.abandon(ctx, v)
+}
+
+// isDue reports whether a volume that may be garbage is old enough, is used by nobody, and its node was not asked yet. One that is too young is queued again.
+// It takes back the question that a node has answered with no.
+func (c *Collector) isDue(ctx context.Context, v *v1alpha1.Volume) (due bool, err error) {
+	switch {
+	case v1alpha1.Going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
+		return false, nil // its node deletes it
+	case v.Status.Is(v1alpha1.Abandoned, "False"):
+		if !v.Spec.Abandoned {
+			return false, nil // the node has answered: the volume is not blank
+		}
+		before := v.DeepCopy()
+		v.Spec.Abandoned = false
+		return false, kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
+	case v.Spec.Abandoned:
+		return false, nil // the node has not answered yet
+	case wanted(v): // while it moves, it may be on two nodes
+		return false, nil
+	}
+	if age := time.Since(v.CreationTimestamp.Time); age < c.options.AbandonGrace {
+		c.pending.AddAfter(candidate{aVolume, v.Name}, c.options.AbandonGrace-age)
+		return false, nil
+	}
+	return true, nil
+}
+
+// abandon asks the node of a volume to delete it, if it is blank.
+func (c *Collector) abandon(ctx context.Context, v *v1alpha1.Volume) error {
 	before := v.DeepCopy()
 	v.Spec.Abandoned = true
 	return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
@@ -109,10 +144,13 @@ func (c *Collector) wasUsed(ctx context.Context, whole *v1alpha1.ReplicatedVolum
 	if err := c.kube.Client.List(ctx, &legs, client.MatchingFields{cluster.ByReplicaOf: whole.Name}, client.UnsafeDisableDeepCopy); err != nil {
 		return false, kube.APIError("list the replicas of "+whole.Name, err)
 	}
-	return slices.ContainsFunc(legs.Items, func(v v1alpha1.Volume) bool {
-		made := v.Status.Created
-		return v.Spec.Claims > 0 || made != nil && made.Time.Before(v.CreationTimestamp.Time)
-	}), nil
+	return slices.ContainsFunc(legs.Items, func(v v1alpha1.Volume) bool { return v.Spec.Claims > 0 || isYounger(&v) }), nil
+}
+
+// isYounger reports whether the object of a volume is younger than its bytes: it was adopted or restored, and does not tell whether anybody used these.
+func isYounger(v *v1alpha1.Volume) bool {
+	made := v.Status.Created
+	return made != nil && made.Time.Before(v.CreationTimestamp.Time)
 }
 
 // NeverUsed reports whether nobody can have used a volume that CreateVolume asks for: its PersistentVolumeClaim exists and is bound to nothing, and no
