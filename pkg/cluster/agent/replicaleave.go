@@ -155,7 +155,7 @@ func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) erro
 }
 
 // delist takes the failing legs off the list, ends the connections to those that do not answer, and returns the devices that have to leave the mirror.
-// ErrUnavailable if no current leg would be left. ErrBusy if it is not known whether a device of no leg is one of a leg that was listed meanwhile.
+// ErrUnavailable if no current leg would be left. ErrBusy if the watch is behind the object, so that a leg that leaves may have been listed meanwhile.
 func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
 	if len(rest) == 0 {
@@ -171,7 +171,8 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 	}); err != nil {
 		return nil, m.noteUntold(err)
 	}
-	if devices = now.unknown(); len(devices) > 0 && now.v.ResourceVersion == before { // nothing was written, which would have shown that now.v is the object
+	devices = now.unknown()
+	if now.v.ResourceVersion == before && (len(devices) > 0 || m.last.get().number == 0) { // nothing was written, which would have shown that now.v is the object
 		if _, err := m.notBehind(ctx, now.v); err != nil {
 			return nil, err
 		}

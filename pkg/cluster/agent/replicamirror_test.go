@@ -827,6 +827,27 @@ func TestUnknownToWatch(t *testing.T) {
 	}
 }
 
+// TestUnlistedByWatch: the watch is behind the object, in which a leg is current that it says waits, for the very reason for which the leg fails again. The
+// leg does not leave before it is off the list, though there is nothing to write by the watch.
+func TestUnlistedByWatch(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	const why = "what was written to it, or read from it, failed"
+	watched := f.v.DeepCopy()
+	watched.Status.Legs[1] = v1alpha1.Leg{Name: "b", Sound: 1, State: v1alpha1.LegWaiting, Message: why, Since: new(metav1.Now().Rfc3339Copy())}
+	cluster.SummarizeLegs(watched)
+	now := &mirrorView{v: watched, s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2, Failed: true}}},
+		device: map[string]uint64{"a": 1, "b": 2}, leg: map[uint64]string{1: "a", 2: "b"}, failing: map[string]string{"b": why}}
+	f.v.ResourceVersion += "1"
+	if devices, err := f.delist(t.Context(), now); !errors.Is(err, errdefs.ErrBusy) {
+		t.Errorf("devices %v leave, %v", devices, err)
+	}
+	f.v.Status.Legs[1] = watched.Status.Legs[1] // now it is off the list
+	watched.ResourceVersion = f.v.ResourceVersion
+	if devices, err := f.delist(t.Context(), now); err != nil || !slices.Equal(devices, []uint64{2}) {
+		t.Errorf("once the watch has caught up devices %v leave, %v", devices, err)
+	}
+}
+
 // TestVolumeOfLegIsGone: a leg was to be one no more, and its Volume is deleted, when the driver starts anew. The object still names the leg in its status:
 // one that has left the mirror, or one that is still there. The others are looked after all the same.
 func TestVolumeOfLegIsGone(t *testing.T) {
