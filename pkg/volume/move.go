@@ -83,7 +83,31 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 			return Origin{}, err
 		}
 	}
-	return l.sealed(ctx, pool, record)
+	from, err := l.sealed(ctx, pool, record)
+	if err == nil {
+		err = l.sealPower(ctx, pool, record, from.Labels)
+	}
+	return from, err
+}
+
+// movedBoot is in place of the boot ID in the record of an open leg that moves, and all of whose writes are durable. The leg gets the boot ID of the machine
+// where it arrives: that has what the old one had acknowledged.
+const movedBoot = "-"
+
+// sealPower makes durable what was written to a leg that is open still, as its user died, unless its machine was restarted since. labels are those that move
+// with it: they say so (movedBoot).
+func (l *Local) sealPower(ctx context.Context, pool blockdev.Pool, record blockdev.Record, labels map[string]string) error {
+	s, err := legStateOf(record)
+	how, _ := l.exporting()
+	if err != nil || s.Closed || how.Boot == "" || s.Boot != how.Boot {
+		return nil // a label that is not understood moves as it is
+	}
+	if err := read(ctx, pool, record.Ref, func(f *os.File) error { return errdefs.FromErrno(f.Sync()) }); err != nil {
+		return fmt.Errorf("make durable what was written to leg %s before it moves: %w", IDOf(pool.Name(), record), err)
+	}
+	s.Boot = movedBoot
+	labels[labelLeg] = s.label()
+	return nil
 }
 
 // seal is since when a volume is sealed, and after how many claims. A seal for a consumer (SealFor) has the generation of its claim: the consumer goes on
@@ -566,6 +590,11 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 		}
 		if since, is := copiedInSeal(blockdev.Record{Labels: labels}); is && ref.Kind == blockdev.Volume {
 			setLabel(labels, labelCame, came(labels[labelCame], since))
+		}
+		if s, err := legStateOf(blockdev.Record{Labels: labels}); err == nil && s.Boot == movedBoot && labels[labelImport] != "" {
+			how, _ := l.exporting()
+			s.Boot = how.Boot
+			labels[labelLeg] = s.label()
 		}
 		delete(labels, labelImport)
 		delete(labels, labelCarried)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
@@ -105,6 +106,45 @@ func TestMoveGoesOn(t *testing.T) {
 		t.Errorf("it was %+v, and is %+v", v, moved)
 	}
 	holds(t, b, moved)
+}
+
+// TestOpenLegMoves: a leg that moves while it is open, as its user died, has lost no power by that: it has all that it acknowledged, if its old machine was
+// not restarted before, and its new one is not afterwards.
+func TestOpenLegMoves(t *testing.T) {
+	for what, c := range map[string]struct {
+		boot string // of its machine when it was opened
+		lost bool
+	}{"its machine runs on": {"1", false}, "its machine was restarted": {"0", true}} {
+		t.Run(what, func(t *testing.T) {
+			disk := memory.NewDisk(1 << 30)
+			home := func(disk *memory.Disk, boot string) (*volume.Local, *volume.Everywhere) {
+				l := start(t, 0, disk.Open("default", nil))
+				l.ServeExports(t.Context(), volume.Exporting{Boot: boot, Locks: &keylock.Table{}})
+				return l, volume.NewEverywhere(l, start(t, 0, memory.NewDisk(1<<30).Open("others", nil)), nowhere{})
+			}
+			a, used := home(memory.NewDisk(1<<30), "1")
+			v, err := a.Create(t.Context(), volume.Spec{Name: "leg", Size: volume.Range{Required: mib}, Access: volume.AccessAny, ReplicaOf: volume.KeyOf("leg")})
+			check.OK(t, err)
+			check.OK(t, used.ChangeLeg(t.Context(), v.ID, func(s *volume.LegState, _ map[string]string) error {
+				*s = volume.LegState{Sound: 1, Opened: 1, Boot: c.boot}
+				return nil
+			}))
+			from, err := a.Seal(t.Context(), v.ID, 1)
+			check.OK(t, err)
+			b, _ := home(disk, "2")
+			check.OK(t, b.CopyIn(t.Context(), "default", "leg", blockdev.AnyProvisioning, from))
+			for _, now := range []struct {
+				boot string
+				lost bool
+			}{{"2", c.lost}, {"3", true}} {
+				l, at := home(disk, now.boot)
+				check.OK(t, l.Arrive(t.Context(), v.ID))
+				if leg, err := at.Leg(t.Context(), v.ID); err != nil || leg.LostPower() != now.lost || leg.Sound != 1 || leg.Opened != 1 {
+					t.Errorf("in start %s of its new machine it is %+v, %v, and has lost power: %v", now.boot, leg.LegState, err, leg.LostPower())
+				}
+			}
+		})
+	}
 }
 
 // TestMoveGrows: a sealed volume may grow. Its copy on the new node, unfinished or whole, grows with it, and is not copied anew.
