@@ -686,6 +686,46 @@ func TestReplicatedCopies(t *testing.T) {
 	}
 }
 
+// TestReplicatedCutOfCurrent: a snapshot that was asked of a leg while that was current is not taken of it once it lacks what was written, but of another
+// leg; nor is a clone made of such a leg.
+func TestReplicatedCutOfCurrent(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	all["node-1"].stop()
+	clone := anyNode("clone", "node-1")
+	clone.Source = v.ID
+	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), errdefs.ErrUnavailable)
+	fails(t, second(s.Create(soon(t), clone)), errdefs.ErrUnavailable)
+	asked := &v1alpha1.Snapshot{}
+	check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: volume.KeyOf("s")}, asked))
+	if asked.Spec.NodeName != "node-1" || w.object("clone").Spec.NodeName != "node-1" {
+		t.Fatalf("the snapshot is asked of %s, the clone of %s", asked.Spec.NodeName, w.object("clone").Spec.NodeName)
+	}
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { r.Status.Lists++; r.Status.Legs[0].Current = false })
+	w.start(all["node-1"].machine)
+	w.eventually("node-1 works", func() bool {
+		check.OK(t, second(s.Create(w.ctx, anyNode("other", "node-1"))))
+		return true
+	})
+	time.Sleep(300 * time.Millisecond)
+	if check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: asked.Name}, asked)); asked.Status.Created != nil {
+		t.Error("the snapshot was taken of a leg that lacks what was written")
+	}
+	if w.object("clone").Status.Created != nil {
+		t.Error("a clone was made of it")
+	}
+	cut, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	if check.OK(t, err); cut.Node != "node-2" {
+		t.Errorf("the snapshot is %+v", cut)
+	}
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { r.Status.Lists++; r.Status.Legs[0].Current = true })
+	made, err := s.Create(w.ctx, clone)
+	if check.OK(t, err); made.Node != "node-1" {
+		t.Errorf("when the leg is current again, the clone is %+v", made)
+	}
+}
+
 // becomes writes which legs of a volume are current, as the node that uses it does, and that the others have not been for a minute.
 func (w *environment) becomes(name string, current ...string) {
 	w.Helper()

@@ -44,13 +44,50 @@ const (
 	thawPause = 100 * time.Millisecond
 )
 
-// quiesce holds back the writes to an origin until thaw is called, which may be called again. It freezes the filesystem if one is mounted. Otherwise, or
+// quiesce is holdBack, and makes sure that a leg has all that was acknowledged: it has to be current after the writes are held back, or, if they go on,
+// all the time until thaw. ErrNotCurrent, also from thaw, if it is not.
+func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
+	ctx, quiesced, thaw, err = l.holdBack(ctx, o)
+	if err != nil || l.lists == nil || o.record.Labels[labelReplicaOf] == "" {
+		return ctx, quiesced, thaw, err
+	}
+	list, err := l.listOf(ctx, o)
+	if err != nil {
+		return ctx, false, func() error { return nil }, errors.Join(err, thaw())
+	}
+	if quiesced {
+		return ctx, true, thaw, nil
+	}
+	end := thaw
+	return ctx, false, sync.OnceValue(func() error {
+		if err := end(); err != nil {
+			return err
+		}
+		now, err := l.listOf(context.WithoutCancel(ctx), o)
+		if err == nil && now != list {
+			err = fmt.Errorf("copy leg %s, which was not current all the time meanwhile: %w", o.id(), ErrNotCurrent)
+		}
+		return err
+	}), nil
+}
+
+// listTime is how long the cluster may take to say whether a leg is current: writers may wait meanwhile.
+const listTime = 5 * time.Second
+
+// listOf returns the number of the list of current legs that a leg is on: see Lists.
+func (l *Local) listOf(ctx context.Context, o origin) (list int64, err error) {
+	ctx, cancel := context.WithTimeout(ctx, listTime)
+	defer cancel()
+	return l.lists.ListOf(ctx, o.record.Labels[labelReplicaOf], o.record.Key)
+}
+
+// holdBack holds back the writes to an origin until thaw is called, which may be called again. It freezes the filesystem if one is mounted. Otherwise, or
 // if somebody else froze that, it suspends the devices, if the pool copies at once. quiesced is false if writes may go on; somebody else may end their own
 // freeze at any time. The context that it returns is for what is done meanwhile: see held. ErrUnavailable from thaw: writes went on before it, so what was
 // copied is of no point in time.
 //
 // The writes to an exported volume are held back by its consumer. Those to a leg are held back by the consumer of its volume, which may be this node.
-func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
+func (l *Local) holdBack(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
 	if e, is, err := exportOf(o.record); err != nil {
 		return ctx, false, nothing, err
@@ -105,7 +142,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	return ctx, true, thaw, nil
 }
 
-// suspend is quiesce for a volume that has no filesystem mounted, or one that somebody else froze.
+// suspend is holdBack for a volume that has no filesystem mounted, or one that somebody else froze.
 func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, quiesced bool, resume func() error, err error) {
 	nothing := func() error { return nil }
 	stack := l.stacks.Of(o.pool, o.record.Ref)

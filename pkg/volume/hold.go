@@ -11,7 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// holdConsumer is quiesce for an exported volume: the consumer holds back its writes. ErrUnavailable if it does not answer: it may go on to write, and
+// holdConsumer is holdBack for an exported volume: the consumer holds back its writes. ErrUnavailable if it does not answer: it may go on to write, and
 // what is in its page cache would not be in the copy. That ends with its answer, or with its export; the export of a node that is gone ends with its
 // claim.
 func (l *Local) holdConsumer(ctx context.Context, o origin, to Grant) (_ context.Context, quiesced bool, release func() error, err error) {

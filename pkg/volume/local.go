@@ -52,6 +52,7 @@ type Local struct {
 
 	exports exports
 	moves   Moves // nil outside of a cluster
+	lists   Lists // nil outside of a cluster
 }
 
 var _ Differ = (*Local)(nil)

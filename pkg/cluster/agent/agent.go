@@ -125,6 +125,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 		return nil, err
 	}
 	local.SetMoves(a)
+	local.SetLists(a)
 	return a, c.Cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup)
 }
 

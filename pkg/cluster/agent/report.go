@@ -18,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // report writes the status of an object, with its summary, if edit changes it. It fails with a conflict if the object was changed since it was read.
@@ -111,7 +112,11 @@ func refuseRest[T cluster.Object](ctx context.Context, a *Agent, o T, err error,
 var transient = []error{context.Canceled, errdefs.ErrBusy, errdefs.ErrUnavailable,
 	syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE, syscall.EAGAIN}
 
+// isTransient reports whether an error is one of these. That a leg is not current is none: the controller chooses another one.
 func isTransient(err error) bool {
+	if errors.Is(err, volume.ErrNotCurrent) {
+		return false
+	}
 	for _, one := range transient {
 		if errors.Is(err, one) {
 			return true

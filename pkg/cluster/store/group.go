@@ -193,7 +193,7 @@ func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wan
 	}
 	if !slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
 		return v1alpha1.Going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name]) ||
-			m.Status.Created == nil && m.Spec.NodeName != wanted[m.Name].Spec.NodeName
+			m.Status.Created == nil && m.Spec.NodeName != wanted[m.Name].Spec.NodeName || isOfAnotherLeg(&m, wanted[m.Name])
 	}) {
 		return nil
 	}

@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -44,8 +45,8 @@ func sameSnapshot(a, b *v1alpha1.Snapshot) bool {
 	return a.Spec.Name == b.Spec.Name && cluster.SnapshotSource(a) == cluster.SnapshotSource(b)
 }
 
-// getOrCreateSnapshot creates the object of a snapshot, or returns the one that is there. One that the node has refused is deleted first. ErrExists for
-// another snapshot of the name.
+// getOrCreateSnapshot creates the object of a snapshot, or returns the one that is there. One that the node has refused, or that is to be taken of another
+// leg of the volume than want, is deleted first. ErrExists for another snapshot of the name.
 func (s *Store) getOrCreateSnapshot(ctx context.Context, w *kube.Watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
 	return getOrCreate(ctx, s, w, want.Name,
 		func() (*v1alpha1.Snapshot, error) { return want.DeepCopy(), nil },
@@ -56,11 +57,16 @@ func (s *Store) getOrCreateSnapshot(ctx context.Context, w *kube.Watch, want *v1
 			if v1alpha1.LostUnmade(have) {
 				return false, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 			}
-			if have.Status.Created == nil && have.Common().Refused(have.Generation) != nil {
+			if have.Status.Created == nil && (have.Common().Refused(have.Generation) != nil || have.Spec.Group == nil && isOfAnotherLeg(have, want)) {
 				return false, discard(ctx, s, w, have, true)
 			}
 			return true, nil
 		})
+}
+
+// isOfAnotherLeg reports whether a snapshot that is not taken yet is to be taken of another leg than want: that one is not current any more.
+func isOfAnotherLeg(have, want *v1alpha1.Snapshot) bool {
+	return have.Status.Created == nil && have.Spec.Make && have.Spec.Leg != want.Spec.Leg
 }
 
 // CreateSnapshot: see volume.Store.
@@ -87,7 +93,7 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	if err != nil {
 		return volume.Snapshot{}, kube.APIError(fmt.Sprintf("snapshot %q", name), err)
 	}
-	want, err := s.planSnapshot(ctx, name, source)
+	want, err := s.planSnapshot(ctx, name, source, have)
 	if err != nil {
 		if have.Spec.Name == name && have.Spec.Group == nil && cluster.SnapshotSource(have) == source {
 			err = s.takeBackCuts(ctx, []v1alpha1.Snapshot{*have}, err)
@@ -103,9 +109,9 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	return cluster.ToSnapshot(have), nil
 }
 
-// planSnapshot returns the object of a new snapshot; of a volume with several legs it is taken from a current one (stands). It fails if its node is not
-// ready.
-func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID) (*v1alpha1.Snapshot, error) {
+// planSnapshot returns the object of a new snapshot; of a volume with several legs it is taken from a current one: that of an earlier try (begun), if it still
+// is current, else the best (stands). It fails if its node is not ready.
+func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID, begun *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
 	r, err := s.replicated(ctx, source)
 	if err == nil && r != nil {
 		err = usableReplicated(r)
@@ -117,7 +123,7 @@ func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID)
 	if r == nil {
 		v, err = s.usable(ctx, source)
 	} else {
-		v, err = s.stands(ctx, r)
+		v, err = s.legToCut(ctx, r, begun)
 	}
 	if err == nil {
 		err = s.nodes.Ready(ctx, v.Spec.NodeName)
@@ -126,6 +132,20 @@ func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID)
 		return nil, err
 	}
 	return newSnapshot(name, source, v, nil), nil
+}
+
+// legToCut returns the leg that a snapshot of a volume is taken of: see planSnapshot.
+func (s *Store) legToCut(ctx context.Context, r *v1alpha1.ReplicatedVolume, begun *v1alpha1.Snapshot) (*v1alpha1.Volume, error) {
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	for _, v := range currentLegs(r, legs) {
+		if begun.Spec.Source == r.Name && v.Name == cmp.Or(begun.Spec.Leg, r.Name) {
+			return v, nil
+		}
+	}
+	return s.stands(ctx, r)
 }
 
 // DeleteSnapshot: see volume.Store.
