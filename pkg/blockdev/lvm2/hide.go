@@ -158,9 +158,9 @@ func (s *sight) look(name string) (d device, there bool, err error) {
 	return d, err == nil, ignoreGone(err)
 }
 
-// ignoreGone drops the error for a device that is gone.
+// ignoreGone drops the error for a device that is gone, or going: of one of the device mapper, sysfs says EINVAL then (dm_attr_show of dm-sysfs.c).
 func ignoreGone(err error) error {
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENXIO) {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENXIO) || errors.Is(err, unix.EINVAL) {
 		return nil
 	}
 	return err

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/command"
 )
@@ -139,6 +141,24 @@ func TestAnotherDeviceOfThatName(t *testing.T) {
 		if err != nil || (filter != "") != strings.Contains(file, "volumes") {
 			t.Errorf("over %s: %q, %v", file, filter, err)
 		}
+	}
+}
+
+// TestDeviceThatGoes: a device of the device mapper that is going, of which sysfs says EINVAL, fails no command, and is not read. Here another attribute that says so stands for its.
+func TestDeviceThatGoes(t *testing.T) {
+	dir := t.TempDir()
+	const invalid = "/sys/class/net/lo/speed"
+	if _, err := os.ReadFile(invalid); !errors.Is(err, unix.EINVAL) {
+		t.Fatalf("read %s: %v", invalid, err)
+	}
+	check.OK(t, os.MkdirAll(filepath.Join(dir, "dm-0/dm"), 0o700))
+	check.OK(t, os.Symlink(invalid, filepath.Join(dir, "dm-0/dm/name")))
+	check.OK(t, os.MkdirAll(filepath.Join(dir, "loop0/loop"), 0o700))
+	check.OK(t, os.WriteFile(filepath.Join(dir, "loop0/loop/backing_file"), []byte("/volumes/"+key+".img\n"), 0o600))
+	filter, err := (&sight{find: finds(Filters{Free: "filter"}), sysfs: dir}).filter(t.Context())
+	check.OK(t, err)
+	if reads(t, filter, "filter")([]string{"/dev/dm-0"}) {
+		t.Errorf("it is read with %s", filter)
 	}
 }
 
