@@ -19,6 +19,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -441,6 +442,28 @@ func TestJoinsUnderLoad(t *testing.T) {
 	ends(t, writer, "the writer")
 	t.Logf("%d writes beside the copy", writes)
 	f.equal(0, 1, 2)
+}
+
+// TestLargerSectors: a leg on a disk with larger logical sectors does not join, and what uses the mirror goes on in its own.
+func TestLargerSectors(t *testing.T) {
+	ctx := context.Background()
+	image := filepath.Join(drivertest.Dir(t), "large")
+	check.OK(t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, size)))
+	device := drivertest.Loop(t, image, "--sector-size", "4096")
+	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", device) })
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(device, &st))
+	f := newMirror(t, 1, 1)
+	large := f.legs[1]
+	large.loop = st.Rdev
+	large.mend() // the table takes the sectors over
+	is(t, mirror.Join(ctx, f.name, large.number, differs(dm.Range{Length: size})), errdefs.ErrPrecondition)
+	if s := f.look(); s.Joining != nil || len(s.Legs) != 1 {
+		t.Errorf("it is %+v", s)
+	}
+	if sector, err := ioctl.SectorSize(f.open()); err != nil || sector != 512 {
+		t.Errorf("the mirror has sectors of %d bytes, %v", sector, err)
+	}
 }
 
 // TestJoinsByWhatWasWritten: a leg that was away joins by the ranges that were written meanwhile, beside a writer that goes on. No write is under way when
