@@ -173,17 +173,17 @@ func launch(bin string, flags []string) (_ *Server, err error) {
 	if err != nil {
 		return nil, err
 	}
-	etcd := "http://127.0.0.1:" + ports[0]
+	on.etcd = "http://127.0.0.1:" + ports[0]
 	on.url = "https://127.0.0.1:" + ports[2]
 	if err := on.files(); err != nil {
 		return nil, err
 	}
 	// etcd's timeout of a request is 5 s and two election timeouts, which a machine that stalls must not exceed. A start takes up to one election timeout.
 	if err := on.run(filepath.Join(bin, "etcd"), "--data-dir="+on.dir+"/etcd", "--unsafe-no-fsync", "--log-level=warn", "--election-timeout=5000",
-		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, "--listen-peer-urls=http://127.0.0.1:"+ports[1]); err != nil {
+		"--listen-client-urls="+on.etcd, "--advertise-client-urls="+on.etcd, "--listen-peer-urls=http://127.0.0.1:"+ports[1]); err != nil {
 		return nil, err
 	}
-	if err := on.run(append([]string{filepath.Join(bin, "kube-apiserver"), "--etcd-servers=" + etcd, "--bind-address=127.0.0.1",
+	if err := on.run(append([]string{filepath.Join(bin, "kube-apiserver"), "--etcd-servers=" + on.etcd, "--bind-address=127.0.0.1",
 		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port=" + ports[2], "--cert-dir=" + on.dir, "--authorization-mode=RBAC", "--allow-privileged",
 		"--token-auth-file=" + on.dir + "/tokens", "--service-cluster-ip-range=10.96.0.0/24",
 		"--service-account-issuer=https://test", "--service-account-key-file=" + on.dir + "/key", "--service-account-signing-key-file=" + on.dir + "/key"}, flags...)...); err != nil {
@@ -210,6 +210,7 @@ func newServer(url string, on place) *Server {
 // local is an API server in child processes of this one.
 type local struct {
 	dir, url  string
+	etcd      string
 	processes []*process // in the order of their start
 }
 
@@ -366,8 +367,19 @@ func (s *Server) Kill(t testing.TB) (start func()) {
 	return start
 }
 
+// Restart kills the API server and its etcd (SIGKILL), and starts them again. It returns when they answer.
+func (s *Server) Restart() error { return errors.Join(s.on.kill(), s.on.start()) }
+
 // Stop ends the API server, and removes its files.
 func (s *Server) Stop() { s.on.stop() }
+
+// Etcd returns the URL of the API server's etcd, if both are processes of this machine.
+func (s *Server) Etcd() string {
+	if on, is := s.on.(*local); is {
+		return on.etcd
+	}
+	return ""
+}
 
 func (s *local) freeze() error {
 	if err := s.signal(syscall.SIGSTOP); err != nil {

@@ -3,6 +3,7 @@
 //
 //	benchcluster cluster --kubeconfig=... --audit=...   in a cluster with the driver in it
 //	benchcluster parts                                  its parts against an API server alone
+//	benchcluster many                                   the same, with more volumes than can be made in an hour, and deaths
 //	benchcluster rest --kubeconfig=...                  its pods at rest, with all that they can show and with nothing of it
 package main
 
@@ -34,6 +35,10 @@ func run(ctx context.Context, args []string) error {
 			return measureCluster(ctx, args[1:])
 		case "parts":
 			return measureParts(ctx, args[1:])
+		case "many":
+			return measureMany(ctx, args[1:])
+		case "agents": // started by many
+			return runAgents(ctx, args[1:])
 		case "rest":
 			return measureRest(ctx, args[1:])
 		}

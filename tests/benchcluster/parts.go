@@ -16,6 +16,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -42,10 +43,14 @@ type environment struct {
 	audit      *auditLog
 	controller *process.Driver
 	agent      *process.Driver
+	kubeconfig string // of all rights
 	agents     int
 	draws      figures.Draws
 	chart      figures.Chart // of the calls
 }
+
+// diskSize of a simulated agent, in bytes.
+const diskSize = 1 << 30
 
 func nodeName(i int) string { return fmt.Sprintf("node-%d", i) }
 
@@ -63,12 +68,9 @@ func measureParts(ctx context.Context, args []string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	w := &environment{agents: *agents, draws: figures.Draws{Dir: *figuresDir}, chart: figures.Chart{Series: []figures.Series{{Name: "through the controller"}}}, audit: &auditLog{path: filepath.Join(dir, "audit")}}
-	policy := filepath.Join(dir, "policy")
-	if err := os.WriteFile(policy, []byte(`{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}`), 0o600); err != nil {
-		return err
-	}
-	if w.server, err = apitest.Launch("--audit-policy-file="+policy, "--audit-log-path="+w.audit.path); err != nil {
+	w := newEnvironment(*agents)
+	w.draws = figures.Draws{Dir: *figuresDir}
+	if err := w.launch(dir); err != nil {
 		return err
 	}
 	defer w.server.Stop()
@@ -76,6 +78,21 @@ func measureParts(ctx context.Context, args []string) (err error) {
 		return err
 	}
 	return w.measureBare(ctx, max(1, *volumes/10))
+}
+
+func newEnvironment(agents int) *environment {
+	return &environment{agents: agents, chart: figures.Chart{Series: []figures.Series{{Name: "through the controller"}}}}
+}
+
+// launch starts the API server, which counts requests.
+func (w *environment) launch(dir string) (err error) {
+	w.audit = &auditLog{path: filepath.Join(dir, "audit")}
+	policy := filepath.Join(dir, "policy")
+	if err := os.WriteFile(policy, []byte(`{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}`), 0o600); err != nil {
+		return err
+	}
+	w.server, err = apitest.Launch("--audit-policy-file="+policy, "--audit-log-path="+w.audit.path)
+	return err
 }
 
 // measureDriver measures all parts, which have ended when it returns.
@@ -94,6 +111,19 @@ func (w *environment) measureDriver(ctx context.Context, dir string, volumes int
 
 // start starts all parts and waits until the controller knows all pools.
 func (w *environment) start(ctx context.Context, dir string, parts *sync.WaitGroup) error {
+	if err := w.startDriver(ctx, dir); err != nil {
+		return err
+	}
+	for i := 1; i < w.agents; i++ {
+		if err := simulate(ctx, w.server.Config(apitest.Admin), nodeName(i), memory.NewDisk(diskSize).Open("default", nil), parts); err != nil {
+			return err
+		}
+	}
+	return w.awaitPools(ctx)
+}
+
+// startDriver makes the nodes, and starts the controller, and the agent that has a process of its own.
+func (w *environment) startDriver(ctx context.Context, dir string) error {
 	config := w.server.Config(apitest.Admin)
 	config.UserAgent = "bench"
 	kube, err := kubernetes.NewForConfig(config)
@@ -111,29 +141,26 @@ func (w *environment) start(ctx context.Context, dir string, parts *sync.WaitGro
 	}); err != nil {
 		return err
 	}
-	kubeconfig := filepath.Join(dir, "kubeconfig")
-	if err := w.server.Kubeconfig(w.server.Config(apitest.Admin), kubeconfig); err != nil {
+	w.kubeconfig = filepath.Join(dir, "kubeconfig")
+	if err := w.server.Kubeconfig(w.server.Config(apitest.Admin), w.kubeconfig); err != nil {
 		return err
 	}
 	binary, err := process.Build(dir)
 	if err != nil {
 		return err
 	}
-	if w.controller, err = process.New(dir+"/controller", "", binary, "--mode=controller", "--kubeconfig="+kubeconfig); err != nil {
+	if w.controller, err = process.New(dir+"/controller", "", binary, "--mode=controller", "--kubeconfig="+w.kubeconfig); err != nil {
 		return err
 	}
-	if w.agent, err = process.New(dir+"/agent", nodeName(0), binary, "--mode=node", "--kubeconfig="+kubeconfig,
+	if w.agent, err = process.New(dir+"/agent", nodeName(0), binary, "--mode=node", "--kubeconfig="+w.kubeconfig,
 		"--pool=default=file://"+dir+"/pool?reservePercent=0"); err != nil {
 		return err
 	}
-	if err := errors.Join(w.controller.Start(), w.agent.Start()); err != nil {
-		return err
-	}
-	for i := 1; i < w.agents; i++ {
-		if err := w.simulate(ctx, nodeName(i), parts); err != nil {
-			return err
-		}
-	}
+	return errors.Join(w.controller.Start(), w.agent.Start())
+}
+
+// awaitPools waits until the controller knows the pools of all nodes.
+func (w *environment) awaitPools(ctx context.Context) error {
 	for i := range w.agents {
 		for {
 			r, err := w.controller.GetCapacity(ctx, &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology(nodeName(i))})
@@ -150,14 +177,12 @@ func (w *environment) start(ctx context.Context, dir string, parts *sync.WaitGro
 	return nil
 }
 
-// simulate runs the agent of a node in this process.
-func (w *environment) simulate(ctx context.Context, node string, parts *sync.WaitGroup) error {
-	pool := memory.NewDisk(1<<30).Open("default", nil)
+// simulate runs the agent of a node in this process, with a pool in memory.
+func simulate(ctx context.Context, config *rest.Config, node string, pool blockdev.Pool, parts *sync.WaitGroup) error {
 	local, err := volume.NewLocal(ctx, node, []blockdev.Pool{pool}, &mount.Table{}, 0)
 	if err != nil {
 		return err
 	}
-	config := w.server.Config(apitest.Admin)
 	config.UserAgent = simulated
 	a, err := agent.New(config, local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: pool, Kind: "memory"}}, Locks: &keylock.Table{}})
 	if err != nil {
