@@ -242,7 +242,6 @@ func (m *many) startAll(ctx context.Context) error {
 
 func (m *many) startCrowd(ctx context.Context, from, to int) error {
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", "agents", "--kubeconfig="+m.kubeconfig, fmt.Sprintf("--from=%d", from), fmt.Sprintf("--to=%d", to), fmt.Sprintf("--volumes=%d", m.volumes/(m.agents-1)))
-	cmd.Stderr = os.Stderr
 	stop, err := cmd.StdinPipe()
 	if err != nil {
 		return err
@@ -284,7 +283,7 @@ func runAgents(ctx context.Context, args []string) error {
 			return err
 		}
 		for n := range *volumes {
-			if _, err := local.Create(ctx, volume.Spec{Name: seededName(i, n), Pool: "default", Provisioning: blockdev.Thin, Size: volume.Range{Required: 4096, Limit: 4096}}); err != nil {
+			if _, err := local.Create(ctx, volume.Spec{Name: seededName(i, n), Pool: "default", Size: volume.Range{Required: 4096, Limit: 4096}}); err != nil {
 				return err
 			}
 		}
