@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -122,13 +121,13 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 
 // fits returns errdefs.ErrPrecondition if a device cannot be the new leg: it is too small, the same, or has other sectors.
 func fits(from, to blockdev.Device, size int64) error {
-	sector, err := sectorOf(from)
+	sector, err := dm.SectorSize(from.Number)
 	if err != nil {
 		return err
 	}
-	other, err := sectorOf(to)
+	other, err := dm.SectorSize(to.Number)
 	if err == nil && (to.Size < size || to.Number == from.Number || other != sector) {
-		err = fmt.Errorf("%w: %s, of %d bytes in sectors of %s, is to be mirrored to %s, of %d bytes in sectors of %s",
+		err = fmt.Errorf("%w: %s, of %d bytes in sectors of %d, is to be mirrored to %s, of %d bytes in sectors of %d",
 			errdefs.ErrPrecondition, from.Path, size, sector, to.Path, to.Size, other)
 	}
 	return err
@@ -142,15 +141,6 @@ func flushes(seat *dm.Device, to blockdev.Device) error {
 			errdefs.ErrUnsupported)
 	}
 	return nil
-}
-
-// sectorOf returns the logical sector of a device, in bytes.
-func sectorOf(d blockdev.Device) (string, error) {
-	text, err := os.ReadFile(dm.Sysfs(d.Number) + "/queue/logical_block_size")
-	if err != nil {
-		return "", fmt.Errorf("sectors of %s: %w", d.Path, errdefs.FromErrno(err))
-	}
-	return strings.TrimSpace(string(text)), nil
 }
 
 // loadMirror loads the table of a mirror into a held seat, for when it is resumed.

@@ -312,6 +312,15 @@ func Number(device uint64) string {
 // Sysfs returns the directory of a block device in sysfs: sysfs-block of Documentation/ABI.
 func Sysfs(device uint64) string { return "/sys/dev/block/" + Number(device) }
 
+// SectorSize returns the logical sector of a block device of any kind, in bytes.
+func SectorSize(device uint64) (int, error) {
+	text, err := os.ReadFile(Sysfs(device) + "/queue/logical_block_size")
+	if err != nil {
+		return 0, fmt.Errorf("logical sector of %s: %w", Number(device), errdefs.FromErrno(err))
+	}
+	return strconv.Atoi(strings.TrimSpace(string(text)))
+}
+
 // Show makes a device that shows the first size bytes of another one, and passes no ioctls down. If a device of that name is there, it gets that table,
 // also while it is in use; its UUID stays as it is.
 func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
