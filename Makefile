@@ -119,6 +119,12 @@ test-any: ## Run the tests of volumes that any node can use, in a virtual machin
 	@hack/install-tools.sh vm
 	hack/vm/any.sh
 
+# Takes half a day. A part of it: hack/vm/any.sh -test.run=TestPoints -points.time=10m
+.PHONY: crash-any
+crash-any: ## Kill the drivers of home and user at every state-changing system call of what is done with a volume that any node can use, and make each one fail, in a virtual machine
+	@hack/install-tools.sh vm
+	VM_SECONDS=0 hack/vm/any.sh -test.run=TestPoints -points.full
+
 # On a newer kernel than that of the rest, which is built once, too. It is no part of make test. Of the sweeps it has samples; with SAMPLE=1 it is as many tests as some minutes allow.
 .PHONY: test-tls
 test-tls: ## Run the tests of volumes that any node can use, over TLS, in a virtual machine with Linux 6.12

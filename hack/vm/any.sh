@@ -5,7 +5,7 @@
 # MULTIPATH=N is without. VM_KERNEL is another kernel (hack/vm/kernel.sh VERSION); with ASHLAR_TLSHD (hack/vm/tlshd.sh) what crosses the network is encrypted, and the sweeps are
 # samples, with multipath alone:
 #
-#   VM_SECONDS=0 hack/vm/any.sh -test.run=TestPoints -points.full
+#   MULTIPATH=N hack/vm/any.sh -test.run=TestFlushInFlight
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -31,9 +31,10 @@ both='nvmet 60 . -test.timeout 15m
 nvme 30 . -test.timeout 15m
 mirror 30 . -test.timeout 15m'
 above='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
-anynode 30 . -test.timeout 170m'
+anynode 30 . -test.timeout 200m'
 encrypted='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
 anynode 60 ^Test(TLS|Wire|Readers|Move|AnyNode|HomeWithoutPower) -test.timeout 150m'
+points='anynode 0 ^TestPoints$ -test.timeout 10m'
 flush='anynode 0 ^TestFlushInFlight$ -test.timeout 10m'
 if [ $# -gt 0 ]; then
 	run "${MULTIPATH:-Y}" "anynode 0 . -test.timeout 0 $*"
@@ -43,12 +44,13 @@ elif [ -n "${ASHLAR_TLSHD-}" ]; then
 $encrypted"
 elif [ "${SAMPLE-}" = 1 ]; then
 	run Y "$both
-$above"
+$above
+$points"
 	run N "$flush"
 else
-	export VM_SECONDS=${VM_SECONDS:-10800}
+	export VM_SECONDS=${VM_SECONDS:-13500}
 	run Y "$both
-$above -anynode.full"
+$above -anynode.full -points.time=20m"
 	run N "$both
 $flush"
 fi

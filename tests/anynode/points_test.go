@@ -30,7 +30,7 @@ import (
 
 var (
 	pointsFull = flag.Bool("points.full", false, "all crashes and faults of all calls, and not a sample of them")
-	pointsTime = flag.Duration("points.time", 0, "how long a sample of crashes and faults is tried, in the order of -anynode.seed; 0: none")
+	pointsTime = flag.Duration("points.time", 30*time.Second, "how long a sample of crashes and faults is tried, in the order of -anynode.seed")
 	// pointsAfter: a call may have a system call more in one run than in another, so what follows is nearly what comes next.
 	pointsAfter = flag.Int("points.after", 0, "how many cases of each call are left out: those that runs of the same -anynode.seed have tried, as the last line says")
 )
@@ -39,9 +39,6 @@ var (
 // driver in it that does: the driver is killed before it, and started again, or killed once more in its start; or that system call fails. Then the
 // call is made again, as a CO does, or its opposite. Whoever uses the volume notices nothing, what was acknowledged is there, and nothing is left.
 func TestPoints(t *testing.T) {
-	if !*pointsFull && *pointsTime == 0 {
-		t.Skip("-points.time=10m, or -points.full")
-	}
 	c := newNodes(t)
 	t.Logf("-anynode.seed=%d", *seed)
 	end, order := time.Now().Add(*pointsTime), draw(t.Name())
