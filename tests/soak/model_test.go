@@ -173,7 +173,8 @@ func done(s state, in input, out output) []state {
 		v.growing = 0
 		possible = possible && int(v.size) == int(out.number) && out.number >= in.number
 	case nodeExpand, stats:
-		possible = v.published[in.target]
+		// NodeExpandVolume may find it at its staging path instead.
+		possible = v.published[in.target] || in.kind == nodeExpand && (v.staged || v.attached)
 		if v.growing > v.size {
 			grown := s
 			grown.volumes[in.volume].size, grown.volumes[in.volume].growing = v.growing, 0
@@ -244,7 +245,9 @@ func refused(s state, in input, code codes.Code) bool {
 			return !v.exists
 		case snapshot:
 			return !v.exists && s.snapshot == absent
-		case nodeExpand, stats:
+		case nodeExpand:
+			return !v.published[in.target] && !v.staged
+		case stats:
 			return !v.published[in.target]
 		case cutGroup:
 			return s.groupA == absent && (!s.volumes[a].exists || !s.volumes[b].exists)
@@ -262,7 +265,7 @@ func refused(s state, in input, code codes.Code) bool {
 		case unpublish:
 			return in.held && v.published[in.target]
 		case nodeExpand:
-			return v.published[in.target] // ext4, without CAP_SYS_RESOURCE
+			return v.published[in.target] || v.staged || v.attached // ext4, without CAP_SYS_RESOURCE
 		}
 	}
 	return false
