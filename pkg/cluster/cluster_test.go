@@ -271,6 +271,10 @@ func (w *environment) begin(m *machine) *machine {
 	name := m.name
 	w.node(name, true)
 	m.disks, m.locks = []*memory.Disk{memory.NewDisk(storetest.Size), memory.NewDisk(storetest.Size)}, &keylock.Table{}
+	for _, disk := range m.disks { // a device that is exported outlives the agent
+		pool := disk.Open(name, nil)
+		w.Cleanup(func() { check.OK(w, pool.DetachAll(context.Background())) })
+	}
 	w.start(m)
 	w.eventually("the pools of "+name+" are there", func() bool {
 		var p v1alpha1.Pool

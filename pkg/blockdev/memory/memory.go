@@ -642,6 +642,15 @@ func (p *Pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, err
 	return orphans, nil
 }
 
+// DetachAll detaches what would outlive the process. Errors are those of Orphans and Detach.
+func (p *Pool) DetachAll(ctx context.Context) error {
+	orphans, err := p.Orphans(ctx)
+	for ref := range orphans {
+		err = errors.Join(err, p.Detach(ctx, ref))
+	}
+	return err
+}
+
 // Close releases the pool; what is on its disk stays.
 func (p *Pool) Close() error { return nil }
 
