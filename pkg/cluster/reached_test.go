@@ -801,6 +801,42 @@ func TestReachedGrowthCutShort(t *testing.T) {
 	}
 }
 
+// TestReachedGrowthRefused: the record of a volume that another node uses has grown, and what is exported of it cannot grow, for good. The growth fails, and
+// nothing says that the volume has grown, until its devices have.
+func TestReachedGrowthRefused(t *testing.T) {
+	drivertest.NeedRoot(t)
+	w, network, mended, told := newEnvironment(t), &remotetest.Network{}, atomic.Bool{}, atomic.Bool{}
+	a := w.begin(&machine{name: "node-1", ported: true, network: network, resized: func() error {
+		if !mended.Load() {
+			return fmt.Errorf("%w: not on this kernel", errdefs.ErrUnsupported)
+		}
+		told.Store(true)
+		return nil
+	}})
+	b := w.begin(&machine{name: "node-2", ported: true, network: network})
+	s := w.calling(a)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, w.claimFor(v.ID, b.name))))
+	for range 2 {
+		fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * v.Size})), errdefs.ErrUnsupported)
+		w.eventually("the growth is taken back", func() bool {
+			o := w.object("v")
+			return o.Spec.Size == v.Size && o.Common().Refused(o.Generation) != nil
+		})
+		if have, err := a.local.Get(w.ctx, v.ID); err != nil || have.Size != 2*v.Size {
+			t.Fatalf("its record has %d bytes, %v", have.Size, err)
+		}
+		if o := w.object("v"); o.Status.Size != v.Size {
+			t.Errorf("it is said to have %d bytes, and its devices have %d", o.Status.Size, v.Size)
+		}
+	}
+	mended.Store(true)
+	if grown, err := s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * v.Size}); err != nil || grown.Size != 2*v.Size || !told.Load() {
+		t.Errorf("it has %d bytes, %v; its user was told: %v", grown.Size, err, told.Load())
+	}
+}
+
 // TestReachedHomeGone: a node that uses a volume stays connected while the home is down, and also when that is said to be gone for good, until its Pools are
 // deleted. Then it disconnects, so that pods which wait for the home can end, and the volume can be unstaged and released.
 func TestReachedHomeGone(t *testing.T) {

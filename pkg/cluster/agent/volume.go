@@ -345,6 +345,8 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
 			return refuseRest(ctx, a, v, err, func(v *v1alpha1.Volume) { v.Status.Size, v.Status.Mutable = have.Size, have.Mutable })
 		}
+	} else if refused {
+		have.Size = min(have.Size, v.Status.Size) // its devices have not grown
 	}
 	problems, err := a.local.Health(ctx, id)
 	if err != nil {
@@ -390,25 +392,34 @@ func (a *Agent) becomeLeg(ctx context.Context, v *v1alpha1.Volume, have *volume.
 	return nil
 }
 
-// grows reports whether a volume is to grow, or the growth of its record was not reported: its devices, which grow after that, may still be smaller.
+// grows reports whether a volume is to grow, or the growth of its record was not reported: its devices, which grow after that, may still be smaller. A growth
+// that was refused may have been taken out of the spec since, and stays in the record.
 func grows(v *v1alpha1.Volume, have volume.Volume) bool {
-	return min(have.Size, v.Status.Size) < v.Spec.Size
+	return min(have.Size, v.Status.Size) < max(have.Size, v.Spec.Size)
 }
 
 // changeVolume changes size and mutable parameters of a volume to those of the spec, and sets have to the result. Both are tried even if one fails, as
-// different callers ask for them. The caller holds the lock of the volume.
+// different callers ask for them. If its devices did not grow, have keeps the size that was reported, whatever the record says. The caller holds the lock of
+// the volume.
 func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) error {
 	id := cluster.VolumeID(v)
 	defer follow(ctx, a, v)()
 	var grown, modified error
 	if grows(v, *have) {
-		_, grown = a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size})
+		size := volume.Range{} // its devices alone
+		if v.Spec.Size > have.Size {
+			size.Required = v.Spec.Size
+		}
+		_, grown = a.local.Expand(ctx, id, size)
 	}
 	if !maps.Equal(have.Mutable, v.Spec.Mutable) {
 		modified = a.local.Modify(ctx, id, v.Spec.Mutable)
 	}
 	now, err := a.local.Get(ctx, id)
 	if err == nil {
+		if grown != nil {
+			now.Size = min(now.Size, v.Status.Size)
+		}
 		*have = now
 	}
 	return errors.Join(grown, modified, err)
