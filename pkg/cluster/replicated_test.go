@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/http"
@@ -723,6 +724,41 @@ func TestReplicatedCutOfCurrent(t *testing.T) {
 	made, err := s.Create(w.ctx, clone)
 	if check.OK(t, err); made.Node != "node-1" {
 		t.Errorf("when the leg is current again, the clone is %+v", made)
+	}
+}
+
+// TestReplicatedCutOfAway: a snapshot that was asked of a leg whose node is down by now, and has not taken it, is taken of another leg, whether the one that
+// is away is still current or not. When the node is back it takes none.
+func TestReplicatedCutOfAway(t *testing.T) {
+	for _, current := range []bool{true, false} {
+		t.Run(fmt.Sprint("current ", current), func(t *testing.T) {
+			w, all, s := legCluster(t, 2)
+			v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+			check.OK(t, err)
+			all["node-1"].stop()
+			fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), errdefs.ErrUnavailable)
+			asked := &v1alpha1.Snapshot{}
+			check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: volume.KeyOf("s")}, asked))
+			if asked.Spec.NodeName != "node-1" {
+				t.Fatalf("the snapshot is asked of %s", asked.Spec.NodeName)
+			}
+			w.says("v", func(r *v1alpha1.ReplicatedVolume) { r.Status.Lists++; r.Status.Legs[0].Current = current })
+			w.node("node-1", false)
+			w.again("it is taken of the other leg", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) })
+			w.node("node-1", true)
+			w.start(all["node-1"].machine)
+			w.eventually("node-1 works", func() bool {
+				check.OK(t, second(s.Create(w.ctx, anyNode("other", "node-1"))))
+				return true
+			})
+			cut, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+			if check.OK(t, err); cut.Node != "node-2" {
+				t.Errorf("the snapshot is %+v", cut)
+			}
+			if _, err := all["node-1"].local.GetSnapshot(w.ctx, cut.ID); !errors.Is(err, errdefs.ErrNotFound) {
+				t.Errorf("of what was taken back node-1 has: %v", err)
+			}
+		})
 	}
 }
 

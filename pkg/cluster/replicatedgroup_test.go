@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -87,4 +88,28 @@ func TestReplicatedGroup(t *testing.T) {
 		group, err := s.CreateGroup(soon(t), fmt.Sprint("there ", tries), []volume.ID{first.ID, second.ID})
 		return err == nil && w.cutObject(group.Snapshots[0].ID).Spec.NodeName == "node-2"
 	})
+}
+
+// TestReplicatedGroupOfAway: a group snapshot that was asked of a node which is down by now, and has taken none of it, is taken on another one that has all
+// of the volumes.
+func TestReplicatedGroupOfAway(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	var sources []volume.ID
+	for _, name := range []string{"first", "second"} {
+		v, err := s.Create(w.ctx, replicas(name, 2, "node-1"))
+		check.OK(t, err)
+		sources = append(sources, v.ID)
+	}
+	all["node-1"].stop()
+	fails(t, second(s.CreateGroup(soon(t), "g", sources)), errdefs.ErrUnavailable)
+	var asked v1alpha1.SnapshotList
+	if check.OK(t, w.List(w.ctx, &asked)); len(asked.Items) != 2 || asked.Items[0].Spec.NodeName != "node-1" || asked.Items[1].Spec.NodeName != "node-1" {
+		t.Fatalf("asked for are %+v", asked.Items)
+	}
+	w.node("node-1", false)
+	w.again("it is taken on the other node", func(ctx context.Context) error { return second(s.CreateGroup(ctx, "g", sources)) })
+	group, err := s.CreateGroup(w.ctx, "g", sources)
+	if check.OK(t, err); len(group.Snapshots) != 2 || group.Snapshots[0].Node != "node-2" || group.Snapshots[1].Node != "node-2" {
+		t.Errorf("it is %+v", group)
+	}
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -184,7 +185,7 @@ func (s *Store) readyOf(ctx context.Context, nodes []string, begun []v1alpha1.Sn
 }
 
 // clearGroup deletes all members that an earlier try left of a group, unless all are wanted and none is refused or to be deleted. A member that was taken
-// once and is lost is an error.
+// once and is lost is an error. If their node is down, and has reported none, they are taken back (withdrawCut): they are wanted on another one.
 func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wanted map[string]*v1alpha1.Snapshot) error {
 	for i := range members {
 		if m := &members[i]; v1alpha1.LostUnmade(m) {
@@ -198,7 +199,16 @@ func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wan
 		return nil
 	}
 	_, err := s.removeAll(ctx, members)
-	return err
+	var down *liveness.NodeDown
+	if !errors.As(err, &down) || slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return m.Status.Created != nil }) {
+		return err
+	}
+	for i := range members {
+		if err := s.withdrawCut(ctx, &members[i], down); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // cutGroup creates the objects of all members and waits until their node has taken the snapshots. If the node refuses, they are deleted (groupFailed).

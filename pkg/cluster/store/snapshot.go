@@ -3,15 +3,19 @@ package store
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -100,17 +104,49 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 		}
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
 	}
-	if have, err = s.getOrCreateSnapshot(ctx, w, want); err == nil {
-		have, err = waitMade(ctx, s, w, have)
-	}
-	if err != nil {
+	if have, err = s.cut(ctx, w, want); err != nil {
 		return volume.Snapshot{}, sayOnce(err, "snapshot %q of volume %s", name, source)
 	}
 	return cluster.ToSnapshot(have), nil
 }
 
+// cut has a snapshot taken. One that an earlier try has asked of a leg whose node is down now is taken back, if it is to be taken of another leg.
+func (s *Store) cut(ctx context.Context, w *kube.Watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
+	for {
+		have, err := s.getOrCreateSnapshot(ctx, w, want)
+		var down *liveness.NodeDown
+		if errors.As(err, &down) && have != nil && isOfAnotherLeg(have, want) {
+			if err = s.withdrawCut(ctx, have, down); err == nil {
+				continue
+			}
+		}
+		if err != nil {
+			return nil, err
+		}
+		return waitMade(ctx, s, w, have)
+	}
+}
+
+// withdrawCut deletes the object of a snapshot that its node, which is down, has not reported, also if it is to be deleted. It returns down if the snapshot
+// was reported, the object changed meanwhile, or the node is alive. Should the node have taken the snapshot all the same, that is a stray there.
+func (s *Store) withdrawCut(ctx context.Context, have *v1alpha1.Snapshot, down error) error {
+	now := &v1alpha1.Snapshot{}
+	err := s.kube.Live.Get(ctx, client.ObjectKeyFromObject(have), now)
+	switch {
+	case apierrors.IsNotFound(err):
+		return nil
+	case err != nil, now.UID != have.UID, now.Status.Created != nil, !now.Spec.Make, now.DeletionTimestamp != nil, s.nodes.Alive(ctx, now.Spec.NodeName):
+		return down
+	}
+	if client.IgnoreNotFound(s.kube.Client.Delete(ctx, now, client.Preconditions{UID: &now.UID, ResourceVersion: &now.ResourceVersion})) != nil {
+		return down
+	}
+	klog.FromContext(ctx).Info("Took back a snapshot that a node which is down was to take of its replica; it is taken of another one", "snapshot", cluster.SnapshotID(now).String(), "node", now.Spec.NodeName)
+	return nil
+}
+
 // planSnapshot returns the object of a new snapshot; of a volume with several legs it is taken from a current one: that of an earlier try (begun), if it still
-// is current, else the best (stands). It fails if its node is not ready.
+// is current and its node ready, else the best (stands). It fails if its node is not ready.
 func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID, begun *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
 	r, err := s.replicated(ctx, source)
 	if err == nil && r != nil {
@@ -141,7 +177,7 @@ func (s *Store) legToCut(ctx context.Context, r *v1alpha1.ReplicatedVolume, begu
 		return nil, err
 	}
 	for _, v := range currentLegs(r, legs) {
-		if begun.Spec.Source == r.Name && v.Name == cmp.Or(begun.Spec.Leg, r.Name) {
+		if begun.Spec.Source == r.Name && v.Name == cmp.Or(begun.Spec.Leg, r.Name) && s.nodes.Ready(ctx, v.Spec.NodeName) == nil {
 			return v, nil
 		}
 	}
