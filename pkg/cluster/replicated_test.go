@@ -847,6 +847,83 @@ func TestReplicatorReplaces(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicatorUnfit: a new leg that cannot be made equal to the others is deleted, and its node gets no other one. When no node is left, the object says
+// why. A leg that was current before, and cannot be made equal any more, stays.
+func TestReplicatorUnfit(t *testing.T) {
+	w, all, s := legCluster(t, 4)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	before := w.whole("v").Spec.Legs
+	w.becomes("v", before...)
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 3 })
+	unfit := func(r *v1alpha1.ReplicatedVolume, name string, sound int64) {
+		if r.Leg(name) == nil {
+			r.Status.Legs = append(r.Status.Legs, v1alpha1.Leg{Name: name})
+		}
+		*r.Leg(name) = v1alpha1.Leg{Name: name, Sound: sound, State: v1alpha1.LegUnfit, Message: "larger sectors", Since: new(metav1.Now())}
+	}
+	var tried []string
+	for range 2 {
+		w.eventually("there is another leg", func() bool {
+			legs := w.legsOf("v")
+			return len(legs) == 3 && legs[2].Status.Created != nil && slices.Contains(w.whole("v").Spec.Legs, legs[2].Name)
+		})
+		leg := w.legsOf("v")[2]
+		tried = append(tried, leg.Spec.NodeName)
+		w.says("v", func(r *v1alpha1.ReplicatedVolume) { unfit(r, leg.Name, 0) })
+		w.eventually("it is gone", func() bool {
+			return w.Get(w.ctx, client.ObjectKeyFromObject(leg), &v1alpha1.Volume{}) != nil && !slices.Contains(w.whole("v").Spec.Legs, leg.Name)
+		})
+		w.says("v", func(r *v1alpha1.ReplicatedVolume) { // as its user does
+			r.Status.Legs = slices.DeleteFunc(r.Status.Legs, func(l v1alpha1.Leg) bool { return l.Name == leg.Name })
+		})
+	}
+	if slices.Sort(tried); !slices.Equal(tried, []string{"node-3", "node-4"}) {
+		t.Errorf("tried were %v", tried)
+	}
+	w.eventually("the object says why it has too few", func() bool {
+		lacks := w.whole("v").Status.Lacks
+		return strings.Contains(lacks, "node node-3 had a replica") && strings.Contains(lacks, "node node-4 had a replica") && strings.Contains(lacks, "larger sectors")
+	})
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { unfit(r, before[1], 1) })
+	time.Sleep(time.Second)
+	if r := w.whole("v"); !slices.Equal(r.Spec.Legs, before) || len(w.legsOf("v")) != 2 {
+		t.Errorf("it is to have the legs %v, and had %v", r.Spec.Legs, before)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// TestReplicatorNoneJoins: while two new legs are not made equal to the others for too long, no further one is made, and the object says so.
+func TestReplicatorNoneJoins(t *testing.T) {
+	w, _, s := legCluster(t, 5)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	before := w.whole("v").Spec.Legs
+	w.becomes("v", before...)
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas, r.Spec.ReplaceAfter = 3, 1 })
+	w.eventually("the object says why it has too few", func() bool {
+		return strings.Contains(w.whole("v").Status.Lacks, "2 new replicas are not made equal to the others for too long")
+	})
+	time.Sleep(2 * time.Second)
+	if legs := w.whole("v").Spec.Legs; len(legs) != 4 {
+		t.Errorf("it is to have %d legs", len(legs))
+	}
+	leg := w.legsOf("v")[3]
+	w.becomes("v", append(before, leg.Name)...)
+	w.eventually("one is current, and the other one is gone", func() bool {
+		r := w.whole("v")
+		return len(w.legsOf("v")) == 3 && slices.Contains(r.Spec.Legs, leg.Name) && r.Status.Lacks == ""
+	})
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicatorCounts: a volume gets as many legs as its object says (spec.replicas), or loses some. The last current one stays, and the one on the node
 // that uses the volume is kept before others.
 func TestReplicatorCounts(t *testing.T) {

@@ -116,6 +116,23 @@ type RemovedLeg struct {
 	NodeName string `json:"nodeName,omitempty"`
 	// Time of that, by the controller's clock.
 	Time metav1.Time `json:"time"`
+	// Unfit says why it could never be made equal to the others; its node gets no other leg of this volume for a day. Empty: it could.
+	// +optional
+	// +kubebuilder:validation:MaxLength=2048
+	Unfit string `json:"unfit,omitempty"`
+}
+
+// unfitFor is for how long a node gets no leg of a volume after one there could not be made equal. By then it may have other disks.
+const unfitFor = 24 * time.Hour
+
+// Unfit is why a node is to have no leg of the volume now, in words that follow on the name of the node: one there could not be made equal to the others. Empty if nothing is known of that.
+func (v *ReplicatedVolume) Unfit(node string, now time.Time) string {
+	for _, l := range v.Spec.Removed {
+		if l.Unfit != "" && l.NodeName == node && now.Sub(l.Time.Time) < unfitFor {
+			return fmt.Sprintf("had a replica at %s that could not be made equal to the others, and gets none before %s: %s", l.Time.UTC().Format(time.RFC3339), l.Time.Add(unfitFor).UTC().Format(time.RFC3339), l.Unfit)
+		}
+	}
+	return ""
 }
 
 // ReplicatedVolumeStatus is how the legs of a volume are. The node of its claim writes it, by compare-and-swap; the controller, while there is no claim and no leg was ever used.
@@ -146,7 +163,7 @@ type ReplicatedVolumeStatus struct {
 	// +optional
 	Scrub *Scrub `json:"scrub,omitempty"`
 
-	// Lacks says why there are fewer legs than there are to be, while no node can have another one. The controller writes it.
+	// Lacks says why there are fewer legs than there are to be, while no further one is made. The controller writes it.
 	// +optional
 	// +kubebuilder:validation:MaxLength=2048
 	Lacks string `json:"lacks,omitempty"`
@@ -282,6 +299,8 @@ const (
 	LegJoining = "Joining" // what it lacks is being copied to it
 	LegWaiting = "Waiting" // it is not used now; Message says why
 	LegAhead   = "Ahead"   // it was on a list that the object knows nothing of, as that was put back: it may have what the others lack. Nothing is copied to it, and it stays, until a person says which legs are current
+	LegQueued  = "Queued"  // it is made equal when others are, of volumes that the same node uses
+	LegUnfit   = "Unfit"   // it cannot be made equal to those that are current, as its disk is not like theirs; Message says why
 )
 
 // Reasons of problems of replicated volumes.

@@ -42,8 +42,8 @@ func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size)
 // differs returns the ranges. It is called while the mirror is held and no write is under way: what was written before is on all current legs, and what is
 // written later goes to the joining leg too. Users of the mirror wait until it returns.
 //
-// If the leg joins or is in the mirror already, nothing changes. errdefs.ErrUnavailable while another leg joins, or one has failed; errdefs.ErrPrecondition if
-// its logical sectors are larger than the mirror's, which would get them: what is over it may write smaller parts, as XFS does. After a crash the leg
+// If the leg joins or is in the mirror already, nothing changes. errdefs.ErrUnavailable while another leg joins, or one has failed; ErrUnfit if its logical
+// sectors are larger than the mirror's, which would get them: what is over it may write smaller parts, as XFS does. After a crash the leg
 // joins or does not, and the mirror may be suspended until Recover.
 func Join(ctx context.Context, name string, leg uint64, differs func(context.Context) ([]dm.Range, error)) error {
 	return change(name, "have "+dm.Number(leg)+" join it", func() error {

@@ -181,6 +181,7 @@ func (m *mirrorReconciler) startJoin(ctx context.Context, now *mirrorView) error
 		if !m.acquireSlot(ctx, now) {
 			return m.reportLeg(ctx, now.v, name, func(leg *v1alpha1.Leg) {
 				setWaiting(leg, "legs of other volumes that this node uses are made equal first")
+				leg.State = v1alpha1.LegQueued
 			})
 		}
 		tries := m.stateOf(name).tries
@@ -204,8 +205,12 @@ func (m *mirrorReconciler) endJoin(ctx context.Context, now *mirrorView, name st
 	}
 	m.backOff(name)
 	return m.reportLeg(ctx, now.v, name, func(leg *v1alpha1.Leg) {
-		if setWaiting(leg, errdefs.Words(err)); errors.Is(err, errAhead) {
+		setWaiting(leg, errdefs.Words(err))
+		switch {
+		case errors.Is(err, errAhead):
 			leg.State = v1alpha1.LegAhead
+		case errors.Is(err, mirror.ErrUnfit):
+			leg.State = v1alpha1.LegUnfit
 		}
 	})
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -661,6 +662,30 @@ func TestRestoredInMirror(t *testing.T) {
 	f.v = before
 	f.mu.Unlock()
 	f.current("a")
+}
+
+// TestUnfit: a leg that cannot join as its disk is not like the others is said to be unfit, so that another node is chosen; after any other failure it waits.
+func TestUnfit(t *testing.T) {
+	f := newObject(t, 1, "a", "b")
+	for want, err := range map[string]error{v1alpha1.LegUnfit: fmt.Errorf("larger sectors: %w", mirror.ErrUnfit), v1alpha1.LegWaiting: errdefs.ErrPrecondition} {
+		check.OK(t, f.endJoin(t.Context(), &mirrorView{v: f.v.DeepCopy()}, "b", err))
+		if leg := f.v.Leg("b"); leg.State != want || leg.Message == "" || leg.Since == nil {
+			t.Errorf("after %v it is %+v", err, leg)
+		}
+	}
+}
+
+// TestQueued: a leg that is not made equal yet, as legs of other volumes are first, is said to wait for its turn: another one would wait, too.
+func TestQueued(t *testing.T) {
+	f := newObject(t, 1, "a", "b")
+	for _, other := range []string{"one", "two"} {
+		f.joinSlots.set(blockdev.Ref{Kind: blockdev.Volume, Key: other}, true)
+	}
+	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}, device: map[string]uint64{"a": 1}, failing: map[string]string{}}
+	check.OK(t, f.startJoin(t.Context(), now))
+	if leg := f.v.Leg("b"); leg == nil || leg.State != v1alpha1.LegQueued || leg.Message == "" {
+		t.Errorf("it is %+v", leg)
+	}
 }
 
 func (f *tended) state(name string) volume.LegState {

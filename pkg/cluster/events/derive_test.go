@@ -131,7 +131,8 @@ func TestReadersOfAHomeAway(t *testing.T) {
 func TestRemovedLegs(t *testing.T) {
 	now := metav1.Now()
 	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: "k"}, Status: v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro())},
-		Spec: v1alpha1.ReplicatedVolumeSpec{Name: "v", Pool: "p", Removed: []v1alpha1.RemovedLeg{{Name: "old", NodeName: "a", Time: metav1.NewTime(now.Add(-2 * fresh))}, {Name: "unknown", Time: now}, {Name: "new", NodeName: "b", Time: now}}}}
+		Spec: v1alpha1.ReplicatedVolumeSpec{Name: "v", Pool: "p", Removed: []v1alpha1.RemovedLeg{{Name: "old", NodeName: "a", Time: metav1.NewTime(now.Add(-2 * fresh))}, {Name: "unknown", Time: now}, {Name: "new", NodeName: "b", Time: now},
+			{Name: "unfit", NodeName: "c", Time: now, Unfit: "larger sectors"}}}}
 	a := New(kube.Connection{}, nil, Options{})
 	for range 2 {
 		a.update(r, false, ofReplicated(r, nil, nil))
@@ -143,7 +144,8 @@ func TestRemovedLegs(t *testing.T) {
 		}
 	}
 	subject := "volume vol.p.k: it does without its replica"
-	if want := map[string]int{subject + ", which is deleted": len(replicated), subject + " on node b, which is deleted": len(replicated)}; !maps.Equal(notes, want) {
+	if want := map[string]int{subject + ", which is deleted": len(replicated), subject + " on node b, which is deleted": len(replicated),
+		subject + " on node c, which is deleted: it could not be made equal to the others: larger sectors": len(replicated)}; !maps.Equal(notes, want) {
 		t.Errorf("it is said that %v", notes)
 	}
 }

@@ -76,7 +76,7 @@ func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	}
 	subject := "volume " + cluster.ReplicatedID(r).String() + ": "
 	if r.Status.Lacks != "" {
-		one := saying{of: r, reason: cluster.ReasonReplicaMissing, level: warning, lasting: true, state: fmt.Sprint(r.Spec.Replicas), note: fmt.Sprintf("%s%s, and no node can have another one: %s", subject, lacking(r), r.Status.Lacks)}
+		one := saying{of: r, reason: cluster.ReasonReplicaMissing, level: warning, lasting: true, state: fmt.Sprint(r.Spec.Replicas), note: fmt.Sprintf("%s%s, and no further one is made: %s", subject, lacking(r), r.Status.Lacks)}
 		all = append(all, one.each(replicated)...)
 	}
 	for _, name := range r.Spec.Legs {
@@ -84,6 +84,9 @@ func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 	}
 	for _, l := range r.Spec.Removed {
 		one := saying{of: r, reason: ReplicaRemoved, level: normal, state: l.Name, since: l.Time.Time, note: fmt.Sprintf("%sit does without its replica%s, which is deleted", subject, onNodeNamed(l.NodeName))}
+		if l.Unfit != "" {
+			one.note += ": it could not be made equal to the others: " + l.Unfit
+		}
 		all = append(all, one.each(replicated)...)
 	}
 	all = append(all, ofCompare(r, subject)...)

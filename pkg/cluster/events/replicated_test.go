@@ -38,7 +38,7 @@ func TestLacksAReplica(t *testing.T) {
 	r.Status = v1alpha1.ReplicatedVolumeStatus{Made: new(metav1.NowMicro()), Lacks: "node n is cordoned", Legs: []v1alpha1.Leg{{Name: "a", Current: true}, {Name: "b", Current: true}}}
 	told := func(words string) bool {
 		return slices.ContainsFunc(ofReplicated(r, nil, nil), func(s saying) bool {
-			return s.reason == cluster.ReasonReplicaMissing && strings.Contains(s.note, words+", and no node can have another one: node n is cordoned")
+			return s.reason == cluster.ReasonReplicaMissing && strings.Contains(s.note, words+", and no further one is made: node n is cordoned")
 		})
 	}
 	if !told("take the place of one that moves, or is lost") {

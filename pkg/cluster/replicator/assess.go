@@ -2,11 +2,13 @@ package replicator
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
 // mostLegs is how many legs an object can name.
@@ -28,23 +30,24 @@ type assessment struct {
 	current bool
 	home    bool // it is on the node that uses the volume
 	ahead   bool // it may have what the others lack (v1alpha1.LegAhead)
+	unfit   bool // it cannot be made equal to the others (v1alpha1.LegUnfit), and is to be replaced
+	fresh   bool // it was never current, so it has nothing that the others lack
+	late    bool // it is to be replaced, as it was not current for too long, though its node works
 }
 
 // assess assesses the legs that a volume is to have (spec.legs). due is when some of them are to be replaced (dueLegs).
 func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, due map[string]time.Time) (all []assessment, _ error) {
 	for _, name := range r.Spec.Legs {
 		l, v := r.Leg(name), legs[name]
-		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead}
+		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead, fresh: l == nil || !l.Current && l.Sound == 0 && l.List == 0}
 		switch {
 		case v == nil && l == nil:
 			one.state = missing // it was named, and never in use
 		case v == nil || v1alpha1.Going(v) || v1alpha1.IsLost(v):
 			one.state = bad
 		default:
-			if gone, err := p.isGone(ctx, v.Spec.NodeName); err != nil {
+			if err := p.assessPlace(ctx, r, v, due, &one); err != nil {
 				return nil, err
-			} else if at, replaced := due[name]; gone || replaced && !time.Now().Before(at) {
-				one.state = bad
 			}
 			if isToLeave(r, v, legs) {
 				one.state = bad
@@ -57,6 +60,22 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		all = append(all, one)
 	}
 	return all, nil
+}
+
+// assessPlace finds out whether a leg is to be replaced because of where it is: its node is gone for good, it is not current for too long, or it cannot be
+// made equal to the others there.
+func (p *Replicator) assessPlace(ctx context.Context, r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, due map[string]time.Time, one *assessment) error {
+	gone, err := p.isGone(ctx, v.Spec.NodeName)
+	if err != nil {
+		return err
+	}
+	if at, replaced := due[one.name]; gone || replaced && !time.Now().Before(at) {
+		one.state, one.late = bad, !gone && p.maker.Works(ctx, v.Spec.NodeName)
+	}
+	if l := r.Leg(one.name); l != nil && l.State == v1alpha1.LegUnfit && isMirrored(r) {
+		one.state, one.unfit = bad, true
+	}
+	return nil
 }
 
 // isToLeave reports whether a leg is to be replaced, as it was asked to move and its volume is used. While the volume is not used, nothing can make another
@@ -89,8 +108,8 @@ type away struct {
 
 // dueLegs returns when legs are to be replaced, as they are not current for too long by then. Only a volume that is used by a mirror can get other current
 // legs. The clocks of nodes do not matter: the time counts from when this process saw that a leg is away. Only of those that it found so when it began does
-// the object say since when.
-func (p *Replicator) dueLegs(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (due map[string]time.Time) {
+// the object say since when. The time begins anew as long as a leg only waits for its turn to be made equal: another leg would do so too.
+func (p *Replicator) dueLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (due map[string]time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	before, now := p.away[r.Name], time.Now()
@@ -107,6 +126,9 @@ func (p *Replicator) dueLegs(r *v1alpha1.ReplicatedVolume, legs map[string]*v1al
 				one.at = since
 			}
 		}
+		if queues(r, name) && p.maker.Works(ctx, v.Spec.NodeName) {
+			one.at = now
+		}
 		seen[strings.Clone(name)] = one // the text may be a part of a longer one, which would stay in memory
 		if l == nil || l.State != v1alpha1.LegJoining && l.State != v1alpha1.LegAhead {
 			due[name] = one.at.Add(time.Duration(r.Spec.ReplaceAfter) * time.Second)
@@ -116,6 +138,13 @@ func (p *Replicator) dueLegs(r *v1alpha1.ReplicatedVolume, legs map[string]*v1al
 		p.away[strings.Clone(r.Name)] = seen
 	}
 	return due
+}
+
+// queues reports whether a leg that is not current waits until others are: of other volumes, or of this one, which are made equal one after the other.
+func queues(r *v1alpha1.ReplicatedVolume, name string) bool {
+	return slices.ContainsFunc(r.Status.Legs, func(l v1alpha1.Leg) bool {
+		return l.Name == name && l.State == v1alpha1.LegQueued || l.Name != name && l.State == v1alpha1.LegJoining
+	})
 }
 
 // isMirrored reports whether a volume is used by a mirror, and its legs are to be replaced in time.
@@ -170,9 +199,36 @@ const (
 	unlist          // off the list of current legs, before that
 )
 
+// mostLate is how many new legs of a volume wait to be made equal for too long before no further one is made. Their nodes have room for each of them.
+const mostLate = 2
+
+// whyLate returns why a volume gets no further leg for now: new ones could not be made equal to the others, and are tried again; empty if that is not so.
+func whyLate(r *v1alpha1.ReplicatedVolume, all []assessment, legs map[string]*v1alpha1.Volume) string {
+	var late []string
+	for _, one := range all {
+		if one.fresh && one.late {
+			text := "on node " + legs[one.name].Spec.NodeName
+			if l := r.Leg(one.name); l != nil && l.Message != "" {
+				text += ": " + l.Message
+			}
+			late = append(late, text)
+		}
+	}
+	if len(late) < mostLate {
+		return ""
+	}
+	return cluster.Limited(fmt.Sprintf("%d new replicas are not made equal to the others for too long, and are tried again; until one of them is, or is moved to another node, no further one is made (%s)", len(late), strings.Join(late, "; ")))
+}
+
 // surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current. One that
-// is not current goes first, then one that is bad, and last the one on the node that uses the volume. A leg that may have what the others lack stays.
+// is not current goes first, then one that is bad, and last the one on the node that uses the volume. A leg that may have what the others lack stays. One that
+// was never current, and cannot be, goes in any case.
 func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ removal) {
+	for _, one := range all {
+		if one.unfit && one.fresh {
+			return one.name, takeOut
+		}
+	}
 	if len(all) <= r.Spec.Replicas {
 		return "", stays
 	}

@@ -1,6 +1,7 @@
 package replicator
 
 import (
+	"context"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -18,7 +19,9 @@ func TestExcess(t *testing.T) {
 		joining = assessment{}
 		lost    = assessment{state: bad}
 		ahead   = assessment{ahead: true}
-		listed  = assessment{state: bad, current: true} // lost, and still current by the object
+		listed  = assessment{state: bad, current: true}            // lost, and still current by the object
+		unfit   = assessment{state: bad, unfit: true, fresh: true} // it can never be made equal
+		stale   = assessment{state: bad, unfit: true}              // the same, and it was current before
 	)
 	const used, unused = true, false
 	for what, c := range map[string]struct {
@@ -42,6 +45,9 @@ func TestExcess(t *testing.T) {
 		"the only current one":                  {1, used, []assessment{joining, home, lost}, 2, takeOut},
 		"none is current":                       {1, used, []assessment{joining, lost}, -1, stays},
 		"one may have what the others lack":     {2, used, []assessment{home, ahead, current}, -1, stays},
+		"a new one cannot be made equal":        {2, used, []assessment{home, unfit}, 1, takeOut},
+		"nor its successor":                     {2, used, []assessment{home, stale, unfit}, 2, takeOut},
+		"one of before cannot be made equal":    {2, used, []assessment{home, stale}, -1, stays},
 		"the only current one is lost":          {1, unused, []assessment{listed, joining}, -1, stays},
 	} {
 		t.Run(what, func(t *testing.T) {
@@ -88,8 +94,8 @@ func TestReplaced(t *testing.T) {
 			r.Status.Legs = []v1alpha1.Leg{*c.leg}
 		}
 		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: before}}
-		p := &Replicator{away: map[string]map[string]away{}, began: time.Now()}
-		if due, replaced := p.dueLegs(r, map[string]*v1alpha1.Volume{"leg": v})["leg"]; replaced != c.want || replaced && time.Now().Before(due) {
+		p := &Replicator{maker: working{true}, away: map[string]map[string]away{}, began: time.Now()}
+		if due, replaced := p.dueLegs(t.Context(), r, map[string]*v1alpha1.Volume{"leg": v})["leg"]; replaced != c.want || replaced && time.Now().Before(due) {
 			t.Errorf("%s: it is replaced: %v, at %v", what, replaced, due)
 		}
 	}
@@ -105,37 +111,91 @@ func TestReplacedByOwnClock(t *testing.T) {
 			r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{ReplaceAfter: int64(after / time.Second), Claim: &v1alpha1.Claim{Generation: 2, Since: &claimed}, Legs: []string{"leg"}},
 				Status: v1alpha1.ReplicatedVolumeStatus{Opened: 2, Legs: []v1alpha1.Leg{{Name: "leg", Current: true}}}}
 			legs := map[string]*v1alpha1.Volume{"leg": {ObjectMeta: metav1.ObjectMeta{CreationTimestamp: claimed}}}
-			p := &Replicator{away: map[string]map[string]away{}, began: time.Now()}
+			p := &Replicator{maker: working{true}, away: map[string]map[string]away{}, began: time.Now()}
 			leg := &r.Status.Legs[0]
 			leaves := func() {
 				*leg = v1alpha1.Leg{Name: "leg", State: v1alpha1.LegWaiting, Since: new(metav1.NewTime(time.Now().Add(skew)))}
 			}
 			is := func(when string, want time.Duration) {
 				t.Helper()
-				if at, replaced := p.dueLegs(r, legs)["leg"]; !replaced || time.Until(at) != want {
+				if at, replaced := p.dueLegs(t.Context(), r, legs)["leg"]; !replaced || time.Until(at) != want {
 					t.Errorf("a clock that is off by %s, %s: it is replaced: %v, in %s, want %s", skew, when, replaced, time.Until(at), want)
 				}
 			}
-			p.dueLegs(r, legs)
+			p.dueLegs(t.Context(), r, legs)
 			time.Sleep(3 * time.Hour)
 			leaves()
 			is("as it leaves", after)
 			time.Sleep(4 * time.Minute)
 			leg.State = v1alpha1.LegJoining
-			if due := p.dueLegs(r, legs); len(due) > 0 {
+			if due := p.dueLegs(t.Context(), r, legs); len(due) > 0 {
 				t.Errorf("while it joins it is replaced at %v", due)
 			}
 			time.Sleep(4 * time.Minute)
 			leg.State = v1alpha1.LegWaiting
 			is("as it could not join", 2*time.Minute)
 			*leg = v1alpha1.Leg{Name: "leg", Current: true}
-			p.dueLegs(r, legs)
+			p.dueLegs(t.Context(), r, legs)
 			time.Sleep(time.Second)
 			leaves()
 			is("as it leaves again", after)
 
-			p = &Replicator{away: map[string]map[string]away{}, began: time.Now()} // a start of the controller
+			p = &Replicator{maker: working{true}, away: map[string]map[string]away{}, began: time.Now()} // a start of the controller
 			is("away before the controller began", after+min(skew, 0))
+		})
+	}
+}
+
+// working is a Maker that knows whether nodes work.
+type working struct{ all bool }
+
+func (w working) Works(context.Context, string) bool { return w.all }
+
+func (working) Mirrors(context.Context) func(string) bool { return nil }
+
+func (working) HasRoom(context.Context, *v1alpha1.ReplicatedVolume, string, *v1alpha1.Volume, *v1alpha1.Volume) error {
+	return nil
+}
+
+func (working) BeginLeg(context.Context, *v1alpha1.ReplicatedVolume, string, *v1alpha1.Volume, *v1alpha1.Volume) error {
+	return nil
+}
+
+// TestQueues: a leg that waits for its turn to be made equal, as legs of other volumes are first, or another one of its own, is not replaced meanwhile,
+// unless its node is away. When its turn has come it has the whole time.
+func TestQueues(t *testing.T) {
+	const after = 10 * time.Minute
+	for what, first := range map[string]v1alpha1.Leg{
+		"of other volumes": {Name: "first", Current: true, State: v1alpha1.LegCurrent},
+		"of its own":       {Name: "first", State: v1alpha1.LegJoining},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			claimed := metav1.Now()
+			state := v1alpha1.LegWaiting
+			if first.Current {
+				state = v1alpha1.LegQueued
+			}
+			r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{ReplaceAfter: int64(after / time.Second), Claim: &v1alpha1.Claim{Generation: 2, Since: &claimed}, Legs: []string{"first", "leg"}},
+				Status: v1alpha1.ReplicatedVolumeStatus{Opened: 2, Legs: []v1alpha1.Leg{first, {Name: "leg", State: state, Since: &claimed}}}}
+			legs := map[string]*v1alpha1.Volume{"first": {}, "leg": {}}
+			p := &Replicator{maker: working{true}, away: map[string]map[string]away{}, began: time.Now()}
+			is := func(when string, want time.Duration) {
+				t.Helper()
+				if at := p.dueLegs(t.Context(), r, legs)["leg"]; time.Until(at) != want {
+					t.Errorf("%s first, %s: it is replaced in %s, want %s", what, when, time.Until(at), want)
+				}
+			}
+			is("at first", after)
+			time.Sleep(3 * time.Hour)
+			is("after hours", after)
+			p.maker = working{false}
+			time.Sleep(4 * time.Minute)
+			is("its node is away", 6*time.Minute)
+			p.maker = working{true}
+			is("its node is back", after)
+			r.Status.Legs[0].State, r.Status.Legs[1].State = v1alpha1.LegCurrent, v1alpha1.LegWaiting
+			time.Sleep(time.Minute)
+			is("its turn has come", 9*time.Minute)
 		})
 	}
 }

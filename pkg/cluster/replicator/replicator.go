@@ -42,6 +42,8 @@ const workers = 4
 type Maker interface {
 	// Mirrors returns a function that reports whether a node can use volumes with replicas.
 	Mirrors(ctx context.Context) func(node string) bool
+	// Works reports whether a node is ready, and its agent heard.
+	Works(ctx context.Context, node string) bool
 	// HasRoom returns ErrNoSpace if no node has room for a leg that BeginLeg would make.
 	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
 	// BeginLeg creates the Volume of a leg that the object names, unless it exists. It does not wait until the node has made the leg. If that node is down or
@@ -157,7 +159,7 @@ func (p *Replicator) step(ctx context.Context, key string) (again time.Duration,
 	if err := p.syncLegs(ctx, r, legs); err != nil {
 		return 0, err
 	}
-	due := p.dueLegs(r, legs)
+	due := p.dueLegs(ctx, r, legs)
 	return untilNextLook(due), p.adjustLegs(ctx, r, legs, due)
 }
 
@@ -262,10 +264,16 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	case unlist:
 		return p.unlist(ctx, r, victim)
 	}
-	if like == nil || !lacksLegs(r, judged) {
+	instead := legToReplace(r, legs)
+	switch late := whyLate(r, judged, legs); {
+	case like == nil || !lacksLegs(r, judged):
 		return p.reportWithout(ctx, r, without)
+	case len(r.Spec.Legs) >= mostLegs:
+		return p.reportWithout(ctx, r, cmp.Or(late, fmt.Sprintf("it has %d replicas already, which is the most, and too few of them are current", len(r.Spec.Legs))))
+	case instead == nil && late != "":
+		return p.reportWithout(ctx, r, late)
 	}
-	return p.add(ctx, r, like, legToReplace(r, legs))
+	return p.add(ctx, r, like, instead)
 }
 
 // template returns the leg that new ones are made like: a current one, or else one that was made; nil if there is none.
@@ -310,9 +318,6 @@ func (p *Replicator) reportWithout(ctx context.Context, r *v1alpha1.ReplicatedVo
 // add adds the name of one more leg to the object, if a node has room for it; the next step makes the leg. If no node has room, it reports that, and is
 // tried again later.
 func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume) error {
-	if len(r.Spec.Legs) >= mostLegs {
-		return nil
-	}
 	before := r.DeepCopy()
 	name, err := p.unused(ctx, r)
 	if err != nil {
@@ -348,6 +353,9 @@ func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, 
 	removed := v1alpha1.RemovedLeg{Name: name, Time: metav1.Now().Rfc3339Copy()}
 	if v != nil {
 		removed.NodeName = v.Spec.NodeName
+	}
+	if l := r.Leg(name); l != nil && l.State == v1alpha1.LegUnfit {
+		removed.Unfit = l.Message
 	}
 	r.Spec.Removed = append(slices.Clone(r.Spec.Removed), removed)
 	r.Spec.Removed = r.Spec.Removed[max(0, len(r.Spec.Removed)-mostLegs):]

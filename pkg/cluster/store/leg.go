@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -63,6 +64,8 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 			why = fmt.Sprintf("node %s is not in the network %q of the other replicas", node, network)
 		case r.NotBeside(others, node, labels) != "":
 			why = fmt.Sprintf("node %s %s", node, r.NotBeside(others, node, labels))
+		case instead == nil && r.Unfit(node, time.Now()) != "":
+			why = fmt.Sprintf("node %s %s", node, r.Unfit(node, time.Now()))
 		case nodes[node] != nil && nodes[node].Spec.Unschedulable:
 			why = fmt.Sprintf("node %s is cordoned", node)
 		case keeps%step != 0:

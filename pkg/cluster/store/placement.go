@@ -398,6 +398,9 @@ func (s *Store) Mirrors(ctx context.Context) func(node string) bool {
 	}
 }
 
+// Works: see replicator.Maker.
+func (s *Store) Works(ctx context.Context, node string) bool { return s.nodes.Ready(ctx, node) == nil }
+
 // Places: see volume.Reacher.
 func (s *Store) Places(ctx context.Context, label string) (map[string]string, error) {
 	if err := s.Ready(ctx); err != nil {
