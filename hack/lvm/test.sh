@@ -20,6 +20,7 @@ pools) tests='./pkg/blockdev/lvmpool lvmpool 0 ^Test(Linear|Thin)Pool$ -test.tim
 ./pkg/device device 30 . -test.timeout 20m
 ./pkg/blockdev/mirror mirror 30 . -test.timeout 20m
 ./pkg/blockdev/era era 30 . -test.timeout 20m
+./pkg/blockdev/replicapool replicapool 30 . -test.timeout 20m
 ./pkg/volume volume 30 LVM|Header -test.timeout 20m
 ./pkg/cluster/agent agent 30 . -test.timeout 20m
 ./pkg/cluster cluster 30 ^TestEncrypted -test.timeout 20m' ;;

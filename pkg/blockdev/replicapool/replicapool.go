@@ -84,9 +84,16 @@ func (p *Pool) check(ref blockdev.Ref) error {
 	return err
 }
 
-// Get: see blockdev.Pool.
+// Get: see blockdev.Pool. errdefs.ErrPrecondition while a mirror of an earlier claim is in use, which leads nowhere any more.
 func (p *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, error) {
 	if err := p.check(ref); err != nil {
+		return blockdev.Record{}, err
+	}
+	d, earlier, err := p.find(ref)
+	if err == nil && earlier && d.Opens > 0 {
+		err = p.outlived(d, ref)
+	}
+	if err != nil {
 		return blockdev.Record{}, err
 	}
 	return p.legs.Record(ctx, p.name, ref)
@@ -100,7 +107,8 @@ func (p *Pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(labe
 	return p.legs.SetLabels(ctx, p.name, ref, change)
 }
 
-// Expand: see blockdev.Pool. All legs were grown before; the mirror gets the size of the record. errdefs.ErrUnavailable if a leg is smaller.
+// Expand: see blockdev.Pool. All legs were grown before; the mirror gets the size of the record. errdefs.ErrUnavailable if a leg is smaller, and while one
+// joins: the kernel's log of what was copied has the size that the volume had then, so a larger mirror would copy all of it anew.
 func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
 	record, err := p.Get(ctx, ref)
 	if err != nil {
@@ -109,8 +117,13 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if size > record.Size {
 		return blockdev.Record{}, p.Refuse("grown", ref)
 	}
-	if _, err := mirror.Look(p.Mirror(ref)); errors.Is(err, errdefs.ErrNotFound) {
+	s, err := mirror.Look(p.Mirror(ref))
+	if errors.Is(err, errdefs.ErrNotFound) {
 		return record, nil
+	}
+	if err == nil && s.Joining != nil && s.Size < record.Size {
+		return blockdev.Record{}, fmt.Errorf("%w: %s grows from %d to %d bytes by itself when a replica that joins is equal to the others, which %d of %d bytes are; to have it grow now, let it have fewer replicas for a while (kubectl ashlar replicas)",
+			errdefs.ErrUnavailable, ref, s.Size, record.Size, s.Synced, s.Total)
 	}
 	have, err := p.legs.Grow(ctx, ref)
 	if err == nil && have < size {
@@ -123,7 +136,7 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 }
 
 // Attach: see blockdev.Pool. The device stays until Detach, also without Keep: what its last user wrote has to be on all legs before these are closed.
-// errdefs.ErrPrecondition while a mirror of an earlier claim is in use, which leads nowhere any more.
+// errdefs.ErrPrecondition while a mirror is in use that leads nowhere any more (usable).
 func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	err := p.check(ref)
 	if err == nil && how.ReadOnly {
@@ -133,7 +146,7 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 		return blockdev.Device{}, err
 	}
 	name := p.Mirror(ref)
-	d, err := p.earlier(ctx, ref)
+	d, err := p.usable(ctx, ref)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
@@ -164,24 +177,41 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return p.device(d, how)
 }
 
-// earlier returns the mirror of the present claim, or of any claim if the present one is not known; nil if there is none. A mirror of an earlier claim is
-// removed; errdefs.ErrPrecondition while that is in use.
-func (p *Pool) earlier(ctx context.Context, ref blockdev.Ref) (*dm.Device, error) {
-	d, err := dm.Find(p.Mirror(ref))
+// find returns the mirror of a volume, and whether it is of an earlier claim than the present one, as far as that is known; nil if there is none.
+func (p *Pool) find(ref blockdev.Ref) (d *dm.Device, earlier bool, err error) {
+	d, err = dm.Find(p.Mirror(ref))
 	if err != nil || d == nil || !d.Live {
-		return nil, err
+		return nil, false, err
 	}
 	of, _, err := p.Generation(ref)
-	if err != nil {
+	now, known := p.legs.Generation(ref)
+	return d, known && now != of, err
+}
+
+// usable returns the mirror of the present claim, or of any claim if the present one is not known; nil if there is none. A mirror of an earlier claim is
+// removed, and so is one that has ended (mirror.End): from either nobody reads anything any more. errdefs.ErrPrecondition while that is in use.
+func (p *Pool) usable(ctx context.Context, ref blockdev.Ref) (*dm.Device, error) {
+	d, earlier, err := p.find(ref)
+	if err != nil || d == nil {
 		return nil, err
 	}
-	if now, known := p.legs.Generation(ref); !known || now == of {
+	s, err := mirror.Look(d.Name)
+	switch ended := len(s.Legs) == 0; {
+	case err != nil:
+		return nil, errdefs.IgnoreNotFound(err)
+	case !earlier && !ended:
 		return d, nil
-	}
-	if d.Opens > 0 {
-		return nil, fmt.Errorf("%w: %s is %s by a claim of before, which has ended, and it is still mounted or open on node %s; unpublish and unstage it first", errdefs.ErrPrecondition, d.Path(), ref, p.node)
+	case earlier && d.Opens > 0:
+		return nil, p.outlived(d, ref)
+	case d.Opens > 0:
+		return nil, fmt.Errorf("%w: %s is %s, all of whose legs had failed, so that its users get errors, and it is still mounted or open on node %s; unpublish and unstage it first", errdefs.ErrPrecondition, d.Path(), ref, p.node)
 	}
 	return nil, p.Detach(ctx, ref)
+}
+
+// outlived returns the error for a mirror of an earlier claim that is in use.
+func (p *Pool) outlived(d *dm.Device, ref blockdev.Ref) error {
+	return fmt.Errorf("%w: %s is %s by a claim of before, which has ended, and it is still mounted or open on node %s; unpublish and unstage it first", errdefs.ErrPrecondition, d.Path(), ref, p.node)
 }
 
 func (p *Pool) device(d *dm.Device, how blockdev.Attachment) (blockdev.Device, error) {

@@ -1,0 +1,139 @@
+package replicapool_test
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/replicapool"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const size = 16 << 20
+
+// oneLeg is a volume of one leg, which is a device of this machine.
+type oneLeg struct {
+	replicapool.Legs
+	claim  int64 // the generation of the claim; 0: it is not known
+	number uint64
+	opened int   // how often its legs were opened
+	size   int64 // of the record; 0: size
+}
+
+func (l *oneLeg) Generation(blockdev.Ref) (int64, bool) { return l.claim, l.claim > 0 }
+
+func (l *oneLeg) Open(context.Context, string, blockdev.Ref) (replicapool.Opened, error) {
+	l.opened++
+	return replicapool.Opened{Generation: l.claim, Size: size, Legs: []blockdev.Device{{Number: l.number, Size: size}}}, nil
+}
+
+func (l *oneLeg) Record(_ context.Context, _ string, ref blockdev.Ref) (blockdev.Record, error) {
+	return blockdev.Record{Ref: ref, Size: cmp.Or(l.size, size)}, nil
+}
+
+func (l *oneLeg) Grow(context.Context, blockdev.Ref) (int64, error) { return 2 * size, nil }
+
+func (l *oneLeg) Close(context.Context, blockdev.Ref, []uint64) error { return nil }
+
+// disk returns the number of a device.
+func disk(t *testing.T, name string) uint64 {
+	image := filepath.Join(drivertest.Dir(t), name)
+	check.OK(t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, 2*size)))
+	loop := drivertest.Loop(t, image)
+	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", loop) })
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(loop, &st))
+	return st.Rdev
+}
+
+// attached returns a pool with a volume that is attached by claim 7, and its device, which is open.
+func attached(t *testing.T) (blockdev.Pool, *oneLeg, blockdev.Ref, *os.File) {
+	drivertest.NeedRoot(t)
+	drivertest.NeedMapper(t)
+	check.OK(t, mirror.Available())
+	legs := &oneLeg{claim: 7, number: disk(t, "leg")}
+	all, err := replicapool.New("node", legs)
+	check.OK(t, err)
+	pool, ref := all.Named("default"), blockdev.Ref{Kind: blockdev.Volume, Key: "0123456789abcdef0123456789abcdef"}
+	device, err := pool.Attach(t.Context(), ref, blockdev.Attachment{})
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Detach(context.Background(), ref)) })
+	open, err := os.Open(device.Path)
+	check.OK(t, err)
+	t.Cleanup(func() { _ = open.Close() })
+	return pool, legs, ref, open
+}
+
+func fails(t *testing.T, what string, err, want error) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Errorf("%s: error %v, want %v", what, err, want)
+	}
+}
+
+func second[T any](_ T, err error) error { return err }
+
+// TestOfEarlierClaim: a mirror of an earlier claim, which somebody still has mounted or open, is not taken for that of the present claim: neither by a call
+// for the volume, as one that publishes what is staged, nor by one that attaches it. Once nobody has it, it is made anew.
+func TestOfEarlierClaim(t *testing.T) {
+	pool, legs, ref, open := attached(t)
+	legs.claim = 0
+	check.OK(t, errors.Join(second(pool.Get(t.Context(), ref)), second(pool.Attach(t.Context(), ref, blockdev.Attachment{}))))
+	legs.claim = 8
+	fails(t, "get", second(pool.Get(t.Context(), ref)), errdefs.ErrPrecondition)
+	fails(t, "attach", second(pool.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrPrecondition)
+	check.OK(t, open.Close())
+	check.OK(t, errors.Join(second(pool.Get(t.Context(), ref)), second(pool.Attach(t.Context(), ref, blockdev.Attachment{}))))
+	if of, is, err := pool.(*replicapool.Pool).Generation(ref); of != 8 || !is || err != nil || legs.opened != 2 {
+		t.Errorf("the mirror is of claim %d (%v, %v), its legs were opened %d times", of, is, err, legs.opened)
+	}
+}
+
+// TestEnded: a mirror that has ended, as all its legs had failed, is not attached again: it is made anew, or the error says who has it.
+func TestEnded(t *testing.T) {
+	pool, legs, ref, open := attached(t)
+	name := pool.(*replicapool.Pool).Mirror(ref)
+	check.OK(t, mirror.End(t.Context(), name))
+	fails(t, "attach", second(pool.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrPrecondition)
+	check.OK(t, open.Close())
+	check.OK(t, second(pool.Attach(t.Context(), ref, blockdev.Attachment{})))
+	if s, err := mirror.Look(name); err != nil || len(s.Legs) != 1 || legs.opened != 2 {
+		t.Errorf("the mirror is %+v, %v; its legs were opened %d times", s, err, legs.opened)
+	}
+}
+
+// TestGrowsWhenJoined: a volume does not grow while a leg joins, and the error says why, and what to do. It grows when that has ended.
+func TestGrowsWhenJoined(t *testing.T) {
+	pool, legs, ref, _ := attached(t)
+	const slow = "test-joins"
+	check.OK(t, dm.Make(slow, "", []dm.Line{{Length: size, Kind: "delay", Text: fmt.Sprint(dm.Number(disk(t, "joins")), " 0 ", time.Second.Milliseconds())}}))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", slow) })
+	d, err := dm.Find(slow)
+	check.OK(t, err)
+	name := pool.(*replicapool.Pool).Mirror(ref)
+	check.OK(t, mirror.Join(t.Context(), name, d.Number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: size}}, nil }))
+	t.Cleanup(func() { check.OK(t, mirror.Leave(context.Background(), name, d.Number)) })
+	legs.size = 2 * size
+	_, err = pool.Expand(t.Context(), ref, 2*size)
+	if fails(t, "grow", err, errdefs.ErrUnavailable); err == nil || !strings.Contains(err.Error(), "kubectl ashlar replicas") {
+		t.Errorf("it says %v", err)
+	}
+	check.OK(t, mirror.Leave(t.Context(), name, d.Number))
+	check.OK(t, second(pool.Expand(t.Context(), ref, 2*size)))
+	if have, err := mirror.Size(name); err != nil || have != 2*size {
+		t.Errorf("it has %d bytes, %v", have, err)
+	}
+}
