@@ -18,6 +18,8 @@ func (m noMirrors) Mirrors() (map[blockdev.Ref]int64, error) {
 
 func (noMirrors) Mirror(blockdev.Ref) string { return "" }
 
+func (noMirrors) Generation(blockdev.Ref) (int64, bool, error) { return 0, false, nil }
+
 // TestAdoptWaits: the adoption of a volume does not end, as I/O to its home does not. Meanwhile mirrors are reconciled, the adoption is not begun a second
 // time, and the driver can end.
 func TestAdoptWaits(t *testing.T) {

@@ -28,7 +28,7 @@ const legSilence = 5
 // in the next step.
 func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 	v, is := m.replicated(m.ref.Key)
-	if !is || v.Spec.Claim.Generation != m.generation || v.Status.Opened != m.generation {
+	if !is || v.Spec.Claim.Generation != m.generation {
 		return
 	}
 	s, err := mirror.Look(m.name)

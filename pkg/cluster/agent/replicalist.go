@@ -220,8 +220,12 @@ func (m *mirrorReconciler) clearUntold() {
 }
 
 // isRestored reports whether the object has an older list than the last known one, another list of the same number, or a list without any leg of the mirror:
-// it was restored while the volume is used, or a person has named legs that are not written to.
+// it was restored while the volume is used, or a person has named legs that are not written to. So it was if it does not say that the legs were opened by the
+// claim that the mirror was made for, unless the watch is behind (restoreList).
 func (m *mirrorReconciler) isRestored(ctx context.Context, now *mirrorView) (bool, error) {
+	if now.v.Status.Opened != m.generation {
+		return true, nil
+	}
 	told := m.last.get()
 	last, err := m.lastKnownList(ctx, now)
 	if err != nil {
@@ -276,6 +280,7 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	}
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
 	return m.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
+		s.Opened, s.Waits = m.generation, ""
 		for i := range s.Legs {
 			s.Legs[i].List = max(s.Legs[i].List, last.number) // the list that is written now comes after all that any of them knows
 			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {

@@ -688,6 +688,51 @@ func TestQueued(t *testing.T) {
 	}
 }
 
+// TestRestoredUnopened: an object that was restored to the time between the claim and the opening of its legs says again, after one look, which legs are
+// current, and that this claim has opened them.
+func TestRestoredUnopened(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].number, f.legs["b"].number = 1, 2
+	before := f.v.DeepCopy()
+	before.Status.Opened = 0
+	f.leaves("b")
+	check.OK(t, f.tellAll(t.Context(), f.v))
+	before.ResourceVersion = f.v.ResourceVersion + "0"
+	f.v = before
+	check.OK(t, f.step(t.Context(), mirror.State{Legs: []mirror.Leg{{Device: 1}}}))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) || f.v.Status.Opened != 1 {
+		t.Errorf("%v are current, opened by claim %d", now, f.v.Status.Opened)
+	}
+}
+
+// TestRestoredToBeforeItWasOpened: while a volume is used, its object is restored to the time between its claim and the opening of its legs. Its mirror is
+// looked after all the same: the last list is written anew, and a leg that fails later leaves.
+func TestRestoredToBeforeItWasOpened(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	before := f.v.DeepCopy()
+	before.Status.Opened = 0
+	for _, name := range []string{"b", "c"} {
+		f.legs[name].away = true // so it does not join meanwhile
+	}
+	f.flaky("c")
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "the write")
+	f.current("a", "b")
+	f.eventually("told of its list", func(now *mirrorView) bool { return f.state("a").List == now.v.Status.Lists })
+	f.mu.Lock()
+	before.ResourceVersion = f.v.ResourceVersion + "0"
+	f.v = before
+	f.mu.Unlock()
+	f.current("a", "b")
+	f.flaky("b")
+	f.ends(f.write(0), "a write after that")
+	f.current("a")
+	if now := f.now().v; now.Status.Opened != 1 {
+		t.Errorf("it was opened by claim %d", now.Status.Opened)
+	}
+}
+
 func (f *tended) state(name string) volume.LegState {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -24,6 +24,8 @@ import (
 type Mirrors interface {
 	// Mirrors returns the volumes that have a mirror, with the generation of the claim that it was made for.
 	Mirrors() (map[blockdev.Ref]int64, error)
+	// Generation returns the generation of the claim that the mirror of a volume was made for; false if there is no mirror.
+	Generation(ref blockdev.Ref) (generation int64, is bool, err error)
 	Mirror(ref blockdev.Ref) (name string)
 }
 
@@ -47,7 +49,7 @@ func (l *ReplicaLegs) ReconcileMirrors(ctx context.Context, mirrors Mirrors) {
 			}
 			tending[ref] = true
 			tended.Go(func() {
-				t := &mirrorReconciler{ReplicaLegs: l, ref: ref, name: mirrors.Mirror(ref), generation: generation, legStates: map[string]*legState{}}
+				t := &mirrorReconciler{ReplicaLegs: l, made: mirrors, ref: ref, name: mirrors.Mirror(ref), generation: generation, legStates: map[string]*legState{}}
 				t.common.next = time.Now().Add(commonEvery * l.options.LookEvery)
 				t.run(klog.NewContext(ctx, klog.FromContext(ctx).WithValues("volume", ref.Key)))
 				mu.Lock()
@@ -68,6 +70,7 @@ func (l *ReplicaLegs) ReconcileMirrors(ctx context.Context, mirrors Mirrors) {
 // mirrorReconciler reconciles one mirror.
 type mirrorReconciler struct {
 	*ReplicaLegs
+	made       Mirrors // that there are
 	ref        blockdev.Ref
 	name       string
 	generation int64 // of the claim that the mirror was made for
@@ -82,7 +85,13 @@ type mirrorReconciler struct {
 	hasApplied     bool              // this process has applied some
 }
 
-// run takes steps until the mirror is gone or ctx ends: whenever something happens to it, and every Options.LookEvery.
+// isReplaced reports whether the mirror is another one by now, which was made under the same name for another claim.
+func (m *mirrorReconciler) isReplaced() bool {
+	generation, is, err := m.made.Generation(m.ref)
+	return err == nil && is && generation != m.generation
+}
+
+// run takes steps until the mirror is gone, or is another one, or ctx ends: whenever something happens to it, and every Options.LookEvery.
 func (m *mirrorReconciler) run(ctx context.Context) {
 	defer func() {
 		if m.background != nil {
@@ -97,7 +106,7 @@ func (m *mirrorReconciler) run(ctx context.Context) {
 	m.markSeen()
 	for ctx.Err() == nil {
 		s, err := mirror.Look(m.name)
-		if errors.Is(err, errdefs.ErrNotFound) {
+		if errors.Is(err, errdefs.ErrNotFound) || m.isReplaced() {
 			return
 		}
 		if err == nil {
@@ -207,8 +216,6 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 		return nil // it has ended
 	case !is || v.Spec.Claim.Generation != m.generation:
 		return m.endUnclaimed(ctx)
-	case v.Status.Opened != m.generation:
-		return nil
 	}
 	now, err := m.observe(ctx, v.DeepCopy(), s)
 	if err != nil {
@@ -321,6 +328,9 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
 		}
 	}
 	endSilent(ctx)
+	if m.isReplaced() { // meanwhile, and the legs are those of the later claim
+		return nil
+	}
 	if err := m.runWatched(ctx, endSilent, func() error { return mirror.End(ctx, m.name) }); err != nil {
 		return err
 	}

@@ -56,6 +56,7 @@ type tended struct {
 	answers       func() error                               // called after the object was written; may be nil
 	changes       func(name string, s volume.LegState) error // called before the record of a leg is written, with its new state
 	adopts        func() error                               // called when the volume is to be adopted; may be nil
+	madeFor       int64                                      // the generation of the claim that the mirror is of
 	legs          map[string]*tendedLeg
 }
 
@@ -103,7 +104,7 @@ func newTended(t *testing.T, current int, names ...string) *tended {
 
 // newObject is newTended without mirror and devices.
 func newObject(t *testing.T, current int, names ...string) *tended {
-	f := &tended{t: t, legs: map[string]*tendedLeg{}, looks: func() {}}
+	f := &tended{t: t, legs: map[string]*tendedLeg{}, looks: func() {}, madeFor: 1}
 	f.begins = func(string) error { return nil }
 	f.marks, f.patches = f.begins, func() error { return nil }
 	f.changes = func(string, volume.LegState) error { return nil }
@@ -126,7 +127,7 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 			r.legs[name] = volume.ID{Kind: blockdev.Volume, Pool: "pool", Key: name}
 		})
 	}
-	f.mirrorReconciler = &mirrorReconciler{ReplicaLegs: a.ReplicaLegs(tendedVolumes{f}, tendedConnections{f}), ref: blockdev.Ref{Kind: blockdev.Volume, Key: f.v.Name}, name: "ashlar-test-tended", generation: 1, legStates: map[string]*legState{}}
+	f.mirrorReconciler = &mirrorReconciler{ReplicaLegs: a.ReplicaLegs(tendedVolumes{f}, tendedConnections{f}), made: tendedMirrors{f}, ref: blockdev.Ref{Kind: blockdev.Volume, Key: f.v.Name}, name: "ashlar-test-tended", generation: 1, legStates: map[string]*legState{}}
 	return f
 }
 
@@ -350,6 +351,16 @@ func (s tendedStatus) Patch(_ context.Context, o client.Object, _ client.Patch, 
 	return nil
 }
 
+type tendedMirrors struct{ *tended }
+
+func (f tendedMirrors) Mirrors() (map[blockdev.Ref]int64, error) {
+	return map[blockdev.Ref]int64{f.ref: f.madeFor}, nil
+}
+
+func (f tendedMirrors) Mirror(blockdev.Ref) string { return f.mirrorReconciler.name }
+
+func (f tendedMirrors) Generation(blockdev.Ref) (int64, bool, error) { return f.madeFor, true, nil }
+
 type tendedVolumes struct{ *tended }
 
 func (f tendedVolumes) of(id volume.ID) blockdev.Device {
@@ -465,6 +476,23 @@ func (f *tended) goesOnWithout(name string) {
 	f.starts()
 	f.ends(write, "what was written to the leg that is there")
 	f.current("a")
+}
+
+// TestMadeAnew: a mirror is removed, and made anew for a later claim, before the reconciler of the first one has noticed either. That one ends, and the new
+// mirror goes on.
+func TestMadeAnew(t *testing.T) {
+	f := newTended(t, 1, "a")
+	f.madeFor, f.v.Spec.Claims, f.v.Spec.Claim.Generation, f.v.Status.Opened = 2, 2, 2, 2
+	ended := make(chan error, 1)
+	go func() {
+		f.run(t.Context())
+		ended <- f.endUnclaimed(t.Context()) // it may have begun that before
+	}()
+	f.ends(ended, "the reconciler of the first mirror")
+	if s := f.now().s; len(s.Legs) != 1 {
+		t.Errorf("the mirror of the later claim has ended: %+v", s)
+	}
+	f.ends(f.write(0), "what is written to it")
 }
 
 // joins makes a leg join the mirror, of which it lacks nothing.
