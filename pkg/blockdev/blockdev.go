@@ -315,7 +315,7 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one with an optional power (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ, Founded, Marker); false if
+// As returns a pool as one with an optional power (Identified, Leaver, Prover, Measurer, ThinPool, Comparer, Cutter, Stackable, Differ, Founded, Marker); false if
 // it does not have that, or is not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)
@@ -349,6 +349,13 @@ type ThinUse struct{ Data, Metadata float64 }
 // ThinPool is a Pool that may keep its objects in a thin pool, whose data or metadata may be full. thin is false if it does not.
 type ThinPool interface {
 	ThinUse(ctx context.Context) (use ThinUse, thin bool, err error)
+}
+
+// Comparer is a Pool that can tell whether an origin that others may write to, as it is attached and was not Quiesced when it was copied, has changed since.
+type Comparer interface {
+	// Unchanged is for a copy whose Create has called Cut, and has not returned yet, or has returned. errdefs.ErrInUse if the origin differs from it; then the copy is
+	// of no use any more.
+	Unchanged(ctx context.Context, copied, origin Ref) error
 }
 
 // Cutter is a Pool that may fix the bytes of an attached origin in an instant, however large it is. If CutsAtOnce, writers can be held back for a copy

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
@@ -208,13 +209,18 @@ func (l *Local) setFreezing(id ID, freezing bool) {
 func (l *Local) held(ctx context.Context, o origin, release func() error) (context.Context, func() error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	id, longest, began := o.id(), l.longestFreeze, time.Now()
+	now, together := ctx.Value(cuttingKey{}).(*atomic.Pointer[ID])
 	_, span := trace.Start(ctx, "hold writes back", "object", o.record.Ref.String())
 	observe := sync.OnceFunc(func() { metrics.FreezeSeconds.Observe(time.Since(began), l.node); span(nil) })
 	timer := time.AfterFunc(longest, func() {
+		slow := held{id, together}
+		if together {
+			slow.id = *now.Load()
+		}
 		l.mu.Lock()
-		l.tooLong[id] = time.Now()
+		l.tooLong[slow] = time.Now()
 		l.mu.Unlock()
-		cancel(heldTooLong(id, longest))
+		cancel(slow.tooLong(longest))
 	})
 	return ctx, func() error {
 		timer.Stop()
@@ -230,26 +236,60 @@ const restFactor = 10
 // mayFreeze returns ErrPrecondition if the writers of a volume were lately held back for longestFreeze in vain, and ErrUnavailable if an earlier freeze is
 // pending.
 func (l *Local) mayFreeze(id ID) error {
-	rest := restFactor * l.longestFreeze
+	if err := l.wasTooLong(held{id: id}); err != nil {
+		return err
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for id, at := range l.tooLong {
-		if time.Since(at) > rest {
-			delete(l.tooLong, id)
-		}
-	}
-	if _, known := l.tooLong[id]; known {
-		return heldTooLong(id, l.longestFreeze)
-	}
 	if l.freezing[id] {
 		return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, stuck(id))
 	}
 	return nil
 }
 
-func heldTooLong(id ID, longest time.Duration) error {
+// mayHoldWith returns ErrPrecondition if the writers of a group were lately held back for longestFreeze in vain, because of this member.
+func (l *Local) mayHoldWith(id ID) error { return l.wasTooLong(held{id, true}) }
+
+// wasTooLong returns h.tooLong if that was within the time for which writers are left alone.
+func (l *Local) wasTooLong(h held) error {
+	rest := restFactor * l.longestFreeze
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for one, at := range l.tooLong {
+		if time.Since(at) > rest {
+			delete(l.tooLong, one)
+		}
+	}
+	if _, known := l.tooLong[h]; known {
+		return h.tooLong(l.longestFreeze)
+	}
+	return nil
+}
+
+// held is a volume whose copy writers were held back for: its own, or together those of all members of a group.
+type held struct {
+	id       ID
+	together bool
+}
+
+// tooLong is the error of a copy for which writers were held back for too long.
+func (h held) tooLong(longest time.Duration) error {
+	if h.together {
+		return fmt.Errorf("%w: the writers to all volumes of the group are held back meanwhile, and for that volume %s takes longer than the %s for which they may be; "+
+			"stop the pods that use the volumes of the group until it is cut, or keep them in pools that copy in an instant (XFS, btrfs, LVM)", errdefs.ErrPrecondition, h.id, longest)
+	}
 	return fmt.Errorf("%w: volume %s is in use, and its pool cannot copy it within the %s for which its writers may be held back; "+
-		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", errdefs.ErrPrecondition, id, longest)
+		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", errdefs.ErrPrecondition, h.id, longest)
+}
+
+// cuttingKey is the key of the context's value that withCutting sets.
+type cuttingKey struct{}
+
+// withCutting returns the context for a group that is cut, and what has to have the member that is being worked on before the writers of one are held back:
+// if they are for too long, it is because of that one (held).
+func withCutting(ctx context.Context) (context.Context, *atomic.Pointer[ID]) {
+	now := &atomic.Pointer[ID]{}
+	return context.WithValue(ctx, cuttingKey{}, now), now
 }
 
 // freezeError returns the error of work with a context of held: why that has ended, if writers were held back for too long; else err.

@@ -1,6 +1,7 @@
 package volume
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/undoing"
@@ -149,7 +151,12 @@ func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map
 	if err != nil {
 		return Group{}, fmt.Errorf("group snapshot %q: %w", name, err)
 	}
-	groups, err := l.groups(ctx, l.pools)
+	var cuts []ID
+	for _, source := range sources {
+		cuts = append(cuts, cmp.Or(legs[source], source))
+	}
+	pools := l.poolsFor(cuts) // whoever asks again for a group names the same volumes
+	groups, err := l.groups(ctx, pools)
 	if err != nil {
 		return Group{}, err
 	}
@@ -168,7 +175,7 @@ func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map
 			// With the caller's context ended, what was cut still has to go.
 			ctx, cancel := undoing.Context(ctx)
 			defer cancel()
-			if undone := l.undoGroup(ctx, id); undone != nil {
+			if undone := l.undoGroup(ctx, id, pools); undone != nil {
 				err = errors.Join(err, undone)
 				return // what is left stays hidden; a retry or the next start removes it
 			}
@@ -220,16 +227,27 @@ func (l *Local) cutGroup(ctx context.Context, name string, sources []ID, legs ma
 			cut, c.labels[labelSource] = leg, source.String()
 		}
 		if c.origin, err = l.snapshotSource(ctx, cut); err != nil {
+			return nil, ofMember(source, err)
+		}
+	}
+	for i := range cuts { // before any writer is held back
+		if err := l.mayHoldWith(cuts[i].origin.id()); err != nil {
 			return nil, err
 		}
 	}
+	ctx, now := withCutting(ctx)
 	for i := range cuts {
 		c := &cuts[i]
-		if ctx, c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err != nil {
-			return nil, err
+		now.Store(new(c.origin.id()))
+		if ctx, c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err == nil && !c.quiesced {
+			c.moves, err = l.isAttached(ctx, c.origin)
+		}
+		if err != nil {
+			return nil, freezeError(ctx, ofMember(c.origin.id(), err))
 		}
 	}
-	if err := l.cutAll(ctx, cuts); err != nil {
+	slices.SortStableFunc(cuts, func(a, b groupCut) int { return rank(a) - rank(b) })
+	if err := l.cutAll(ctx, now, cuts, 0); err != nil {
 		return nil, freezeError(ctx, err)
 	}
 	var members []member
@@ -245,32 +263,90 @@ type groupCut struct {
 	labels   map[string]string
 	origin   origin
 	quiesced bool
+	moves    bool         // others may write to it meanwhile: it is attached, and not quiesced
 	release  func() error // lets writes to the origin go on; may be called again
 	record   blockdev.Record
 }
 
-// cutAll cuts the members in their order. The writes to each go on as soon as it is cut. That keeps the point in time: what they write then is later than
-// all cuts that writes still wait for. A pool that has to copy bytes does so after all members are cut.
-func (l *Local) cutAll(ctx context.Context, cuts []groupCut) error {
-	if len(cuts) == 0 {
-		return nil
+// rank is the place of a member in the order in which a group is cut: those that others may write to meanwhile come first. So the writes to all others are
+// held back at the moment of which such a copy turns out to be.
+func rank(c groupCut) int {
+	if c.moves {
+		return 0
 	}
-	c := &cuts[0]
-	rest := sync.OnceValue(func() error {
-		if err := c.release(); err != nil {
-			return err
-		}
-		return l.cutAll(ctx, cuts[1:])
-	})
-	var err error
-	if c.record, err = l.cut(ctx, c.origin, c.name, c.quiesced, func(context.Context) error { return rest() }, c.labels); err != nil {
+	return 1
+}
+
+// isAttached reports whether an origin has devices.
+func (l *Local) isAttached(ctx context.Context, o origin) (bool, error) {
+	devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx)
+	return len(devices) > 0, err
+}
+
+// ofMember adds to an error which member of a group it is of, unless its text says that already.
+func ofMember(id ID, err error) error {
+	if strings.Contains(err.Error(), id.String()) {
 		return err
 	}
+	return fmt.Errorf("volume %s: %w", id, err)
+}
+
+// cutAll cuts the members in their order (rank). The writes to each go on as soon as it is cut. That keeps the point in time: what they write then is later
+// than all cuts that writes still wait for. Of several members that others may write to, all but the last have to be unchanged when that is cut: so that is the
+// moment of all. A pool that has to copy bytes does so after all members are cut. at is where to go on; now is told which member is being cut.
+func (l *Local) cutAll(ctx context.Context, now *atomic.Pointer[ID], cuts []groupCut, at int) error {
+	if at == len(cuts) {
+		return nil
+	}
+	c := &cuts[at]
+	now.Store(new(c.origin.id()))
+	rest := sync.OnceValue(func() error {
+		if c.moves && (at+1 == len(cuts) || !cuts[at+1].moves) {
+			if err := unchanged(ctx, cuts[:at]); err != nil {
+				return err
+			}
+		}
+		if err := c.release(); err != nil {
+			return ofMember(c.origin.id(), err)
+		}
+		return l.cutAll(ctx, now, cuts, at+1)
+	})
+	var later error // of the members after this one
+	record, err := l.cut(ctx, c.origin, c.name, c.quiesced, func(context.Context) error { later = rest(); return later }, c.labels)
+	switch {
+	case later != nil:
+		return later
+	case err != nil:
+		return ofMember(c.origin.id(), err)
+	}
+	c.record = record
 	return rest()
 }
 
-func (l *Local) undoGroup(ctx context.Context, id GroupID) error {
-	groups, err := l.groups(ctx, l.pools)
+// unchanged returns errdefs.ErrInUse if a member that was cut has changed since; errdefs.ErrPrecondition if its pool cannot tell.
+func unchanged(ctx context.Context, cuts []groupCut) error {
+	for _, c := range cuts {
+		comparer, is := blockdev.As[blockdev.Comparer](c.origin.pool)
+		if !is {
+			return fmt.Errorf("%w: the writes to volume %s cannot be held back, nor found out; stop the pods that use it until the group is cut", errdefs.ErrPrecondition, c.origin.id())
+		}
+		copied := blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(c.name)}
+		if err := comparer.Unchanged(ctx, copied, c.origin.record.Ref); err != nil {
+			return ofMember(c.origin.id(), err)
+		}
+	}
+	return nil
+}
+
+// poolsFor returns the pools of some objects, and all that are open.
+func (l *Local) poolsFor(ids []ID) []blockdev.Pool {
+	return slices.DeleteFunc(slices.Clone(l.pools), func(pool blockdev.Pool) bool {
+		return blockdev.Unwrap(pool) == nil && !slices.ContainsFunc(ids, func(id ID) bool { return l.placeOf(id) == pool.Name() })
+	})
+}
+
+func (l *Local) undoGroup(ctx context.Context, id GroupID, pools []blockdev.Pool) error {
+	groups, err := l.groups(ctx, pools)
 	if err != nil {
 		return err
 	}
@@ -285,9 +361,18 @@ func toGroup(id GroupID, members []member) Group {
 	return NewGroup(id, snapshots)
 }
 
-// DeleteGroup: see Store.
+// DeleteGroup: see Store. ErrUnavailable while a pool is not open: it may have a part of the group.
 func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
-	groups, err := l.groups(ctx, l.pools)
+	return l.deleteGroup(ctx, id, l.pools)
+}
+
+// DeleteMembers is DeleteGroup for a group of which it is known which snapshots it has: pools that are not open, and have none of these, do not matter.
+func (l *Local) DeleteMembers(ctx context.Context, id GroupID, members []ID) error {
+	return l.deleteGroup(ctx, id, l.poolsFor(members))
+}
+
+func (l *Local) deleteGroup(ctx context.Context, id GroupID, pools []blockdev.Pool) error {
+	groups, err := l.groups(ctx, pools)
 	if err != nil {
 		return err
 	}

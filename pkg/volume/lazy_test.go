@@ -96,6 +96,28 @@ func TestPoolComesLater(t *testing.T) {
 	})
 }
 
+// TestGroupBesideMissingPool: a pool that is missing does not keep groups of volumes in other pools from being made and deleted, if it is known that it has no
+// part of them.
+func TestGroupBesideMissingPool(t *testing.T) {
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	missing := lazy.New("second", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
+	l, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{memory.NewDisk(1<<30).Open("first", nil), missing}, mounts, 2)
+	check.OK(t, err)
+	v := made(t)(l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: mib}}))
+	group, err := l.CreateGroup(t.Context(), "g", []volume.ID{v.ID})
+	check.OK(t, err)
+	again, err := l.CreateGroup(t.Context(), "g", []volume.ID{v.ID})
+	if err != nil || again.ID != group.ID || len(again.Snapshots) != 1 {
+		t.Errorf("repeated: %+v, %v", again, err)
+	}
+	there := volume.ID{Kind: blockdev.Volume, Pool: "second", Key: volume.KeyOf("b")}
+	fails(t, second(l.CreateGroup(t.Context(), "h", []volume.ID{v.ID, there})), errdefs.ErrUnavailable, "a group with a volume of the missing pool")
+	fails(t, l.DeleteGroup(t.Context(), group.ID), errdefs.ErrUnavailable, "DeleteGroup, as the missing pool may have a part of it")
+	check.OK(t, l.DeleteMembers(t.Context(), group.ID, []volume.ID{group.Snapshots[0].ID}))
+	fails(t, second(l.GetSnapshot(t.Context(), group.Snapshots[0].ID)), errdefs.ErrNotFound, "GetSnapshot")
+}
+
 // made returns what was made, or ends the test.
 func made(t testing.TB) func(volume.Volume, error) volume.Volume {
 	return func(v volume.Volume, err error) volume.Volume {

@@ -184,6 +184,9 @@ func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield 
 	if old.Source != recent.Source {
 		return fmt.Errorf("%w: %s is a snapshot of volume %s, and %s one of %s; name two of one volume", errdefs.ErrInvalid, base, old.Source, target, recent.Source)
 	}
+	if l.placeOf(base) != l.placeOf(target) {
+		return fmt.Errorf("%w: %s and %s are in different pools, and only snapshots in one pool can be compared: read all that the target has", errdefs.ErrInvalid, base, target)
+	}
 	if old.Created.After(recent.Created) {
 		return fmt.Errorf("%w: the base %s was cut at %s, and the target %s before that, at %s; name the earlier one as the base. If it was cut first, the node's clock was set back meanwhile: read all that the target has",
 			errdefs.ErrInvalid, base, old.Created.Format(time.RFC3339Nano), target, recent.Created.Format(time.RFC3339Nano))

@@ -9,11 +9,13 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // TestLife takes a volume of each kind through all that CSI has, on each kind of pool.
@@ -219,6 +221,60 @@ func TestGroupSnapshot(t *testing.T) {
 				check.OK(t, v.down(targets[i]))
 			}
 			d.nothingLeft()
+		})
+	}
+}
+
+// TestGroupSnapshotRaw: raw volumes whose writers cannot be held back, as their pool copies their bytes, are cut at one moment with a filesystem and with each
+// other, in whatever order their IDs are: a writer that goes from one to the next finds its writes there in that order, or the group is refused.
+func TestGroupSnapshotRaw(t *testing.T) {
+	for name, c := range map[string]struct {
+		kinds []string // in the order in which they are written to
+		ids   []int    // places among these, in the order of the IDs
+	}{
+		"filesystem first, cut first": {[]string{"ext4", block, block}, []int{0, 1, 2}},
+		"raw one first":               {[]string{block, "ext4", block}, []int{1, 2, 0}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := startOn(t, "plain")
+			volumes, ids, places := make([]*vol, len(c.kinds)), make([]string, len(c.kinds)), make([]place, len(c.kinds))
+			targets := make([]string, len(c.kinds))
+			last := ""
+			for _, at := range c.ids {
+				called := ""
+				for n := 0; called == "" || volume.KeyOf(called) < last; n++ { // from the keys a group has its order
+					called = fmt.Sprintf("of-%d-%d", at, n)
+				}
+				last = volume.KeyOf(called)
+				v := d.made(co.Request(called, c.kinds[at], smallest["ext4"]))
+				volumes[at], ids[at], targets[at] = v, v.ID, v.running()
+				places[at] = place{v.File(targets[at]), 0}
+			}
+			counting := count(t, places...)
+			request := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: ids}
+			before := counting.done.Load()
+			response, err := d.CreateVolumeGroupSnapshot(t.Context(), request)
+			for try := 0; status.Code(err) == codes.FailedPrecondition && try < 20; try++ { // it was written to after it was copied
+				t.Log("refused")
+				before = counting.done.Load()
+				response, err = d.CreateVolumeGroupSnapshot(t.Context(), request)
+			}
+			check.OK(t, err)
+			counting.stop()
+			var copies []place
+			for i, v := range volumes {
+				for _, member := range response.GetGroupSnapshot().GetSnapshots() {
+					if member.GetSourceVolumeId() == v.ID {
+						copied := d.made(co.FromSnapshot(co.Request(fmt.Sprint("copy-", i), c.kinds[i], smallest["ext4"]), member.GetSnapshotId()))
+						volumes, targets = append(volumes, copied), append(targets, copied.running())
+						copies = append(copies, place{copied.File(targets[len(targets)-1]), 0})
+					}
+				}
+			}
+			pointInTime(t, before, copies...)
+			for i, v := range volumes {
+				check.OK(t, v.down(targets[i]))
+			}
 		})
 	}
 }

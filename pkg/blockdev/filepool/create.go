@@ -345,6 +345,28 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 	return cut, err
 }
 
+// Unchanged: see blockdev.Comparer.
+func (p *pool) Unchanged(ctx context.Context, copied, origin blockdev.Ref) error {
+	_, record, err := p.Lookup(origin)
+	if err != nil {
+		return err
+	}
+	if _, err := p.flushDevices(ctx, blockdev.Spec{Origin: origin}); err != nil {
+		return err
+	}
+	source, err := p.openImage(record, os.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer source.Close()
+	image, err := p.root.OpenFile(layout.Image(copied), os.O_RDWR, 0)
+	if err != nil {
+		return p.refused(layout.Image(copied), errdefs.FromErrno(err))
+	}
+	defer image.Close()
+	return sparse.StayEqual(ctx, image, source, record.Size)
+}
+
 // flushDevices writes out the page caches of the origin's devices. moving: somebody may be writing to one of them (it is writable, and spec is not
 // Quiesced).
 func (p *pool) flushDevices(ctx context.Context, spec blockdev.Spec) (moving bool, err error) {

@@ -244,6 +244,26 @@ func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) 
 	return fmt.Errorf("%w: it is being written to", errdefs.ErrInUse)
 }
 
+// Unchanged: see blockdev.Comparer.
+func (p *Pool) Unchanged(ctx context.Context, copied, origin blockdev.Ref) error {
+	p.mu.Lock()
+	a, b := p.objects[origin], p.objects[copied]
+	p.mu.Unlock()
+	if a == nil || b == nil {
+		return fmt.Errorf("%w: %s or %s", errdefs.ErrNotFound, origin, copied)
+	}
+	devices, err := p.devices(origin, false)
+	if err != nil {
+		return err
+	}
+	for _, d := range devices {
+		err = errors.Join(err, d.file.Sync(), d.file.Close())
+	}
+	return errors.Join(err, compare(ctx, a.image, b.image, 0, a.record.Size, func(int64, []byte) error {
+		return fmt.Errorf("%w: it was written to while others were cut", errdefs.ErrInUse)
+	}))
+}
+
 // block is the unit of comparisons, in bytes.
 const block = 64 << 10
 

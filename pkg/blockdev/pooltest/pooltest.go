@@ -67,6 +67,7 @@ var clauses = []struct {
 	{"CopyRefuses", copyRefuses},
 	{"CopyWhileWritten", copyWhileWritten},
 	{"CopyQuiesced", copyQuiesced},
+	{"CopyUnchanged", copyUnchanged},
 	{"Prepare", prepare},
 	{"Progress", reports},
 	{"Cancelled", cancelled},
@@ -741,6 +742,30 @@ func copyQuiesced(f *fixture) {
 	spec.Quiesced = true
 	f.make(spec)
 	f.holds(snap("s"), size, content)
+}
+
+// copyUnchanged: a pool that can tell says of an attached origin whether it has changed since it was copied, also while the copy is not ready yet.
+func copyUnchanged(f *fixture) {
+	comparer, is := blockdev.As[blockdev.Comparer](f.pool)
+	if !is {
+		f.Skip("the pool is no Comparer")
+	}
+	f.make(f.spec("a"))
+	device := f.attach(vol("a"), toMount)
+	defer device.Close()
+	file, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
+	f.must(err)
+	defer file.Close()
+	_, err = file.WriteAt(data(1, size/2), 0)
+	f.must(err)
+	f.must(f.stack(vol("a")).Flush(f.Context()))
+	spec := f.copySpec(snap("s"), vol("a"), size)
+	spec.Cut = func(ctx context.Context) error { return comparer.Unchanged(ctx, spec.Ref, spec.Origin) }
+	f.make(spec)
+	f.must(comparer.Unchanged(f.Context(), spec.Ref, spec.Origin))
+	_, err = file.WriteAt(data(2, blockdev.Granularity), size/2)
+	f.must(errors.Join(err, file.Sync()))
+	f.fails(comparer.Unchanged(f.Context(), spec.Ref, spec.Origin), errdefs.ErrInUse, "Unchanged of what was written to")
 }
 
 func prepare(f *fixture) {

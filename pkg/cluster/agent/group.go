@@ -158,7 +158,9 @@ func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err 
 func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
 	if err := a.withLocks(groupLocks(key, members), func() error {
+		var ids []volume.ID
 		for i := range members {
+			ids = append(ids, cluster.SnapshotID(&members[i]))
 			have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(&members[i]))
 			if errors.Is(err, errdefs.ErrUnavailable) {
 				return err // otherwise the snapshot in that pool would stay without an object
@@ -168,7 +170,7 @@ func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.
 				return nil
 			}
 		}
-		return deleteBytes(ctx, a, pointers(members), func() error { return a.local.DeleteGroup(ctx, volume.GroupID{Key: key}) })
+		return deleteBytes(ctx, a, pointers(members), func() error { return a.local.DeleteMembers(ctx, volume.GroupID{Key: key}, ids) })
 	}); err != nil {
 		return reconcile.Result{}, err
 	}

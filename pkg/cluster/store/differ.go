@@ -45,7 +45,7 @@ func (s *Store) Changed(ctx context.Context, base, target volume.ID, from int64,
 		return err
 	}
 	if before.Node != snapshot.Node || base.Pool != target.Pool {
-		return fmt.Errorf("%w: %s is on node %s, in pool %s, and %s on node %s, in pool %s: only snapshots in one pool can be compared", errdefs.ErrInvalid,
+		return fmt.Errorf("%w: %s is on node %s, in pool %s, and %s on node %s, in pool %s: only snapshots in one pool can be compared; read all that the target has", errdefs.ErrInvalid,
 			base, before.Node, base.Pool, target, snapshot.Node, target.Pool)
 	}
 	return s.ask(ctx, snapshot, inOrder(snapshot, from, yield), func(ctx context.Context, agent csi.SnapshotMetadataClient) (ranges, error) {

@@ -209,3 +209,11 @@ func CopyMoving(ctx context.Context, dst, src *os.File, size int64) error {
 	}
 	return fmt.Errorf("%w: the volume is being written to as a raw block device, and its pool cannot copy in an instant; stop the writes, or use a pool on XFS or btrfs", errdefs.ErrInUse)
 }
+
+// StayEqual returns errdefs.ErrInUse if a source differs from the copy that CopyMoving or ShareMoving made of it. It may change the copy then.
+func StayEqual(ctx context.Context, dst, src *os.File, size int64) error {
+	if same, err := correct(ctx, dst, src, size); same || err != nil {
+		return err
+	}
+	return fmt.Errorf("%w: the volume was written to as a raw block device while others were cut at the same moment, and its writers cannot be held back; stop the writes, or use a pool on XFS or btrfs, on a kernel with a device mapper", errdefs.ErrInUse)
+}
