@@ -57,6 +57,7 @@ func TestFollow(t *testing.T) {
 	if m := w.object("v").Spec.Move; m != nil {
 		t.Fatalf("it is asked for on %s, which is cordoned", m.Node)
 	}
+	w.told("MoveWaits", "it is to follow its pod to node "+b.name+", and cannot yet: node "+b.name+" is cordoned: kubectl uncordon "+b.name, w.object("v"))
 	w.cordoned(b.name, false)
 	w.touched("v")
 	w.eventually("it follows", func() bool {

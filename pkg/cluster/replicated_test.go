@@ -1072,6 +1072,15 @@ func TestReplicatedClaimsCountedOn(t *testing.T) {
 	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 10", "node-1 10"}) {
 		t.Errorf("its legs are claimed for %q", claims)
 	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	if err := w.Patch(w.ctx, w.whole("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claims":19,"claim":{"generation":19}}}`))); err == nil || !strings.Contains(err.Error(), "spec.claim.node: Required") {
+		t.Errorf("a claim of nobody: %v", err)
+	}
+	check.OK(t, w.Patch(w.ctx, w.whole("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claims":19}}`))))
+	w.eventually("it is claimed by a later claim", func() bool { return s.Claim(w.ctx, v.ID, on("node-1")) == nil })
+	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 20", "node-1 20"}) {
+		t.Errorf("its legs are claimed for %q", claims)
+	}
 }
 
 // TestReplicatedOlder: an object is restored, with its status, to before all its legs were replaced. The present legs stay, as they alone have what was

@@ -191,6 +191,13 @@ func ofMove(o cluster.Object, on []string, subject string, began int64, other no
 	return append(all, waits...)
 }
 
+// ofStay returns the events of a volume that is to follow its pod, and cannot yet.
+func ofStay(v *v1alpha1.Volume, why string) []saying {
+	to := v.Spec.Claim.Node
+	return saying{of: v.DeepCopy(), reason: MoveWaits, level: warning, state: strings.Join([]string{"follows", to, why}, " "),
+		note: fmt.Sprintf("volume %s on node %s: it is to follow its pod to node %s, and cannot yet: %s", cluster.VolumeID(v), v.Spec.NodeName, to, why)}.each(volumes)
+}
+
 // ofMoveAway returns the events that tell that a move waits for the other node (to which something moves, or which it has left), as that node is not well.
 // The node itself cannot report that.
 func ofMoveAway(o cluster.Object, on []string, subject string, m *v1alpha1.Move, s *v1alpha1.MoveStatus, other nodeState) []saying {

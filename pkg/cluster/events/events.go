@@ -117,6 +117,16 @@ func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
 	}
 }
 
+// Stays has the event written that tells why a volume that is to follow its pod cannot; once, however often it is called for the same reason, and again after
+// an hour.
+func (a *Announcer) Stays(v *v1alpha1.Volume, why string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, one := range ofStay(v, why) {
+		a.say(one)
+	}
+}
+
 // updateVolume is update for a volume. The caller holds the lock.
 func (a *Announcer) updateVolume(v *v1alpha1.Volume, gone bool) {
 	if v.Spec.ReplicaOf != "" {

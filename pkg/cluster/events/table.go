@@ -126,7 +126,7 @@ var Table = []Entry{
 	{NodeGone, warning, volumes, "The node of the volume is gone for good."},
 	{CopyRefused, warning, waiting, "A clone, a restore or a snapshot was refused; on what is to be the copy, or the volume of the snapshot."},
 	{CopyWaits, warning, waiting, "A copy of what is on another node does not go on."},
-	{MoveWaits, warning, objects, "The move of the volume or snapshot to another node does not go on."},
+	{MoveWaits, warning, objects, "The move of the volume or snapshot to another node does not go on; or the volume is to follow its pod, and cannot yet."},
 	{GrowthRefused, warning, []string{onVolume, onReplicated, onPV, onClaim}, "The volume cannot grow."},
 	{DeletionRefused, warning, []string{onVolume, onSnapshot, onPV}, "What is to be deleted cannot be deleted yet."},
 

@@ -44,32 +44,33 @@ func (m *Mover) follow(ctx context.Context, v *v1alpha1.Volume) (follow bool, ag
 	}
 	if why != "" {
 		klog.FromContext(ctx).V(2).Info("A volume that is to be where it is used stays for now", "volume", cluster.VolumeID(v).String(), "why", why)
+		m.stays(v, why)
 		return false, lastRetry, nil
 	}
 	return true, 0, nil
 }
 
-// whyNotFollow returns why a volume cannot move to the node that uses it; empty if it can.
+// whyNotFollow returns why a volume cannot move to the node that uses it, and what to do; empty if it can.
 func (m *Mover) whyNotFollow(ctx context.Context, v *v1alpha1.Volume) (why string, err error) {
 	to := v.Spec.Claim.Node
 	var pools [2]v1alpha1.Pool // of its home, and of the node that uses it
 	for i, node := range []string{v.Spec.NodeName, to} {
 		name := overview.PoolName(node, v.Spec.Pool)
 		if err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &pools[i]); err != nil {
-			return "there is no pool " + name, client.IgnoreNotFound(err)
+			return fmt.Sprintf("node %s has no pool %s: start its driver with one (--pool)", node, v.Spec.Pool), client.IgnoreNotFound(err)
 		}
 		if pools[i].Status.Network == nil {
-			return "node " + node + " is in no network", nil
+			return "node " + node + " is in no network: start its driver with --remote-address", nil
 		}
 	}
 	home, pool := &pools[0], &pools[1]
 	switch need := cluster.Keeps(v); {
 	case pool.Status.Network.Name != home.Status.Network.Name:
-		return "the nodes are in different networks", nil
+		return fmt.Sprintf("node %s is in the network %q, and not in the network %q of node %s: start their drivers in one (--remote-network)", to, pool.Status.Network.Name, home.Status.Network.Name, v.Spec.NodeName), nil
 	case len(pool.Status.Health) > 0:
-		return "pool " + pool.Name + " is not well", nil
+		return fmt.Sprintf("pool %s is not well (%s): mend that first", pool.Name, pool.Status.Health[0].Reason), nil
 	case need > min(pool.Status.Available, pool.Status.MaxVolume):
-		return fmt.Sprintf("pool %s has no room for %d bytes", pool.Name, need), nil
+		return fmt.Sprintf("pool %s has no room for its %s: make room there", pool.Name, cluster.Bytes(need)), nil
 	}
 	node := &corev1.Node{}
 	err = m.kube.Live.Get(ctx, client.ObjectKey{Name: to}, node)
@@ -77,9 +78,9 @@ func (m *Mover) whyNotFollow(ctx context.Context, v *v1alpha1.Volume) (why strin
 	case client.IgnoreNotFound(err) != nil:
 		return "", kube.APIError("look at node "+to, err)
 	case cluster.IsGone(node, err):
-		return "node " + to + " is gone", nil
+		return "node " + to + " is gone for good: the volume moves when it is used on another one", nil
 	case node.Spec.Unschedulable:
-		return "node " + to + " is cordoned", nil
+		return "node " + to + " is cordoned: kubectl uncordon " + to, nil
 	}
 	return "", nil
 }

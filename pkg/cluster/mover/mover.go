@@ -32,8 +32,9 @@ const (
 type Mover struct {
 	kube      kube.Connection
 	after     time.Duration // for how long a volume is used on another node before it follows
-	pending   queue         // names of Volumes
-	snapshots queue         // names of Snapshots
+	stays     func(v *v1alpha1.Volume, why string)
+	pending   queue // names of Volumes
+	snapshots queue // names of Snapshots
 }
 
 type queue = workqueue.TypedRateLimitingInterface[string]
@@ -47,9 +48,10 @@ func newQueue() queue {
 const FollowAfter = 10 * time.Minute
 
 // New returns a Mover. The cache of its connection has to have Volumes, with the indexes cluster.ByFetched and cluster.ByReplicaOf, Snapshots, with
-// cluster.ByGroup and cluster.BySource, and Pools.
-func New(c kube.Connection, followAfter time.Duration) *Mover {
-	return &Mover{c, followAfter, newQueue(), newQueue()}
+// cluster.ByGroup and cluster.BySource, and Pools. stays is told, again and again, why a volume that is to follow its pod cannot; it must not keep or change
+// the volume's object.
+func New(c kube.Connection, followAfter time.Duration, stays func(v *v1alpha1.Volume, why string)) *Mover {
+	return &Mover{c, followAfter, stays, newQueue(), newQueue()}
 }
 
 // VolumeChanged has a volume looked at, if it moves or is to follow its pod.

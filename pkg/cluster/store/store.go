@@ -96,10 +96,11 @@ func New(config *rest.Config, o Options) (*Store, error) {
 		return nil, err
 	}
 	nodes.Use(c)
+	announcer := events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})
 	s := &Store{kube: c, driver: o.Driver, nodes: nodes, agents: o.Agents, counting: make(chan struct{}, 1), placing: make(chan struct{}, 1), claiming: map[claiming]bool{}, informers: map[string]cache.Informer{},
-		mover:   mover.New(c, cmp.Or(o.FollowAfter, mover.FollowAfter)),
+		mover:   mover.New(c, cmp.Or(o.FollowAfter, mover.FollowAfter), announcer.Stays),
 		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
-		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
+		events:  announcer}
 	s.replicator = replicator.New(c, s)
 	if o.StartupTaint {
 		s.startup = startup.New(c, nodes, o.Driver)
