@@ -401,7 +401,7 @@ func TestGroupOfTwoNodes(t *testing.T) {
 		check.OK(t, err)
 		ids = append(ids, v.ID)
 	}
-	fails(t, second(s.CreateGroup(w.ctx, "g", ids)), errdefs.ErrInvalid)
+	fails(t, second(s.CreateGroup(w.ctx, "g", ids)), errdefs.ErrPrecondition) // CSI specification, CreateVolumeGroupSnapshot Errors
 	var left v1alpha1.SnapshotList
 	check.OK(t, w.List(w.ctx, &left))
 	if len(left.Items) != 0 {

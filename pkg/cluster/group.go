@@ -40,15 +40,23 @@ func Members(ctx context.Context, c client.Reader, key string) ([]v1alpha1.Snaps
 	return v1alpha1.OfGroup(list.Items), kube.APIError("list the members of a group", err)
 }
 
-// LiveMembers is Members, but reads all snapshots from the API server.
+// LiveMembers is Members, but reads at the API server: the snapshots with the label of the group, and all snapshots if these are fewer than the group has.
 func LiveMembers(ctx context.Context, live client.Client, key string) ([]v1alpha1.Snapshot, error) {
-	var members []v1alpha1.Snapshot
-	err := kube.EachPage(ctx, live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
+	members, err := liveMembers(ctx, live, key, client.MatchingLabels{v1alpha1.GroupLabel: key})
+	if err == nil && (len(members) == 0 || len(members) < members[0].Spec.Group.Size) {
+		members, err = liveMembers(ctx, live, key)
+	}
+	return v1alpha1.OfGroup(members), kube.APIError("list the members of a group", err)
+}
+
+// liveMembers returns the snapshots that say that they are of a group, among those that the API server lists with some options.
+func liveMembers(ctx context.Context, live client.Client, key string, options ...client.ListOption) (members []v1alpha1.Snapshot, err error) {
+	err = kube.EachPage(ctx, live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
 		for i := range list.Items {
 			if m := &list.Items[i]; m.Spec.Group != nil && m.Spec.Group.Key == key {
 				members = append(members, *m.DeepCopy())
 			}
 		}
-	})
-	return v1alpha1.OfGroup(members), kube.APIError("list the members of a group", err)
+	}, options...)
+	return members, err
 }

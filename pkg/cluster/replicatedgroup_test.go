@@ -60,7 +60,7 @@ func TestReplicatedGroup(t *testing.T) {
 	refused := func(sources ...volume.ID) {
 		t.Helper()
 		_, err := s.CreateGroup(w.ctx, "none", sources)
-		if fails(t, err, errdefs.ErrInvalid); err == nil || !strings.Contains(err.Error(), "only volumes of one node can be cut at one moment") {
+		if fails(t, err, errdefs.ErrPrecondition); err == nil || !strings.Contains(err.Error(), "only volumes of one node can be cut at one moment") {
 			t.Error(err)
 		}
 	}
@@ -71,7 +71,7 @@ func TestReplicatedGroup(t *testing.T) {
 		if err == nil {
 			t.Error("a group was taken of a leg that is not current")
 		}
-		return errors.Is(err, errdefs.ErrInvalid)
+		return errors.Is(err, errdefs.ErrPrecondition)
 	})
 	refused(first.ID, plain.ID)
 

@@ -14,12 +14,14 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -144,6 +146,8 @@ func TestRestoredWhileItBecomes(t *testing.T) {
 	all["node-1"].stop()
 	check.OK(t, w.ask("v", 2))
 	w.eventually("it is about to have replicas", func() bool { return w.object("v").Spec.ReplicaOf != "" })
+	w.eventually("the store knows that", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrUnavailable) })
+	check.OK(t, second(s.Health(w.ctx, v.ID))) // of all volumes, it does not keep the list of those that are not well from being told
 	backup := w.objects()
 	check.OK(t, w.Delete(w.ctx, w.object("v")))
 	w.gone()
@@ -162,6 +166,47 @@ func TestRestoredWhileItBecomes(t *testing.T) {
 	}
 	w.eventually("it has replicas", func() bool { return w.became("v", 2) })
 	check.OK(t, s.Delete(w.ctx, v.ID))
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// TestRestoredFromBeforeReplicas: objects are restored to before a volume got replicas. It is refused, and its objects are made anew from the records, as the
+// documentation says.
+func TestRestoredFromBeforeReplicas(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
+	check.OK(t, err)
+	backup := w.objects()
+	check.OK(t, w.ask("v", 2))
+	w.eventually("it has replicas", func() bool { return w.became("v", 2) })
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, w.Delete(w.ctx, w.whole("v")))
+	for _, leg := range w.legsOf("v") {
+		check.OK(t, w.Delete(w.ctx, leg))
+	}
+	w.gone()
+	w.restored(backup)
+	w.eventually("it is refused", func() bool { f := w.object("v").Status.Failure; return f != nil && f.Reason == "Exists" })
+	check.OK(t, w.Delete(w.ctx, w.object("v")))
+	for _, node := range []string{"node-1", "node-2"} {
+		w.eventually("there is a stray", func() bool { return w.pool(node, "default").Status.StrayCount == 1 })
+		w.adoptOn(node, "default", "all")
+	}
+	w.eventually("both are adopted", func() bool { return len(w.legsOf("v")) == 2 })
+	r := cluster.ReplicatedNamed(v.ID.Key)
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: "v", Pool: v.ID.Pool, Pools: v.ID.Pool, Replicas: 2, ReplaceAfter: 600, Size: v.Size, Numbered: 2, Claims: 1000000}
+	var status string
+	for i, leg := range w.legsOf("v") {
+		r.Spec.Legs = append(r.Spec.Legs, leg.Name)
+		status += fmt.Sprintf(`%s{"name":%q,"current":%v}`, strings.Repeat(",", min(i, 1)), leg.Name, leg.Name == v.ID.Key)
+	}
+	check.OK(t, w.Create(w.ctx, r))
+	check.OK(t, w.Status().Patch(w.ctx, r, client.RawPatch(types.MergePatchType, []byte(`{"status":{"made":"2026-01-01T00:00:00.000000Z","legs":[`+status+`]}}`))))
+	w.eventually("it can be claimed", func() bool { return s.Claim(w.ctx, v.ID, on("node-2")) == nil })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+	w.again("it is deleted", func(ctx context.Context) error { return s.Delete(ctx, v.ID) })
 	for _, m := range all {
 		w.tally(m.machine)
 	}

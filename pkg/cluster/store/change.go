@@ -41,8 +41,12 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 			return v, err2
 		}
 		v = &v1alpha1.Volume{}
-		if err = kube.APIError("read volume "+id.String(), s.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)); err == nil &&
-			(v1alpha1.Going(v) || v.Spec.Abandoned) {
+		err = kube.APIError("read volume "+id.String(), s.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v))
+		switch {
+		case err != nil:
+		case v.Named() != id.Pool: // another volume of the name
+			err = fmt.Errorf("%w: no volume %s any more", errdefs.ErrNotFound, id)
+		case v1alpha1.Going(v) || v.Spec.Abandoned:
 			err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
 		}
 	}

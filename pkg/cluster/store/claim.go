@@ -240,7 +240,7 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 	w := s.hub.Open(cluster.VolumeNamed(id.Key))
 	defer w.Close()
 	v := &v1alpha1.Volume{}
-	err := s.get(ctx, id.Key, v)
+	err := s.get(ctx, id, v)
 	for live := false; ; live = true {
 		if err != nil {
 			return errdefs.IgnoreNotFound(err)

@@ -32,6 +32,14 @@ func (s *Store) membersNow(ctx context.Context, key string) ([]v1alpha1.Snapshot
 	return cluster.LiveMembers(ctx, s.kube.Live, key)
 }
 
+// liveMembers is members, read at the API server: what it says of a group is compared with what a caller says.
+func (s *Store) liveMembers(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
+	if err := s.Ready(ctx); err != nil {
+		return nil, err
+	}
+	return cluster.LiveMembers(ctx, s.kube.Live, key)
+}
+
 // whole reports whether a group exists. It has no object: it exists if there are as many members as each says (spec.group.size), all are taken, and none is
 // to be deleted.
 func whole(members []v1alpha1.Snapshot) bool {
@@ -81,24 +89,37 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		return volume.Group{}, err
 	}
 	members, err := s.members(ctx, id.Key)
-	if err == nil && whole(members) { // by the cache; another controller may have deleted it since
+	for live := false; ; live = true { // another controller may have made it since, or deleted it: neither that it is there nor that it cannot be made is said by the cache alone
+		if err != nil {
+			return volume.Group{}, err
+		}
+		if there := whole(members); there && live {
+			return existingGroup(id, members, sources)
+		} else if !there {
+			wanted, failed := s.planGroup(ctx, name, sources, members)
+			if failed == nil {
+				return s.makeGroup(ctx, id, members, wanted)
+			}
+			if live {
+				return volume.Group{}, s.takeBackCuts(ctx, members, failed)
+			}
+		}
 		members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 	}
-	if err != nil {
-		return volume.Group{}, err
+}
+
+// existingGroup returns a group that is there; ErrExists if it is of other volumes.
+func existingGroup(id volume.GroupID, members []v1alpha1.Snapshot, sources []volume.ID) (volume.Group, error) {
+	group := toGroup(id, members)
+	if !slices.EqualFunc(group.Snapshots, sources, func(one volume.Snapshot, source volume.ID) bool { return one.Source == source }) {
+		return volume.Group{}, fmt.Errorf("%w: %s is of other volumes", errdefs.ErrExists, id)
 	}
-	if whole(members) {
-		group := toGroup(id, members)
-		if !slices.EqualFunc(group.Snapshots, sources, func(one volume.Snapshot, source volume.ID) bool { return one.Source == source }) {
-			return volume.Group{}, fmt.Errorf("%w: %s is of other volumes", errdefs.ErrExists, id)
-		}
-		return group, nil
-	}
-	wanted, err := s.planGroup(ctx, name, sources, members)
-	if err != nil {
-		return volume.Group{}, s.takeBackCuts(ctx, members, err)
-	}
-	err = s.clearGroup(ctx, members, wanted)
+	return group, nil
+}
+
+// makeGroup makes the members that are wanted of a group. members are those that an earlier try left.
+func (s *Store) makeGroup(ctx context.Context, id volume.GroupID, members []v1alpha1.Snapshot, wanted map[string]*v1alpha1.Snapshot) (volume.Group, error) {
+	err := s.clearGroup(ctx, members, wanted)
 	if err == nil {
 		members, err = s.cutGroup(ctx, wanted)
 	}
@@ -112,7 +133,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 }
 
 // planGroup returns the objects of the members of a new group, by their names. All are taken on one node, of a volume with several legs from a current leg
-// there. begun are the members of an earlier try: it goes on on their node, if that is possible. ErrInvalid if no node has all volumes; also an error if the
+// there. begun are the members of an earlier try: it goes on on their node, if that is possible. ErrPrecondition if no node has all volumes; also an error if the
 // node is not ready.
 func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID, begun []v1alpha1.Snapshot) (map[string]*v1alpha1.Snapshot, error) {
 	var nodes []string // that have all sources looked at so far, the best one first
@@ -133,7 +154,7 @@ func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID,
 		}
 		if len(nodes) == 0 {
 			return nil, fmt.Errorf("%w: volume %s is on node %s and volume %s on node %s: only volumes of one node can be cut at one moment (of one with replicas, one that has all that was written)",
-				errdefs.ErrInvalid, sources[0], strings.Join(before, ", "), source, strings.Join(on, ", "))
+				errdefs.ErrPrecondition, sources[0], strings.Join(before, ", "), source, strings.Join(on, ", "))
 		}
 	}
 	node, err := s.readyOf(ctx, nodes, begun)
@@ -311,13 +332,10 @@ func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) (beh
 
 // DeleteGroup: see volume.Store.
 func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
-	members, err := s.membersNow(ctx, id.Key)
+	members, err := s.liveMembers(ctx, id.Key)
 	home := ""
 	if len(members) > 0 {
 		home = members[0].Spec.NodeName
-	}
-	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return m.Spec.Move != nil }) { // a move may have ended since
-		members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 	}
 	for behind := true; err == nil && behind; {
 		for i := range members {
@@ -343,7 +361,7 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 
 // GetGroup: see volume.Store.
 func (s *Store) GetGroup(ctx context.Context, id volume.GroupID) (volume.Group, error) {
-	members, err := s.membersNow(ctx, id.Key)
+	members, err := s.liveMembers(ctx, id.Key)
 	if err != nil {
 		return volume.Group{}, err
 	}

@@ -103,7 +103,7 @@ var errStale = errors.New("the cache may be behind")
 func deleteByID[T cluster.Object](ctx context.Context, s *Store, id volume.ID, o T, unchanged bool, refuse func(live bool) error) error {
 	w := s.hub.Open(o)
 	defer w.Close()
-	err := s.get(ctx, id.Key, o)
+	err := s.get(ctx, id, o)
 	for live := false; ; live = true {
 		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && o.Named() != id.Pool) {
 			return s.checkStrays(ctx, id.String(), "")

@@ -89,9 +89,16 @@ func (s *Store) legsOf(ctx context.Context, id volume.ID) ([]v1alpha1.Volume, er
 }
 
 // getsReplicas is the error for a volume on one node that is becoming one with several legs (package replicator), which takes a moment.
-func getsReplicas(id volume.ID) error {
-	return fmt.Errorf("%w: volume %s is getting replicas; ask again", errdefs.ErrUnavailable, id)
+func getsReplicas(id volume.ID) error { return becoming{id} }
+
+// becoming is the error of getsReplicas.
+type becoming struct{ id volume.ID }
+
+func (b becoming) Error() string {
+	return fmt.Sprintf("%s: volume %s is getting replicas; ask again", errdefs.ErrUnavailable, b.id)
 }
+
+func (b becoming) Unwrap() error { return errdefs.ErrUnavailable }
 
 // liveReplicated reads a ReplicatedVolume at the API server itself; nil if there is none.
 func (s *Store) liveReplicated(ctx context.Context, key string) (*v1alpha1.ReplicatedVolume, error) {
@@ -101,6 +108,15 @@ func (s *Store) liveReplicated(ctx context.Context, key string) (*v1alpha1.Repli
 		return nil, nil
 	}
 	return r, kube.APIError("read replicated volume "+key, err)
+}
+
+// liveReplicatedByID is liveReplicated, and nil for a volume of the same name with another ID.
+func (s *Store) liveReplicatedByID(ctx context.Context, id volume.ID) (*v1alpha1.ReplicatedVolume, error) {
+	r, err := s.liveReplicated(ctx, id.Key)
+	if r != nil && r.Spec.Pool != id.Pool {
+		r = nil
+	}
+	return r, err
 }
 
 // thereReplicated returns errdefs.ErrNotFound for a volume that is not made yet; errdefs.ErrUnavailable if it was a volume on one node before.
@@ -141,7 +157,7 @@ func (s *Store) changeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 		} else if live {
 			return r, err
 		}
-		if r, err = s.liveReplicated(ctx, id.Key); err != nil {
+		if r, err = s.liveReplicatedByID(ctx, id); err != nil {
 			return nil, err
 		}
 		if r == nil {

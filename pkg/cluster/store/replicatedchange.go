@@ -102,12 +102,12 @@ func (s *Store) modifyReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 // deletes the legs, and then the object.
 func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	id := cluster.ReplicatedID(r)
-	for live := false; !r.Deleting(); live = true {
+	for live := false; !live || !r.Deleting(); live = true { // if the cache says that it is being deleted, there may be a new one of its name
 		if c := r.Spec.Claim; c != nil && live {
 			s.garbage.ClaimRefused(r.Name)
 			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, c.Node)
 		}
-		if r.Spec.Claim == nil {
+		if r.Spec.Claim == nil && !r.Deleting() {
 			if err := s.mayGo(ctx, r); err != nil {
 				return err
 			}
@@ -122,7 +122,7 @@ func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 			}
 		}
 		var err error
-		if r, err = s.liveReplicated(ctx, id.Key); r == nil || err != nil {
+		if r, err = s.liveReplicatedByID(ctx, id); r == nil || err != nil {
 			return err
 		}
 	}

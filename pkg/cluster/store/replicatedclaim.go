@@ -176,7 +176,7 @@ func (s *Store) releaseReplicated(ctx context.Context, r *v1alpha1.ReplicatedVol
 			break
 		}
 		var err error
-		if r, err = s.liveReplicated(ctx, id.Key); r == nil || err != nil {
+		if r, err = s.liveReplicatedByID(ctx, id); r == nil || err != nil {
 			return err
 		}
 	}

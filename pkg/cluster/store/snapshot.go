@@ -80,29 +80,28 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	}
 	w := s.hub.Open(cluster.SnapshotNamed(volume.KeyOf(name)))
 	defer w.Close()
-	// A snapshot that is taken needs no source any more. It is read at the API server, as another controller may have deleted it.
+	// A snapshot that is taken needs no source any more. If the cache has one, or there cannot be a new one, it is read at the API server: another controller may
+	// have deleted it since, or made it.
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, &v1alpha1.Snapshot{})
 	have := &v1alpha1.Snapshot{}
-	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
-	if err == nil {
-		have = &v1alpha1.Snapshot{}
-		err = s.kube.Live.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
+	var want *v1alpha1.Snapshot
+	if apierrors.IsNotFound(err) {
+		want, _ = s.planSnapshot(ctx, name, source, have) // what fails is tried again below
 	}
-	err = client.IgnoreNotFound(err)
-	if err == nil && !v1alpha1.Going(have) && have.Status.Created != nil {
-		if have.Spec.Name != name || have.Spec.Group != nil || cluster.SnapshotSource(have) != source {
-			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, cluster.SnapshotID(have), cluster.SnapshotSource(have), source)
+	if want == nil {
+		err = client.IgnoreNotFound(s.kube.Live.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have))
+		if err != nil {
+			return volume.Snapshot{}, kube.APIError(fmt.Sprintf("snapshot %q", name), err)
 		}
-		return cluster.ToSnapshot(have), nil
-	}
-	if err != nil {
-		return volume.Snapshot{}, kube.APIError(fmt.Sprintf("snapshot %q", name), err)
-	}
-	want, err := s.planSnapshot(ctx, name, source, have)
-	if err != nil {
-		if have.Spec.Name == name && have.Spec.Group == nil && cluster.SnapshotSource(have) == source {
-			err = s.takeBackCuts(ctx, []v1alpha1.Snapshot{*have}, err)
+		if !v1alpha1.Going(have) && have.Status.Created != nil {
+			return existingSnapshot(name, source, have)
 		}
-		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
+		if want, err = s.planSnapshot(ctx, name, source, have); err != nil {
+			if have.Spec.Name == name && have.Spec.Group == nil && cluster.SnapshotSource(have) == source {
+				err = s.takeBackCuts(ctx, []v1alpha1.Snapshot{*have}, err)
+			}
+			return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
+		}
 	}
 	if have, err = s.cut(ctx, w, want); err != nil {
 		return volume.Snapshot{}, sayOnce(err, "snapshot %q of volume %s", name, source)
@@ -143,6 +142,14 @@ func (s *Store) withdrawCut(ctx context.Context, have *v1alpha1.Snapshot, down e
 	}
 	klog.FromContext(ctx).Info("Took back a snapshot that a node which is down was to take of its replica; it is taken of another one", "snapshot", cluster.SnapshotID(now).String(), "node", now.Spec.NodeName)
 	return nil
+}
+
+// existingSnapshot returns a snapshot that is taken; ErrExists if it is of another volume, or of a group.
+func existingSnapshot(name string, source volume.ID, have *v1alpha1.Snapshot) (volume.Snapshot, error) {
+	if have.Spec.Name != name || have.Spec.Group != nil || cluster.SnapshotSource(have) != source {
+		return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, cluster.SnapshotID(have), cluster.SnapshotSource(have), source)
+	}
+	return cluster.ToSnapshot(have), nil
 }
 
 // planSnapshot returns the object of a new snapshot; of a volume with several legs it is taken from a current one: that of an earlier try (begun), if it still
@@ -234,7 +241,7 @@ func (s *Store) snapshot(ctx context.Context, id volume.ID) (*v1alpha1.Snapshot,
 		return nil, fmt.Errorf("%w: %s is no snapshot", errdefs.ErrNotFound, id)
 	}
 	have := &v1alpha1.Snapshot{}
-	if err := s.get(ctx, id.Key, have); err != nil {
+	if err := s.get(ctx, id, have); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
 	if have.Named() == id.Pool && v1alpha1.LostUnmade(have) {

@@ -253,16 +253,17 @@ func (s *Store) Ready(context.Context) error {
 		errdefs.ErrUnavailable, strings.Join(missing, ", "))
 }
 
-// get reads an object from the cache. If that has none, or one without status.created, it reads at the API server: another controller may have made it.
-func (s *Store) get(ctx context.Context, key string, o cluster.Object) error {
+// get reads the object with the key of an ID from the cache. If that has none, one without status.created, or one with another ID, it reads at the API server:
+// another controller may have made it since.
+func (s *Store) get(ctx context.Context, id volume.ID, o cluster.Object) error {
 	if err := s.Ready(ctx); err != nil {
 		return err
 	}
-	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: key}, o)
-	if apierrors.IsNotFound(err) || (err == nil && o.Common().Created == nil) {
-		return s.getNow(ctx, key, o)
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: id.Key}, o)
+	if apierrors.IsNotFound(err) || (err == nil && (o.Common().Created == nil || o.Named() != id.Pool)) {
+		return s.getNow(ctx, id.Key, o)
 	}
-	return kube.APIError("read "+key, err)
+	return kube.APIError("read "+id.Key, err)
 }
 
 // getNow reads an object at the API server itself.
@@ -282,7 +283,7 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 		return nil, fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
 	}
 	v := &v1alpha1.Volume{}
-	if err := s.get(ctx, id.Key, v); err != nil {
+	if err := s.get(ctx, id, v); err != nil {
 		return nil, fmt.Errorf("volume %s: %w", id, err)
 	}
 	if v.Named() == id.Pool && v1alpha1.LostUnmade(v) {

@@ -293,6 +293,8 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	return deleteByID(ctx, s, id, v, true, func(live bool) error { // only if unchanged: the change may be a claim
 		claimants := v.Claimants()
 		switch {
+		case v.Spec.ReplicaOf != "": // it has become a leg since the cache had it: it goes with its ReplicatedVolume
+			return fmt.Errorf("delete %s: %w", id, getsReplicas(id))
 		case v.Deleting():
 			return nil
 		case !live && v.IsUsed():
@@ -360,13 +362,18 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 	return found.cut(), nil
 }
 
-// Health: see volume.Store.
+// Health: see volume.Store. A volume that is getting replicas is as well as what it was before.
 func (s *Store) Health(ctx context.Context, id volume.ID) ([]blockdev.Problem, error) {
-	if r, err := s.replicated(ctx, id); r != nil || err != nil {
-		if err != nil {
-			return nil, err
+	r, err := s.replicated(ctx, id)
+	if err == nil && r != nil {
+		var problems []blockdev.Problem
+		if problems, err = s.healthReplicated(ctx, r); err == nil {
+			return problems, nil
 		}
-		return s.healthReplicated(ctx, r)
+	}
+	var becomes becoming
+	if err != nil && !errors.As(err, &becomes) {
+		return nil, err
 	}
 	v, err := s.volume(ctx, id)
 	if err != nil {
