@@ -46,6 +46,13 @@ func (g *given) ExportOf(_ context.Context, id volume.ID) (volume.Grant, bool, e
 	return to, is, nil
 }
 
+func (g *given) Gives(_ context.Context, id volume.ID) (bool, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	_, is := g.to[id]
+	return is || len(g.readers[id]) > 0, nil
+}
+
 func (g *given) Unexport(_ context.Context, id volume.ID, generation int64) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

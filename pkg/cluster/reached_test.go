@@ -31,6 +31,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
@@ -870,6 +871,64 @@ func TestReachedHomeGone(t *testing.T) {
 	}
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 	check.OK(t, s.Release(w.ctx, v.ID, b.name))
+}
+
+// TestReachedPoolGone: the machine of a home starts anew, and the pool is not there any more, or the record of the volume is damaged. What was given to other
+// nodes has ended with the machine. The object says so though nobody can read the record; the node that used the volume disconnects, and the volume can be
+// unstaged and released. If the machine goes on, nothing changes for those who use the volume.
+func TestReachedPoolGone(t *testing.T) {
+	for what, gone := range map[string]func(*machine){
+		"PoolUnavailable": func(m *machine) {
+			m.wrap = func(*memory.Pool) blockdev.Pool {
+				return lazy.New("default", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
+			}
+		},
+		"RecordDamaged": func(m *machine) {
+			m.hook = func(op string, _ blockdev.Ref) error {
+				if op == "Get" {
+					return fmt.Errorf("%w: damaged record", errdefs.ErrDataLoss)
+				}
+				return nil
+			}
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			w, a, b, s, v, dir := reached(t, spec("v"))
+			check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+			pool := b.uses.remote.Named("default")
+			w.eventually("it is connected", func() bool {
+				_, err := pool.Attach(w.ctx, ref(v), blockdev.Attachment{Keep: true})
+				return err == nil
+			})
+			a.stop()
+			gone(a)
+			w.start(a)
+			w.eventually("that is reported", func() bool {
+				return slices.ContainsFunc(w.object(v.Name).Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == what })
+			})
+			w.touched(v.Name)
+			time.Sleep(time.Second) // nothing shows that the agent has looked at it
+			if to := w.exportedTo(v.ID); to != b.name {
+				t.Fatalf("while the kernel exports it, the object says that it is given to %q", to)
+			}
+			a.stop()
+			a.network.Cut(true)
+			for _, nqn := range a.network.Exported() { // the machine starts anew
+				check.OK(t, a.network.Remove(w.ctx, nqn))
+			}
+			w.start(a)
+			w.eventually("the object says that it is given to nobody", func() bool { return w.exportedTo(v.ID) == "" })
+			check.OK(t, b.uses.remote.DropEnded(w.ctx))
+			if b.uses.remote.Has(ref(v)) {
+				t.Error("its user is still connected")
+			}
+			if err := second(w.homeOf(a, b).Open(w.ctx, v.ID, w.generation(v.Name))); err == nil || w.exportedTo(v.ID) != "" {
+				t.Errorf("opened again: %v; the object says that it is given to %q", err, w.exportedTo(v.ID))
+			}
+			check.OK(t, b.unstage(w.ctx, dir, v.ID))
+			check.OK(t, s.Release(soon(t), v.ID, b.name))
+		})
+	}
 }
 
 // TestReachedDeleted: a volume that is to be deleted, and is still exported, is deleted after its export has ended, if the object has counted that claim.

@@ -229,6 +229,17 @@ func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
 	return e.Grant, is, err
 }
 
+// Gives reports whether the kernel exports a volume to anybody, or is to, as far as this process knows. It does not ask the record: so it can be told while
+// the pool does not answer. ErrUnavailable if the node exports nothing.
+func (l *Local) Gives(ctx context.Context, id ID) (bool, error) {
+	exporter, _, err := l.exporter()
+	if err != nil {
+		return false, err
+	}
+	all, err := l.exportedOf(ctx, exporter, id)
+	return len(all) > 0, err
+}
+
 // Export exports a volume to a consumer. It may be called again, also after it was cut short. An export to another consumer is ended first. Errors:
 // ErrPrecondition if that is of a later generation, ErrInUse while the volume is attached here, ErrInvalid for a consumer that cannot have it, and
 // ErrUnavailable if this node cannot export now.

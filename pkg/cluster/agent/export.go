@@ -104,8 +104,12 @@ func (e exports) opened(out volume.Exported) (export.Opened, error) {
 	return export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size, Otherwise: out.Otherwise}, err
 }
 
-// give exports a volume to a node that has claimed it. It writes the export into the object's status first.
+// give exports a volume to a node that has claimed it. It writes the export into the object's status first, unless the record cannot be read: then there
+// will be none.
 func (e exports) give(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) (volume.Exported, error) {
+	if _, _, err := e.options.Exporter.ExportOf(ctx, cluster.VolumeID(v)); errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, errdefs.ErrDataLoss) {
+		return volume.Exported{}, err
+	}
 	if cluster.ToClaim(v.ClaimOf(to.Node)).Many() {
 		if err := e.reportReader(ctx, v, to); err != nil {
 			return volume.Exported{}, err

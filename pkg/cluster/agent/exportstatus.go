@@ -21,6 +21,8 @@ type Exporter interface {
 	Export(ctx context.Context, id volume.ID, to volume.Grant) (volume.Exported, error)
 	ExportOf(ctx context.Context, id volume.ID) (to volume.Grant, is bool, err error)
 	Unexport(ctx context.Context, id volume.ID, generation int64) error
+	// Gives does not need the pool of the volume.
+	Gives(ctx context.Context, id volume.ID) (bool, error)
 
 	// Exports to the readers of a volume that many nodes read.
 	ExportToRead(ctx context.Context, id volume.ID, to volume.Grant) (volume.Exported, error)
@@ -107,6 +109,29 @@ func (a *Agent) endExportOfMissing(ctx context.Context, v *v1alpha1.Volume) erro
 		if err := a.options.Exporter.Unexport(ctx, cluster.VolumeID(v), 0); err != nil {
 			return err
 		}
+		return report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export, v.Status.Readers = nil, nil })
+	})
+}
+
+// dropUngiven takes off the status what was given of a volume whose record cannot be read, as the pool does not answer or the record is damaged, if the kernel
+// gives nothing of it: so the machine has started anew, or another tool has cleared the kernel's target. The nodes that used it find out by that, and what
+// waits there fails (homes.Ended). Else they would wait for as long as nobody can read the record, and so would the releases of their claims. Should it be
+// back, it says what there is to give again or to end (volume.Local.ServeExports). A node without a network does not know what its kernel gives.
+func (a *Agent) dropUngiven(ctx context.Context, v *v1alpha1.Volume) error {
+	if a.options.Exporter == nil || a.options.Network == nil || len(v.Given()) == 0 {
+		return nil
+	}
+	id := cluster.VolumeID(v)
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		_, _, err := a.options.Exporter.ExportOf(ctx, id)
+		if !errors.Is(err, errdefs.ErrUnavailable) && !errors.Is(err, errdefs.ErrDataLoss) {
+			return nil // it can be read again
+		}
+		if gives, err := a.options.Exporter.Gives(ctx, id); gives || err != nil {
+			return err
+		}
+		klog.FromContext(ctx).Info("The record of a volume cannot be read, and the kernel does not give the volume to other nodes any more; who used it there gets errors, and has to stage it again",
+			"volume", id.String(), "given", v.Given())
 		return report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export, v.Status.Readers = nil, nil })
 	})
 }

@@ -321,11 +321,11 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case errors.Is(err, errdefs.ErrNotFound):
 		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)}), a.endExportOfMissing(ctx, v))
 	case errors.Is(err, errdefs.ErrDataLoss):
-		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)}), a.endExportOfDamaged(ctx, v))
+		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)}), a.endExportOfDamaged(ctx, v), a.dropUngiven(ctx, v))
 	case errors.Is(err, errdefs.ErrUnavailable):
-		return report(ctx, a, v, func(v *v1alpha1.Volume) {
+		return errors.Join(report(ctx, a, v, func(v *v1alpha1.Volume) {
 			setHealth(&v.Status.Conditions, &v.Status.Health, v, []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: errdefs.Words(err)}})
-		})
+		}), a.dropUngiven(ctx, v))
 	case err != nil:
 		return err
 	}

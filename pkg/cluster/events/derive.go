@@ -317,11 +317,12 @@ func ofNode(n *corev1.Node, state nodeState) []saying {
 		note: state.why + ": volumes that are in use go on, and nothing is made, grown or deleted there; look at the driver's pod on the node"}}
 }
 
-// over returns the event that tells that the node of a saying is well again.
-func (s saying) over() saying {
+// over returns the event that tells that the node of a saying is well again. now is the object as it is now.
+func (s saying) over(now client.Object) saying {
 	s.lasting, s.level, s.since = false, normal, time.Now()
 	node := s.of.GetName()
-	if v, ok := s.of.(*v1alpha1.Volume); ok {
+	v, ok := now.(*v1alpha1.Volume)
+	if ok {
 		node = v.Spec.NodeName
 	}
 	switch s.reason {
@@ -330,6 +331,9 @@ func (s saying) over() saying {
 	case HomeAway:
 		_, user, _ := strings.Cut(s.state, awayOn)
 		s.reason, s.note = HomeBack, "node "+node+" answers node "+user+" on the network again"
+		if ok && !slices.ContainsFunc(v.Given(), func(e v1alpha1.Export) bool { return e.Node == user }) {
+			s.note = fmt.Sprintf("node %s does not give the volume to node %s any more: what waited there fails, and pods that still use it have to be started again", node, user)
+		}
 	default:
 		s.reason, s.note = NodeReady, "node "+node+" is ready again"
 	}

@@ -115,7 +115,7 @@ func TestReadersOfAHomeAway(t *testing.T) {
 	keys := map[string]bool{}
 	for i, one := range all {
 		node := []string{"first", "second"}[i/len(volumes)]
-		back := one.over()
+		back := one.over(v)
 		keys[one.key()], keys[back.key()] = true, true
 		if !strings.Contains(one.note, "is used on node "+node) || back.note != "node home answers node "+node+" on the network again" {
 			t.Errorf("%s; %s", one.note, back.note)
@@ -123,6 +123,11 @@ func TestReadersOfAHomeAway(t *testing.T) {
 	}
 	if len(keys) != 2*len(all) {
 		t.Errorf("some of it is said once alone: %v", keys)
+	}
+	ended := v.DeepCopy()
+	ended.Status.Readers = ended.Status.Readers[1:]
+	if note := all[0].over(ended).note; !strings.HasPrefix(note, "node home does not give the volume to node first any more") {
+		t.Errorf("what it was given has ended, and the event says %q", note)
 	}
 }
 

@@ -231,7 +231,7 @@ func (a *Announcer) update(o client.Object, gone bool, now []saying) {
 			}
 		}
 		if e.waits && !e.said.IsZero() && !gone && a.nodes[nodeOf(o)].reason == "" {
-			a.say(e.over())
+			a.say(e.over(o))
 		}
 	}
 	if delete(a.lasting, about); len(lasts) > 0 {
