@@ -37,6 +37,11 @@ const (
 	reconnectDelay = 2 // the time between two attempts to connect again
 )
 
+// queues is how many queues a connection has for reads and writes, unless the machine has fewer processors. Without a number the kernel takes one for each
+// processor: each is a TCP connection with an authentication, and a handshake of TLS, of its own, one after the other, also whenever the target is back; and
+// 128 requests here and 256 commands there, with their memory (docs/decisions/any-node.md).
+const queues = 8
+
 // pause is the time between two looks at what the kernel finishes only after it has answered.
 const pause = 10 * time.Millisecond
 
@@ -159,8 +164,8 @@ func hostID(host string) string {
 // options returns the options of the connection as the kernel takes them, without those of TLS. They have the secret.
 func (c Connection) options() string {
 	address := c.Address.Addr().Unmap()
-	options := fmt.Sprintf("transport=tcp,traddr=%s,trsvcid=%d,nqn=%s,hostnqn=%s,hostid=%s,keep_alive_tmo=%d,reconnect_delay=%d,ctrl_loss_tmo=-1",
-		address, c.Address.Port(), c.NQN, c.Host, hostID(c.Host), keepAlive, reconnectDelay)
+	options := fmt.Sprintf("transport=tcp,traddr=%s,trsvcid=%d,nqn=%s,hostnqn=%s,hostid=%s,keep_alive_tmo=%d,reconnect_delay=%d,ctrl_loss_tmo=-1,nr_io_queues=%d",
+		address, c.Address.Port(), c.NQN, c.Host, hostID(c.Host), keepAlive, reconnectDelay, queues)
 	if c.Loss >= 0 {
 		options += ",fast_io_fail_tmo=" + strconv.Itoa(int(c.Loss/time.Second))
 	}

@@ -14,7 +14,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -400,6 +402,42 @@ func TestConnect(t *testing.T) {
 	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
 	if _, err := os.Stat(device.Path); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("after the end %s: %v", device.Path, err)
+	}
+}
+
+// TestSecretShown: a secret that can still be read, as the process that connected was killed, is hidden when the connections are listed, which a start does.
+func TestSecretShown(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	connect(t, c)
+	secrets, _ := filepath.Glob("/sys/class/nvme/*/dhchap_secret")
+	if len(secrets) != 1 {
+		t.Fatalf("the secrets are at %q", secrets)
+	}
+	check.OK(t, os.Chmod(secrets[0], 0o400))
+	if _, err := os.ReadFile(secrets[0]); err != nil {
+		t.Fatal(err)
+	}
+	_, err := nvme.List(nvmet.Prefix)
+	check.OK(t, err)
+	if _, err := os.ReadFile(secrets[0]); !errors.Is(err, unix.EACCES) {
+		t.Errorf("%s can be read: %v", secrets[0], err)
+	}
+}
+
+// TestQueues: a connection has few queues, however many processors the machine has.
+func TestQueues(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	connect(t, c)
+	counts, _ := filepath.Glob("/sys/class/nvme/*/queue_count")
+	if len(counts) != 1 {
+		t.Fatalf("the connections are %q", counts)
+	}
+	count, err := os.ReadFile(counts[0])
+	check.OK(t, err)
+	if want := strconv.Itoa(min(runtime.NumCPU(), 8) + 1); strings.TrimSpace(string(count)) != want { // and one for commands to the controller
+		t.Errorf("with %d processors the connection has %s queues; want %s", runtime.NumCPU(), bytes.TrimSpace(count), want)
 	}
 }
 

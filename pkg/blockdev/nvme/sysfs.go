@@ -138,12 +138,20 @@ func hiding(nqn string) (done func()) {
 	return func() { close(end); <-ended }
 }
 
-// hide makes the secret of a connection unreadable. sysfs would show it to everybody, also in pods, whose root is this machine's. Nobody can open a file
-// of sysfs without a mode for reading, with whatever capability (KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK), and pods cannot change sysfs.
+// hide is controller.hide for a subsystem.
 func hide(nqn string) {
 	found, _ := controllersOf(nqn)
 	for _, c := range found {
-		_ = os.Chmod(filepath.Join(string(c), "dhchap_secret"), 0) // no such file without authentication
+		c.hide()
+	}
+}
+
+// hide makes the secret of a connection unreadable. sysfs would show it to everybody, also in pods, whose root is this machine's. Nobody can open a file
+// of sysfs without a mode for reading, with whatever capability (KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK), and pods cannot change sysfs.
+func (c controller) hide() {
+	path := filepath.Join(string(c), "dhchap_secret")
+	if at, err := os.Lstat(path); err == nil && at.Mode().Perm() != 0 { // no such file without authentication
+		_ = os.Chmod(path, 0)
 	}
 }
 
@@ -169,7 +177,8 @@ func Find(nqn string) (Device, error) {
 	return found[0].device(), nil
 }
 
-// List returns the connected subsystems whose names begin with a prefix, and their devices.
+// List returns the connected subsystems whose names begin with a prefix, and their devices. The prefix has to be one of those that the caller connects to: a
+// secret of theirs that can still be read, as a process was killed while it connected, List hides.
 func List(prefix string) ([]Device, error) {
 	found, err := chosen(func(nqn string) bool { return strings.HasPrefix(nqn, prefix) })
 	if err != nil {
@@ -177,6 +186,7 @@ func List(prefix string) ([]Device, error) {
 	}
 	devices := make([]Device, 0, len(found))
 	for _, c := range found {
+		c.hide()
 		devices = append(devices, c.device())
 	}
 	return devices, nil
