@@ -289,7 +289,6 @@ func TestAskedAgainDiffers(t *testing.T) {
 	}
 	again()
 	m.stop()
-	time.Sleep(time.Second) // the creation time of an object has whole seconds
 	w.asked("it is asked for", func(ctx context.Context) error { return second(s.Create(ctx, spec("claimed"))) }, func() bool { return w.object("claimed") != nil })
 	o := w.object("claimed")
 	o.Spec.Delete = o.UID
@@ -641,6 +640,35 @@ func TestMadeAfter(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.strays("default", 1)
 	check.OK(t, second(m.local.Get(w.ctx, v.ID)))
+}
+
+// TestMadeBefore: a snapshot that was made for no object, or for an earlier one, a moment before that of its name was created, is not the object's: it stays
+// when the object is deleted before its node has reported anything.
+func TestMadeBefore(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	check.OK(t, err)
+	m.stop()
+	var stray volume.Snapshot
+	var o *v1alpha1.Snapshot
+	for name := "a"; ; name += "a" { // the creation time of an object has whole seconds
+		stray, err = m.local.CutLeg(w.ctx, name, v.ID, v.ID, "an earlier one")
+		check.OK(t, err)
+		o = cluster.SnapshotNamed(stray.ID.Key)
+		o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: m.name, Pool: stray.ID.Pool, Name: name, Source: v.ID.Key}
+		check.OK(t, w.Create(w.ctx, o))
+		if !stray.Created.Before(o.CreationTimestamp.Time) {
+			break
+		}
+		check.OK(t, w.Delete(w.ctx, o))
+	}
+	o.Spec.Delete = o.UID
+	check.OK(t, w.Update(w.ctx, o))
+	w.start(m)
+	w.eventually("its object is gone", func() bool {
+		return apierrors.IsNotFound(w.Get(w.ctx, client.ObjectKeyFromObject(o), &v1alpha1.Snapshot{}))
+	})
+	check.OK(t, second(m.local.GetSnapshot(w.ctx, stray.ID)))
 }
 
 // TestMixedVersions: objects that older controllers and agents have written.

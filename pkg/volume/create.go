@@ -42,6 +42,8 @@ type Spec struct {
 	Ephemeral string
 	// For is who asked for the volume, as far as the CO says. Of it only Spread depends.
 	For Requester
+	// Object: see Volume.
+	Object string
 }
 
 // Requester is whom the CO asked for a volume for. In Kubernetes that is the namespace and the name of a PersistentVolumeClaim, and the name of the
@@ -56,7 +58,7 @@ func (s Spec) MinSize() int64 {
 	return s.Filesystem.MinSize()
 }
 
-// Check returns ErrExists if an existing volume is not the one that the spec asks for. It does not compare Spread, Copies, Mutable, Nodes and For. An
+// Check returns ErrExists if an existing volume is not the one that the spec asks for. It does not compare Spread, Copies, Mutable, Nodes, For and Object. An
 // empty Pool or Provisioning fits any.
 func (s Spec) Check(v Volume) error {
 	differs := func(what string, have, want any) error {

@@ -141,11 +141,12 @@ func (l *Local) setIncomplete(key string, incomplete bool) {
 
 // CreateGroup: see Store. The writes to all sources are held back before the first one is cut. If one cannot be cut, no snapshot stays.
 func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (Group, error) {
-	return l.CutLegs(ctx, name, sources, nil)
+	return l.CutLegs(ctx, name, sources, nil, nil)
 }
 
-// CutLegs is CreateGroup for volumes of which this node has legs, by the IDs of their volumes: the leg is cut in place of the volume.
-func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map[ID]ID) (_ Group, err error) {
+// CutLegs is CreateGroup for volumes of which this node has legs, by the IDs of their volumes: the leg is cut in place of the volume. objects are
+// Snapshot.Object of what is cut, by the IDs of the volumes.
+func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map[ID]ID, objects map[ID]string) (_ Group, err error) {
 	id := GroupID{KeyOf(name)}
 	sources, err = GroupSources(sources)
 	if err != nil {
@@ -185,7 +186,7 @@ func (l *Local) CutLegs(ctx context.Context, name string, sources []ID, legs map
 	if err := l.removeGroup(ctx, members); err != nil {
 		return Group{}, err
 	}
-	members, err = l.cutGroup(ctx, name, sources, legs)
+	members, err = l.cutGroup(ctx, name, sources, legs, objects)
 	if err != nil {
 		return Group{}, err
 	}
@@ -209,7 +210,7 @@ func (l *Local) existingGroup(ctx context.Context, name string, members []member
 }
 
 // cutGroup cuts all members of a group at one point in time. After an error the caller removes what was cut.
-func (l *Local) cutGroup(ctx context.Context, name string, sources []ID, legs map[ID]ID) (_ []member, err error) {
+func (l *Local) cutGroup(ctx context.Context, name string, sources []ID, legs map[ID]ID, objects map[ID]string) (_ []member, err error) {
 	cuts := make([]groupCut, len(sources))
 	defer func() {
 		for _, c := range cuts {
@@ -222,6 +223,7 @@ func (l *Local) cutGroup(ctx context.Context, name string, sources []ID, legs ma
 		c := &cuts[i]
 		c.name = name + "\x00" + source.String()
 		c.labels = map[string]string{labelGroup: KeyOf(name), labelGroupSize: strconv.Itoa(len(sources))}
+		setLabel(c.labels, labelObject, objects[source])
 		cut := source
 		if leg, is := legs[source]; is && leg != source {
 			cut, c.labels[labelSource] = leg, source.String()

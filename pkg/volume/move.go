@@ -36,7 +36,7 @@ func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are the labels of a record that are about its use on its node. They do not move.
 var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
-	labelPool, labelCarried, labelLeft, labelTold}
+	labelPool, labelCarried, labelLeft, labelTold, labelObject}
 
 // usedLabels are the homeLabels that do move with a volume in use, as its use goes on.
 var usedLabels = []string{labelTarget, labelFlags}

@@ -49,6 +49,7 @@ const (
 	labelMarks      = "marks"       // whether all that was written to a leg is marked: see marking
 	labelMade       = "made"        // of what has moved: when it was made or cut
 	labelCame       = "came"        // the seals by which it has moved: see came
+	labelObject     = "object"      // the UID of the object that it was made for: see Volume.Object
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"
@@ -81,6 +82,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	v.Kept = s.claims == keptClaims
 	v.Left = r.Labels[labelLeft]
 	v.Stale = r.Stale
+	v.Object = r.Labels[labelObject]
 	if made, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		v.Created = made
 	}
@@ -94,7 +96,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 
 func snapshotFromRecord(pool, node string, r blockdev.Record) Snapshot {
 	s := Snapshot{ID: IDOf(pool, r), Name: r.Name, Source: sourceOf(pool, r),
-		Size: sizeOf(r), Scheme: schemeOf(r), Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Node: node}
+		Size: sizeOf(r), Scheme: schemeOf(r), Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Object: r.Labels[labelObject], Node: node}
 	s.GroupSize, _ = strconv.Atoi(r.Labels[labelGroupSize])
 	if cut, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		s.Created = cut
@@ -117,6 +119,7 @@ func (s Spec) labels() map[string]string {
 		labels[labelMarks] = never
 	}
 	setLabel(labels, labelEphemeral, s.Ephemeral)
+	setLabel(labels, labelObject, s.Object)
 	setLabel(labels, labelNamespace, s.For.Namespace)
 	setLabel(labels, labelClaim, s.For.Name)
 	setLabel(labels, labelPV, s.For.PersistentVolume)

@@ -22,16 +22,17 @@ type Snapshot struct {
 	Group   GroupID   // zero if it is in no group
 	// GroupSize is how many snapshots its group has, on all nodes.
 	GroupSize int
+	Object    string // see Volume
 	Node      string
 }
 
 // CreateSnapshot: see Store.
 func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error) {
-	return l.CutLeg(ctx, name, source, source)
+	return l.CutLeg(ctx, name, source, source, "")
 }
 
-// CutLeg is CreateSnapshot for a volume of which this node has a leg: the leg is cut, whatever its key.
-func (l *Local) CutLeg(ctx context.Context, name string, source, leg ID) (Snapshot, error) {
+// CutLeg is CreateSnapshot for a volume of which this node has a leg: the leg is cut, whatever its key. object is Snapshot.Object of what is cut.
+func (l *Local) CutLeg(ctx context.Context, name string, source, leg ID, object string) (Snapshot, error) {
 	if have, err := l.existing(ctx, name, source); err != nil || have.Name != "" {
 		return have, err
 	}
@@ -40,6 +41,7 @@ func (l *Local) CutLeg(ctx context.Context, name string, source, leg ID) (Snapsh
 		return Snapshot{}, err
 	}
 	labels := map[string]string{}
+	setLabel(labels, labelObject, object)
 	if leg != source {
 		labels[labelSource] = source.String()
 	}

@@ -128,7 +128,9 @@ type Volume struct {
 	// Target is the path at which its node last published it, if no other path is allowed; empty: any path is.
 	Target string
 	// Flags is a digest of the mount flags with which it was last staged (pkg/node); empty: not known.
-	Flags   string
-	For     Requester
+	Flags string
+	For   Requester
+	// Object is the UID of the object for which its node has made it, in a cluster. Empty: not known, as it has moved, or an older driver has made it.
+	Object  string
 	Created time.Time
 }

@@ -94,14 +94,14 @@ func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snap
 	working, end := a.making(ctx, r)
 	defer end()
 	var sources []volume.ID
-	locks, legs := groupLocks(r.key, members), map[volume.ID]volume.ID{}
+	locks, legs, objects := groupLocks(r.key, members), map[volume.ID]volume.ID{}, map[volume.ID]string{}
 	for i := range members {
 		source := cluster.SnapshotSource(&members[i])
 		cut, err := a.cutOf(ctx, &members[i])
 		if err != nil {
 			return made, err
 		}
-		sources, legs[source], locks = append(sources, source), cut, append(locks, keylock.Volume(cut.Key))
+		sources, legs[source], objects[source], locks = append(sources, source), cut, string(members[i].UID), append(locks, keylock.Volume(cut.Key))
 	}
 	err = a.withYieldingLocks(working, locks, nil, func(ctx context.Context) (err error) {
 		for i := range members {
@@ -110,7 +110,7 @@ func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snap
 			}
 		}
 		defer follow(ctx, a, pointers(members)...)()
-		made, err = a.local.CutLegs(ctx, members[0].Spec.Name, sources, legs)
+		made, err = a.local.CutLegs(ctx, members[0].Spec.Name, sources, legs, objects)
 		return err
 	})
 	return made, err
@@ -165,7 +165,7 @@ func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.
 			if errors.Is(err, errdefs.ErrUnavailable) {
 				return err // otherwise the snapshot in that pool would stay without an object
 			}
-			if err == nil && !sameBytes(&members[i], have.Created) {
+			if err == nil && !sameBytes(&members[i], have.Created, have.Object) {
 				klog.FromContext(ctx).Info("Keeping a group of the same name that is not the one to be deleted", "group", volume.GroupID{Key: key}.String())
 				return nil
 			}

@@ -70,16 +70,17 @@ func (a *Agent) dropObject(ctx context.Context, o cluster.Object) error {
 	return cluster.RemoveFinalizer(ctx, a.kube.Client, o)
 }
 
-// sameBytes reports whether what a pool has, made at a time, is the volume or snapshot of an object, and not another one of its name. If the object was
-// reported, the times have to be the same. If it has spec.make and was not reported, what the pool has must have been made since the object was created:
-// what is older belongs to an object that was deleted, or lost in a restore of etcd.
-func sameBytes(o cluster.Object, made time.Time) bool {
+// sameBytes reports whether what a pool has, made at a time for the object of a UID, is the volume or snapshot of an object, and not another one of its name.
+// If the object was reported, the times have to be the same. If it has spec.make and was not reported, what the pool has must have been made for it: else
+// it belongs to an object that was deleted, or lost in a restore of etcd, or an older driver has made it. No clock tells that: this node's may be ahead of
+// that of the API server, or behind it.
+func sameBytes(o cluster.Object, made time.Time, object string) bool {
 	status := o.Common()
 	if status.Created != nil {
 		return status.Created.Time.Truncate(time.Microsecond).Equal(made.Truncate(time.Microsecond))
 	}
 	differs := status.Failure != nil && status.Failure.Reason == cluster.ReasonExists
-	return !o.May().Make || !differs && !made.Before(o.GetCreationTimestamp().Time)
+	return !o.May().Make || !differs && object == string(o.GetUID())
 }
 
 // madeAt returns a time as status.created has it.

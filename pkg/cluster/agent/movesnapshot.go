@@ -134,7 +134,7 @@ func (a *Agent) copySnapshotIn(ctx context.Context, r request, s *v1alpha1.Snaps
 	switch {
 	case err != nil:
 		return from, fmt.Errorf("ask node %s for snapshot %s: %w", home, id, err)
-	case from.ID != id || !sameBytes(s, from.Created):
+	case from.ID != id || !sameBytes(s, from.Created, ""):
 		return from, fmt.Errorf("%w: node %s has %s, cut at %s, and the object is of one that was cut at %s; it is not moved", errdefs.ErrPrecondition, home, from.ID, from.Created, s.Status.Created)
 	}
 	return from, a.withYieldingLocks(ctx, []string{keylock.Snapshot(s.Name)}, nil, func(ctx context.Context) error {
@@ -247,7 +247,7 @@ func (a *Agent) isThere(ctx context.Context, s *v1alpha1.Snapshot) error {
 	if err != nil {
 		return err
 	}
-	if there.ID != id || !sameBytes(s, there.Created) {
+	if there.ID != id || !sameBytes(s, there.Created, "") {
 		return fmt.Errorf("%w: node %s has %s, cut at %s, and what has moved there was cut at %s", errdefs.ErrPrecondition, home, there.ID, there.Created, s.Status.Created)
 	}
 	return nil

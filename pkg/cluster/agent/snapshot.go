@@ -48,7 +48,7 @@ func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Res
 			return err
 		}
 		defer follow(ctx, a, s)()
-		made, err = a.local.CutLeg(ctx, s.Spec.Name, cluster.SnapshotSource(s), cut)
+		made, err = a.local.CutLeg(ctx, s.Spec.Name, cluster.SnapshotSource(s), cut, string(s.UID))
 		return err
 	}); err != nil {
 		return reconcile.Result{}, refuse(ctx, a, s, err)
@@ -113,7 +113,7 @@ func (a *Agent) reportSnapshot(ctx context.Context, s *v1alpha1.Snapshot, made v
 func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
 	err := a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
-		if have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s)); err == nil && !sameBytes(s, have.Created) {
+		if have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s)); err == nil && !sameBytes(s, have.Created, have.Object) {
 			klog.FromContext(ctx).Info("Keeping a snapshot of the same name that is not the one to be deleted", "snapshot", have.ID.String())
 			return nil
 		}

@@ -158,7 +158,7 @@ func (a *Agent) madeElsewhere(ctx context.Context, pool string, id volume.ID, o 
 	}
 	err := a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 		have, err := a.local.Get(ctx, id)
-		if err != nil || have.Pool != pool || (o.Common().Created != nil && sameBytes(o, have.Created)) {
+		if err != nil || have.Pool != pool || (o.Common().Created != nil && sameBytes(o, have.Created, have.Object)) {
 			return errdefs.IgnoreNotFound(err)
 		}
 		if err := a.removeBlank(ctx, id); err != nil {

@@ -94,7 +94,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		wanted := volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
 			Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: cluster.EncryptionOf(v), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v),
-			Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf}
+			Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf, Object: string(v.UID)}
 		if isFetched(v) {
 			made, err = a.fetch(ctx, v, wanted)
 		} else {
@@ -236,7 +236,7 @@ func (a *Agent) missingVolume(v *v1alpha1.Volume) string {
 // never reported.
 func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
-		if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err == nil && !sameBytes(v, have.Created) &&
+		if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err == nil && !sameBytes(v, have.Created, have.Object) &&
 			(v.Status.Created != nil || have.Format.State != volume.Blank || have.Source != (volume.ID{})) {
 			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", cluster.VolumeID(v).String())
 			return nil
