@@ -126,8 +126,8 @@ func (s seal) label() string {
 	return label
 }
 
-// sealTime returns the time for a new seal or description: now, in microseconds. If the clock was set back, it is still later than any time that the
-// record says was told before.
+// sealTime returns the time for a new seal or description: now, in microseconds. If the clock was set back, or is behind that of the node from which the
+// volume came, it is still later than any time that the record says was told before.
 func sealTime(record blockdev.Record) time.Time {
 	before, _ := sealOf(record)
 	described, _ := time.Parse(time.RFC3339Nano, record.Labels[labelTold])
@@ -590,6 +590,7 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 		}
 		if since, is := copiedInSeal(blockdev.Record{Labels: labels}); is && ref.Kind == blockdev.Volume {
 			setLabel(labels, labelCame, came(labels[labelCame], since))
+			setTold(labels, since) // the next seal is later, though this node's clock may be behind that of the old one
 		}
 		if s, err := legStateOf(blockdev.Record{Labels: labels}); err == nil && s.Boot == movedBoot && labels[labelImport] != "" {
 			how, _ := l.exporting()

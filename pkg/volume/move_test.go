@@ -429,3 +429,20 @@ func TestSealTime(t *testing.T) {
 		}
 	}
 }
+
+// TestSealTimeMoves: a volume that has moved from a node whose clock is ahead is sealed later than it was there: whoever has made room for it before takes
+// the later one of two descriptions for the present one, whichever node gave it.
+func TestSealTimeMoves(t *testing.T) {
+	a, b := twoHomes(t, "a")()
+	v, _ := withContents(t, a)
+	from, err := a.Seal(t.Context(), v.ID, 1)
+	check.OK(t, err)
+	from.Created = from.Created.Add(time.Hour) // as that node's clock says
+	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from))
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	again, err := b.Seal(t.Context(), v.ID, 2)
+	check.OK(t, err)
+	if !again.Created.After(from.Created) {
+		t.Errorf("it came by a seal of %v, and is sealed at %v", from.Created, again.Created)
+	}
+}
