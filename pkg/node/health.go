@@ -48,14 +48,15 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 	return response, nil
 }
 
-// NodeGetVolumeHealth returns what the pool and the kernel know to be wrong with a volume; ErrNotFound if there is no such volume.
+// NodeGetVolumeHealth returns what the pool and the kernel know to be wrong with a volume; ErrNotFound if there is no such volume. ErrUnavailable for an inline
+// ephemeral volume whose pool is not open.
 func (s *Server) NodeGetVolumeHealth(ctx context.Context, r *csi.NodeGetVolumeHealthRequest) (*csi.NodeGetVolumeHealthResponse, error) {
 	if r.GetVolumeId() == "" {
 		return nil, csimap.Missing("volume ID")
 	}
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
-		v, err := s.volumes.Ephemeral(ctx, r.GetVolumeId())
+		v, err := s.findEphemeral(ctx, r.GetVolumeId())
 		if err != nil {
 			return nil, err
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 
 	"k8s.io/klog/v2"
 
@@ -30,9 +31,19 @@ func (s *Server) find(ctx context.Context, text string) (volume.Volume, error) {
 	}
 	id, err := volume.ParseID(text)
 	if err != nil {
-		return s.volumes.Ephemeral(ctx, text)
+		return s.findEphemeral(ctx, text)
 	}
 	return s.volumes.Get(ctx, id)
+}
+
+// findEphemeral returns the inline ephemeral volume with an ID of the CO's. ErrNotFound if there is none; ErrUnavailable if a pool that may have it is not
+// open.
+func (s *Server) findEphemeral(ctx context.Context, text string) (volume.Volume, error) {
+	v, err := s.volumes.Ephemeral(ctx, text)
+	if closed := s.volumes.Closed(); errors.Is(err, errdefs.ErrNotFound) && len(closed) > 0 {
+		err = fmt.Errorf("%w: no open pool has a volume %q, and these are not open: %s", errdefs.ErrUnavailable, text, strings.Join(closed, ", "))
+	}
+	return v, err
 }
 
 // volumeAt returns the mount of a volume at a path; ErrNotFound if the volume is not mounted there. A mount that was not in s.mounts is added.

@@ -31,6 +31,8 @@ type Volumes interface {
 	Grow(ctx context.Context, id volume.ID, key volume.Key) (volume.Volume, error)
 	// Ephemeral returns the inline ephemeral volume with an ID of the CO's; ErrNotFound if no open pool has it.
 	Ephemeral(ctx context.Context, name string) (volume.Volume, error)
+	// Closed returns the names of the pools of this node that are not open.
+	Closed() []string
 	// Used returns how many bytes a volume takes in its pool, with the header of an encrypted one; known is false if the pool cannot tell.
 	Used(ctx context.Context, id volume.ID) (used int64, known bool, err error)
 	// SetTarget and SetFlags record volume.Volume.Target and Flags durably.

@@ -2,6 +2,7 @@ package node_test
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -18,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
@@ -356,6 +358,23 @@ func TestCapabilities(t *testing.T) {
 		out := method.Call([]reflect.Value{reflect.ValueOf(t.Context()), reflect.New(method.Type().In(1).Elem())})
 		if err, failed := out[1].Interface().(error); failed && status.Code(err) == codes.Unimplemented {
 			t.Errorf("%s: %v", service.Method(i).Name, err)
+		}
+	}
+}
+
+// TestEphemeralOfClosedPool: while a pool of the node is not open, nobody says of an inline ephemeral volume that no other pool has that it does not exist.
+func TestEphemeralOfClosedPool(t *testing.T) {
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	closed := lazy.New("slow", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
+	store, err := volume.NewLocal(t.Context(), nodeName, []blockdev.Pool{memory.NewDisk(1<<30).Open("fast", nil), closed}, mounts, 0)
+	check.OK(t, err)
+	s := node.New(t.Context(), store, mounts, node.Options{})
+	_, health := s.NodeGetVolumeHealth(t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: "csi-1"})
+	_, stats := s.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: "csi-1", VolumePath: t.TempDir()})
+	for what, err := range map[string]error{"health": health, "statistics": stats} {
+		if !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "slow") {
+			t.Errorf("its %s: %v", what, err)
 		}
 	}
 }

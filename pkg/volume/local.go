@@ -99,6 +99,16 @@ func (l *Local) openPools() []blockdev.Pool {
 	return pools
 }
 
+// Closed returns the names of the pools that are not open.
+func (l *Local) Closed() (names []string) {
+	for _, pool := range l.pools {
+		if blockdev.Unwrap(pool) == nil {
+			names = append(names, pool.Name())
+		}
+	}
+	return names
+}
+
 // Progress returns what is being copied or zeroed for volumes and snapshots. Its subjects are blockdev.Refs.
 func (l *Local) Progress() *progress.Table { return &l.progress }
 

@@ -934,8 +934,10 @@ func TestStart(t *testing.T) {
 	check.OK(t, err)
 	check.OK(t, device.Close())
 	pod, gone := filepath.Join(dir, "pod", "mount"), filepath.Join(dir, "gone", "mount")
-	check.OK(t, os.MkdirAll(filepath.Dir(pod), 0o700))
-	for name, path := range map[string]string{"alive": pod, "dead": gone} {
+	kubelet := filepath.Join(dir, "kubelet")
+	deleted, renamed := filepath.Join(kubelet, "pods", "uid", "volume", "mount"), filepath.Join(dir, "kubelet before", "pods", "uid", "volume", "mount")
+	check.OK(t, errors.Join(os.MkdirAll(filepath.Dir(pod), 0o700), os.MkdirAll(filepath.Join(kubelet, "pods"), 0o700)))
+	for name, path := range map[string]string{"alive": pod, "dead": gone, "deleted": deleted, "renamed": renamed} {
 		_, err := l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: mib}, Ephemeral: path})
 		check.OK(t, err)
 	}
@@ -948,6 +950,10 @@ func TestStart(t *testing.T) {
 		t.Errorf("of a pod that is there: %+v, %v", v, err)
 	}
 	fails(t, second(l.Ephemeral(t.Context(), "dead")), errdefs.ErrNotFound, "of a pod that is gone")
+	fails(t, second(l.Ephemeral(t.Context(), "deleted")), errdefs.ErrNotFound, "of a pod that is gone, beside others that may be there")
+	if v, err := l.Ephemeral(t.Context(), "renamed"); err != nil || v.Ephemeral != renamed {
+		t.Errorf("of a pod whose kubelet has another directory now: %+v, %v", v, err)
+	}
 	fails(t, second(l.Ephemeral(t.Context(), "kept")), errdefs.ErrNotFound, "what is no ephemeral volume")
 
 	mounts, err := mount.LoadTable()

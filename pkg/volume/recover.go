@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 
 	"k8s.io/klog/v2"
 
@@ -110,14 +111,27 @@ func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims 
 		if v.Ephemeral == "" {
 			continue
 		}
-		// The kubelet unpublishes no volume of a pod whose directory is gone.
-		if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
+		if podGone(v.Ephemeral) {
 			if err := l.remove(ctx, pool, record.Ref); err != nil {
 				klog.FromContext(ctx).Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
 			}
 		}
 	}
 	return claims, nil
+}
+
+// podGone reports whether the directory of a pod is gone in which an ephemeral volume was published: the kubelet unpublishes no volume of such a pod. It is
+// false if all pods are gone with it, as this kubelet has another directory by now, or this process does not see that.
+func podGone(target string) bool {
+	_, err := os.Lstat(filepath.Dir(target))
+	if !errors.Is(err, os.ErrNotExist) {
+		return false
+	}
+	kubelet, _, is := strings.Cut(target, "/pods/")
+	if is {
+		_, err = os.Lstat(filepath.Join(kubelet, "pods"))
+	}
+	return !is || err == nil
 }
 
 // recoverGroups removes groups that were never complete. Until all pools are open it only hides them, as their other members may be in a pool that is
