@@ -425,7 +425,7 @@ func TestSecretShown(t *testing.T) {
 	}
 }
 
-// TestQueues: a connection has few queues, however many processors the machine has.
+// TestQueues: a connection has few queues, however many processors the machine has. It tells nothing of a kernel for eight or fewer, as that of hack/vm is.
 func TestQueues(t *testing.T) {
 	home(t)
 	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
