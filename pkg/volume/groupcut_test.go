@@ -158,7 +158,7 @@ func TestChangedInOtherPool(t *testing.T) {
 	check.OK(t, err)
 	base, err := l.CreateSnapshot(t.Context(), "base", v.ID)
 	check.OK(t, err)
-	target, err := l.CutLeg(t.Context(), "target", v.ID, leg.ID)
+	target, err := l.CutLeg(t.Context(), "target", v.ID, leg.ID, "")
 	check.OK(t, err)
 	fails(t, l.Changed(t.Context(), base.ID, target.ID, 0, func(blockdev.Extent) error { return nil }), errdefs.ErrInvalid, "Changed")
 }
