@@ -190,34 +190,29 @@ func (x *examination) otherNodes() {
 	}
 }
 
-// How to get the modules and the program for replicas.
+// How to get the modules for replicas.
 const (
 	mirrorHelp = "modprobe dm-mirror; Debian's kernels and Talos have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r), if linux-modules has it not; Fedora and RHEL: dnf install kernel-modules"
 	eraHelp    = "modprobe dm-era; Debian's kernels have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r), if linux-modules has it not; Fedora and RHEL: dnf install kernel-modules (or kernel-modules-extra); Talos has none"
-	toolHelp   = "the driver's image has it; else Debian and Ubuntu: apt-get install thin-provisioning-tools; Fedora and RHEL: dnf install device-mapper-persistent-data"
 )
 
 // replicas checks what volumes with replicas need. Without it they cannot be used here, or more is copied, so it is ok.
 func (x *examination) replicas() {
-	_, tool := command.Find("era_invalidate")
-	x.replicated(dm.HasTarget("mirror"), dm.HasTarget("era"), tool)
+	x.replicated(dm.HasTarget("mirror"), dm.HasTarget("era"))
 }
 
-// replicated reports what the errors mean with which the kernel's mirror and era, and the program that reads what era keeps, were looked for.
-func (x *examination) replicated(mirror, era, tool error) {
+// replicated reports what the errors mean with which the kernel's mirror and era were looked for.
+func (x *examination) replicated(mirror, era error) {
 	const use, have = "volumes with replicas that this node uses (replicas=2)", "replicas that this node has (replicas=2)"
 	if mirror != nil {
 		x.ok("%s: not without the module dm-mirror: their pods do not start here (%v); %s", use, mirror, mirrorHelp)
 	} else {
 		x.ok("%s: the kernel has dm-mirror", use)
 	}
-	switch {
-	case era != nil:
+	if era != nil {
 		x.ok("%s: without the module dm-era nothing is known of what was written to them while others were away, so these are copied as a whole (%v); %s", have, era, eraHelp)
-	case tool != nil:
-		x.ok("%s: the kernel has dm-era, and era_invalidate, which reads what it keeps, is not there, so replicas that were away are copied as a whole (%v); %s", have, tool, toolHelp)
-	default:
-		x.ok("%s: the kernel has dm-era, and era_invalidate is there: it is known what was written to them while others were away", have)
+	} else {
+		x.ok("%s: the kernel has dm-era: it is known what was written to them while others were away", have)
 	}
 }
 

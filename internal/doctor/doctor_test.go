@@ -47,17 +47,16 @@ func TestUnprinted(t *testing.T) {
 func TestReplicated(t *testing.T) {
 	none := errors.New("there is none")
 	for what, c := range map[string]struct {
-		mirror, era, tool error
-		want, not         []string
+		mirror, era error
+		want, not   []string
 	}{
-		"all":       {nil, nil, nil, []string{"the kernel has dm-mirror", "the kernel has dm-era, and era_invalidate is there"}, []string{"modprobe", "install"}},
-		"no mirror": {none, nil, nil, []string{"not without the module dm-mirror: their pods do not start here", "linux-modules-extra", "dnf install kernel-modules", "Talos", "era_invalidate is there"}, nil},
-		"no era":    {nil, none, nil, []string{"the kernel has dm-mirror", "modprobe dm-era", "copied as a whole", "Talos has none", "kernel-modules-extra"}, []string{"thin-provisioning-tools"}},
-		"no tool":   {nil, nil, none, []string{"era_invalidate, which reads what it keeps, is not there", "thin-provisioning-tools", "device-mapper-persistent-data"}, []string{"modprobe"}},
+		"all":       {nil, nil, []string{"the kernel has dm-mirror", "the kernel has dm-era"}, []string{"modprobe", "install"}},
+		"no mirror": {none, nil, []string{"not without the module dm-mirror: their pods do not start here", "linux-modules-extra", "dnf install kernel-modules", "Talos", "the kernel has dm-era"}, nil},
+		"no era":    {nil, none, []string{"the kernel has dm-mirror", "modprobe dm-era", "copied as a whole", "Talos has none", "kernel-modules-extra"}, nil},
 	} {
 		var out bytes.Buffer
 		x := &examination{ctx: t.Context(), to: &out}
-		x.replicated(c.mirror, c.era, c.tool)
+		x.replicated(c.mirror, c.era)
 		for _, word := range c.want {
 			if !strings.Contains(out.String(), word) {
 				t.Errorf("%s: it does not say %q:\n%s", what, word, out.String())

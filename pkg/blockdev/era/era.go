@@ -7,7 +7,6 @@
 package era
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -19,7 +18,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
@@ -28,8 +26,7 @@ import (
 
 const (
 	target = "era"
-	tool   = "era_invalidate" // thin-provisioning-tools
-	page   = 4096             // size of a page of the metadata, in bytes
+	page   = 4096 // size of a page of the metadata, in bytes
 )
 
 // Block returns how many bytes are marked at a time in a new device of a size: 1 MiB, or more if there were more than 1<<20 blocks. It stays when the
@@ -46,13 +43,10 @@ func Block(size int64) int64 {
 // pages that are written to new places and not in place.
 func Room(size, block int64) int64 { return 4<<20 + (size/block*8+4095)/4096*4096 }
 
-// Available returns errdefs.ErrUnsupported unless the kernel has the target, and this machine the tool that reads the marks.
+// Available returns errdefs.ErrUnsupported unless the kernel has the target.
 func Available() error {
 	if err := dm.HasTarget(target); err != nil {
 		return fmt.Errorf("%w: %w; load the module dm-era", errdefs.ErrUnsupported, err)
-	}
-	if _, err := command.Find(tool); err != nil {
-		return fmt.Errorf("%w: %w (thin-provisioning-tools)", errdefs.ErrUnsupported, err)
 	}
 	return nil
 }
@@ -251,51 +245,6 @@ func StateOf(name string) (s State, err error) {
 	return s, nil
 }
 
-// Since returns what was written to a device since an era, in order, in whole blocks; since era 0 it is all that was ever written. The device may be in
-// use: writes during the call may be missing. After any error nothing is known, and all may have been written. A crash leaves a snapshot of the metadata,
-// which the next call removes.
-func Since(ctx context.Context, name string, era uint32) (written []dm.Range, err error) {
-	d, err := dm.Find(name)
-	if err == nil && d == nil {
-		err = fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
-	}
-	var t table
-	if err == nil {
-		t, err = tableOf(name)
-	}
-	var size int64
-	if err == nil {
-		size, err = d.Size()
-	}
-	var path string
-	if err == nil {
-		path, err = pathOf(t.metadata)
-	}
-	if err == nil {
-		err = errors.Join(drop(name), tell(name, "take_metadata_snap"))
-	}
-	if err != nil {
-		return nil, fmt.Errorf("marks of device %s: %w", name, err)
-	}
-	defer func() { err = errors.Join(err, drop(name)) }()
-	whole := false
-	err = command.Lines(ctx, func(line []byte) error {
-		r, marked, err := parse(line, t.block, size)
-		if marked && err == nil {
-			written = append(written, r)
-		}
-		whole = whole || strings.TrimSpace(string(line)) == "</blocks>"
-		return err
-	}, tool, "--metadata-snapshot", "--written-since", fmt.Sprint(era), path)
-	if err == nil && !whole {
-		err = fmt.Errorf("%w: %s did not say all", errdefs.ErrUnavailable, tool)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("marks of device %s since era %d: %w", name, era, err)
-	}
-	return written, nil
-}
-
 // table is what the table of a device has.
 type table struct {
 	metadata, below uint64
@@ -328,33 +277,4 @@ func sizeOf(number uint64) (int64, error) {
 	}
 	sectors, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64)
 	return sectors * 512, err
-}
-
-// drop removes the snapshot of the metadata, if there is one.
-func drop(name string) error {
-	_, text, err := status(name)
-	if err != nil || strings.HasSuffix(strings.TrimSpace(text), "-") {
-		return err
-	}
-	return tell(name, "drop_metadata_snap")
-}
-
-// parse reads a line of the tool: a block, or a range of blocks without its end. marked is false for a line that has neither. errdefs.ErrUnsupported for
-// any other line.
-func parse(line []byte, b, size int64) (r dm.Range, marked bool, err error) {
-	text := strings.ReplaceAll(strings.TrimSpace(string(line)), " = ", "=")
-	var begin, end int64
-	switch {
-	case text == "" || text == "<blocks>" || text == "</blocks>":
-		return r, false, nil
-	case strings.HasPrefix(text, "<block "):
-		_, err = fmt.Sscanf(text, `<block block="%d"/>`, &begin)
-		end = begin + 1
-	default:
-		_, err = fmt.Sscanf(text, `<range begin="%d" end="%d"/>`, &begin, &end)
-	}
-	if err != nil || begin < 0 || end <= begin || (end-1)*b >= size {
-		return r, false, fmt.Errorf("%w: %s says what is not understood: %q", errdefs.ErrUnsupported, tool, line)
-	}
-	return dm.Range{Offset: begin * b, Length: min(end*b, size) - begin*b}, true, nil
 }

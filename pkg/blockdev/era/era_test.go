@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -213,6 +215,75 @@ func TestMarks(t *testing.T) {
 		t.Errorf("asked after its end: %v", err)
 	}
 	h.write(6)
+}
+
+// TestMarksAsTool: whatever was written in whatever era, and wherever the kernel keeps that, the marks are those that era_invalidate finds.
+func TestMarksAsTool(t *testing.T) {
+	need(t)
+	if _, err := exec.LookPath("era_invalidate"); err != nil {
+		t.Skip(err)
+	}
+	h := newHome(t, "era", "")
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	blocks := int64(size / mib)
+	var eras []uint32
+	for round := range 30 {
+		for range random.IntN(12) {
+			h.write(random.Int64N(blocks))
+		}
+		eras = append(eras, h.begin())
+		if round == 20 {
+			check.OK(t, era.Grow(h.name, 2*size))
+			blocks *= 2
+		}
+		since := eras[random.IntN(len(eras))]
+		have, err := era.Since(t.Context(), h.name, since)
+		check.OK(t, err)
+		if want := h.tool(since); !slices.Equal(have, want) {
+			t.Fatalf("round %d, since era %d: %v, and the tool says %v", round, since, have, want)
+		}
+	}
+}
+
+// tool returns what era_invalidate says. It reads a copy of the metadata while nobody writes: versions from 1.0.7 to 1.2.1 take no snapshot.
+func (h *home) tool(since uint32) (all []dm.Range) {
+	h.t.Helper()
+	check.OK(h.t, errors.Join(dm.Suspend(h.name), dm.Resume(h.name, dm.NoScan))) // the present era ends, and is in the metadata
+	metadata := filepath.Join(drivertest.Dir(h.t), "metadata")
+	h.begin()
+	d, err := dm.Find(h.name + "-meta")
+	check.OK(h.t, err)
+	drivertest.Run(h.t, "dd", "iflag=direct", "bs=4096", "status=none", "if="+d.Path(), "of="+metadata)
+	for line := range strings.Lines(drivertest.Run(h.t, "era_invalidate", "--written-since", fmt.Sprint(since), metadata)) {
+		line = strings.ReplaceAll(strings.TrimSpace(line), " = ", "=")
+		var first, end int64
+		if n, _ := fmt.Sscanf(line, `<block block="%d"/>`, &first); n == 1 {
+			end = first + 1
+		} else if n, _ := fmt.Sscanf(line, `<range begin="%d" end="%d"/>`, &first, &end); n != 2 {
+			continue
+		}
+		all = append(all, dm.Range{Offset: first * mib, Length: (end - first) * mib})
+	}
+	return all
+}
+
+// TestMarksWithoutTools: the marks are read whatever thin-provisioning-tools the node has. era_invalidate of 1.0.7 to 1.2.1 says what the one here says.
+func TestMarksWithoutTools(t *testing.T) {
+	need(t)
+	h := newHome(t, "era", "")
+	h.write(3)
+	second := h.begin()
+	h.write(7)
+	if tool, err := exec.LookPath("era_invalidate"); err == nil {
+		answer := filepath.Join(t.TempDir(), "era_invalidate")
+		check.OK(t, os.WriteFile(answer, []byte("#!/bin/sh\necho 'error: the following required arguments were not provided:' >&2\necho '  <INPUT>' >&2\nexit 2\n"), 0o755))
+		check.OK(t, unix.Mount(answer, tool, "", unix.MS_BIND, ""))
+		t.Cleanup(func() { drivertest.Unmount(t, tool) })
+	}
+	h.since(1, 3, 7)
+	h.since(second, 7)
 }
 
 // TestMarksOutlivePower: at any moment, the mark of a write is on the disk before its data.

@@ -1,30 +1,22 @@
 package lvmpool
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"iter"
-	"os"
 	"slices"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
-	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/persistent"
 )
 
-// The metadata of a thin pool, as far as it is read here (drivers/md/dm-thin-metadata.c, drivers/md/persistent-data/dm-btree-internal.h). The superblock
-// in block 0 says where the snapshot is, which is another superblock. That one has the root of a B-tree of the thin volumes, by number, and each entry
-// there is the root of a B-tree of the volume's blocks. All of it is little-endian, and each block has a checksum.
+// The metadata of a thin pool, as far as it is read here (drivers/md/dm-thin-metadata.c). The superblock in block 0 says where the snapshot is, which is
+// another superblock. That one has the root of a B-tree of the thin volumes, by number, and each entry there is the root of a B-tree of the volume's blocks.
 const (
-	metadataBlock = 4096
-	thinMagic     = 27022010
-	thinVersion   = 2
+	thinMagic   = 27022010
+	thinVersion = 2
 
-	// Of any block: its checksum is at 0.
-	blockNumberAt = 8
 	// Of a superblock.
 	magicAt       = 32
 	versionAt     = 40
@@ -33,53 +25,18 @@ const (
 	mappingRootAt = 320
 	dataBlockAt   = 336 // in sectors
 	superblockSum = 160774
-	// Of a node: the keys are followed by room for as many as there may be, and then by the values.
-	flagsAt      = 4
-	entriesAt    = 16
-	mostAt       = 20
-	valueSizeAt  = 24
-	keysAt       = 32
-	nodeSum      = 121107
-	internalNode = 1
-	leafNode     = 2
 
 	// timeBits is how many bits of an entry say when the block was mapped. The others are its number.
 	timeBits = 24
-	// mostDepth is more than the depth of any such tree.
-	mostDepth = 16
 )
 
-// metadataFile reads the blocks of a thin pool's metadata.
-type metadataFile struct {
-	file *os.File
-	name string
-}
+// metadataFile reads a thin pool's metadata.
+type metadataFile struct{ persistent.File }
 
-// block returns a block. errdefs.ErrUnsupported if its checksum or its number is wrong.
-func (m metadataFile) block(number uint64, sum uint32) ([]byte, error) {
-	memory, free, err := direct.Memory(metadataBlock)
-	if err != nil {
-		return nil, err
-	}
-	defer free()
-	if number > 1<<40 {
-		return nil, m.strange(number, "it is none")
-	}
-	if _, err := m.file.ReadAt(memory, int64(number)*metadataBlock); err != nil {
-		return nil, fmt.Errorf("read block %d of %s: %w", number, m.name, errdefs.FromErrno(err))
-	}
-	b := bytes.Clone(memory)
-	if have := ^crc32.Checksum(b[4:], crc32.MakeTable(crc32.Castagnoli)) ^ sum; have != binary.LittleEndian.Uint32(b) {
-		return nil, m.strange(number, "its sum is wrong")
-	}
-	if binary.LittleEndian.Uint64(b[blockNumberAt:]) != number {
-		return nil, m.strange(number, "it says that it is another")
-	}
-	return b, nil
-}
-
-func (m metadataFile) strange(number uint64, what string) error {
-	return fmt.Errorf("%w: block %d of the thin pool's metadata, %s: %s", errdefs.ErrUnsupported, number, m.name, what)
+// openMetadata opens the device with the metadata.
+func openMetadata(device string) (metadataFile, error) {
+	f, err := persistent.Open(device)
+	return metadataFile{f}, err
 }
 
 // superblock is what is read of a superblock.
@@ -91,17 +48,17 @@ type superblock struct {
 }
 
 func (m metadataFile) superblock(number uint64) (superblock, error) {
-	b, err := m.block(number, superblockSum)
+	b, err := m.Superblock(number, superblockSum)
 	if err != nil {
 		return superblock{}, err
 	}
 	long := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
 	short := func(at int) uint32 { return binary.LittleEndian.Uint32(b[at:]) }
 	if long(magicAt) != thinMagic || short(versionAt) != thinVersion {
-		return superblock{}, m.strange(number, "it is no superblock that this driver knows")
+		return superblock{}, m.Strange(number, "it is no superblock that this driver knows")
 	}
 	if short(dataBlockAt) == 0 {
-		return superblock{}, m.strange(number, "blocks of the thin pool have no size")
+		return superblock{}, m.Strange(number, "blocks of the thin pool have no size")
 	}
 	return superblock{short(timeAt), long(heldRootAt), long(mappingRootAt), 512 * int64(short(dataBlockAt))}, nil
 }
@@ -120,7 +77,7 @@ func (m metadataFile) view() (view, error) {
 		return view{}, err
 	}
 	if now.held == 0 {
-		return view{}, m.strange(0, "it has no snapshot")
+		return view{}, m.Strange(0, "it has no snapshot")
 	}
 	of, err := m.superblock(now.held)
 	return view{now.held, of, now.time - of.time}, err
@@ -128,79 +85,35 @@ func (m metadataFile) view() (view, error) {
 
 // current returns the snapshot that the metadata on a device has.
 func current(metadata string) (view, error) {
-	file, err := direct.Open(metadata, os.O_RDONLY)
+	m, err := openMetadata(metadata)
 	if err != nil {
 		return view{}, err
 	}
-	defer file.Close()
-	return metadataFile{file, metadata}.view()
-}
-
-// node is a node of a tree.
-type node struct {
-	b             []byte
-	entries, most int
-	leaf          bool
-}
-
-func (n node) key(i int) uint64   { return binary.LittleEndian.Uint64(n.b[keysAt+8*i:]) }
-func (n node) value(i int) uint64 { return binary.LittleEndian.Uint64(n.b[keysAt+8*(n.most+i):]) }
-
-// node returns the node in a block. errdefs.ErrUnsupported if there is none that this driver knows.
-func (m metadataFile) node(number uint64) (node, error) {
-	b, err := m.block(number, nodeSum)
-	if err != nil {
-		return node{}, err
-	}
-	short := func(at int) int { return int(binary.LittleEndian.Uint32(b[at:])) }
-	n, flags := node{b, short(entriesAt), short(mostAt), short(flagsAt) == leafNode}, short(flagsAt)
-	if n.entries > n.most || n.most > (metadataBlock-keysAt)/16 || short(valueSizeAt) != 8 || flags != internalNode && flags != leafNode || flags == internalNode && n.entries == 0 {
-		return node{}, m.strange(number, "it is no node that this driver knows")
-	}
-	return n, nil
+	defer m.Close()
+	return m.view()
 }
 
 // span is a range of keys of a tree, from first to before end.
 type span struct{ first, end uint64 }
 
-// walk calls visit with the entries of a tree whose keys are in a span, in order of the keys. Nodes below the root for which pass returns true, by their block
-// and their depth, are left out with all that is below them; nil: none.
-func (m metadataFile) walk(root uint64, keys span, depth int, pass func(number uint64, depth int) bool, visit func(key, value uint64) error) error {
-	n, err := m.node(root)
-	if err == nil && depth == mostDepth {
-		err = m.strange(root, "the tree is too deep")
-	}
-	if err != nil {
-		return err
-	}
-	for i := range n.entries {
-		switch {
-		case n.key(i) >= keys.end:
-			return nil
-		case n.leaf && n.key(i) < keys.first, !n.leaf && i+1 < n.entries && n.key(i+1) <= keys.first:
-		case n.leaf:
-			err = visit(n.key(i), n.value(i))
-		case pass == nil || !pass(n.value(i), depth+1):
-			err = m.walk(n.value(i), keys, depth+1, pass, visit)
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+// walk calls visit with the entries of a tree: see persistent.Tree.Walk. The values are numbers.
+func (m metadataFile) walk(root uint64, keys span, pass func(number uint64, depth int) bool, visit func(key, value uint64) error) error {
+	return m.tree(root).Walk(persistent.Span{First: keys.first, End: keys.end}, pass, func(key uint64, value []byte) error {
+		return visit(key, binary.LittleEndian.Uint64(value))
+	})
+}
+
+func (m metadataFile) tree(root uint64) persistent.Tree {
+	return persistent.Tree{File: m.File, Root: root, Size: 8}
 }
 
 // nodes returns the nodes of a tree below its root that may have keys in a span, sorted. It reads no leaf but the first: all are equally deep.
 func (m metadataFile) nodes(root uint64, keys span) (all []uint64, err error) {
-	n, err := m.node(root)
-	leaves := 0 // their depth
-	for ; err == nil && !n.leaf && leaves < mostDepth; leaves++ {
-		n, err = m.node(n.value(0))
-	}
+	leaves, err := m.tree(root).Leaves()
 	if err != nil || leaves == 0 {
 		return nil, err
 	}
-	err = m.walk(root, keys, 0, func(number uint64, depth int) bool {
+	err = m.walk(root, keys, func(number uint64, depth int) bool {
 		all = append(all, number)
 		return depth >= leaves
 	}, func(uint64, uint64) error { return nil })
@@ -232,7 +145,7 @@ func (m metadataFile) differing(before, after uint64, keys span, visit func(key 
 	}
 	var failed error // of reading before
 	next, stop := iter.Pull2(func(yield func(key, value uint64) bool) {
-		failed = m.walk(before, keys, 0, both, func(key, value uint64) error {
+		failed = m.walk(before, keys, both, func(key, value uint64) error {
 			if !yield(key, value) {
 				return errStopped
 			}
@@ -241,7 +154,7 @@ func (m metadataFile) differing(before, after uint64, keys span, visit func(key 
 	})
 	defer stop()
 	old, oldValue, more := next()
-	err = m.walk(after, keys, 0, both, func(key, value uint64) error {
+	err = m.walk(after, keys, both, func(key, value uint64) error {
 		for ; more && old < key; old, oldValue, more = next() {
 			if err := visit(old); err != nil {
 				return err
@@ -265,12 +178,12 @@ func (m metadataFile) differing(before, after uint64, keys span, visit func(key 
 
 // blocksOf returns the root of the tree of a thin volume's blocks, by the volume's number. errdefs.ErrUnsupported if there is no such volume.
 func (m metadataFile) blocksOf(seen view, number uint64) (root uint64, err error) {
-	err = m.walk(seen.of.root, span{number, number + 1}, 0, nil, func(_, blocks uint64) error {
+	err = m.walk(seen.of.root, span{number, number + 1}, nil, func(_, blocks uint64) error {
 		root = blocks
 		return nil
 	})
 	if err == nil && root == 0 {
-		err = m.strange(seen.at, fmt.Sprintf("it has no thin volume %d", number))
+		err = m.Strange(seen.at, fmt.Sprintf("it has no thin volume %d", number))
 	}
 	return root, err
 }
@@ -278,20 +191,19 @@ func (m metadataFile) blocksOf(seen view, number uint64) (root uint64, err error
 // alone returns the pieces of the first size bytes of a thin volume, by its number, whose blocks no other volume of the thin pool has. It reads the
 // snapshot of the metadata on a device, and returns which snapshot that was (seen).
 func alone(metadata string, volume uint64, size int64) (pieces []piece, seen view, err error) {
-	file, err := direct.Open(metadata, os.O_RDONLY)
+	m, err := openMetadata(metadata)
 	if err != nil {
 		return nil, view{}, err
 	}
-	defer file.Close()
-	m := metadataFile{file, metadata}
+	defer m.Close()
 	if seen, err = m.view(); err != nil {
 		return nil, view{}, err
 	}
 	block := seen.of.size
 	end := uint64((size + block - 1) / block)
 	own, others := map[uint64]uint64{}, map[uint64]bool{}
-	err = m.walk(seen.of.root, span{0, 1 << timeBits}, 0, nil, func(number, blocks uint64) error {
-		return m.walk(blocks, span{0, end}, 0, nil, func(logical, value uint64) error {
+	err = m.walk(seen.of.root, span{0, 1 << timeBits}, nil, func(number, blocks uint64) error {
+		return m.walk(blocks, span{0, end}, nil, func(logical, value uint64) error {
 			if number == volume {
 				own[value>>timeBits] = logical
 			} else {

@@ -1,6 +1,7 @@
 package lvmpool_test
 
 import (
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvmpool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/persistent/persistenttest"
 )
 
 // forest has trees of a thin pool's metadata in a file. As with snapshots, what trees have in common is one node.
@@ -27,7 +29,11 @@ func (f *forest) node(leaf bool, keys, values []uint64) uint64 {
 	as := fmt.Sprint(leaf, keys, values)
 	if f.nodes[as] == 0 {
 		f.nodes[as] = uint64(len(f.nodes) + 1)
-		check.OK(f.t, lvmpool.WriteNode(f.file, f.nodes[as], leaf, keys, values))
+		each := make([][]byte, 0, len(values))
+		for _, value := range values {
+			each = append(each, binary.LittleEndian.AppendUint64(nil, value))
+		}
+		check.OK(f.t, persistenttest.Node(f.file, f.nodes[as], leaf, keys, each))
 	}
 	return f.nodes[as]
 }

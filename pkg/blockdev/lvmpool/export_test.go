@@ -2,12 +2,11 @@ package lvmpool
 
 import (
 	"context"
-	"encoding/binary"
-	"hash/crc32"
 	"os"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/persistent"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -77,29 +76,9 @@ func FailChange(ctx context.Context, of blockdev.Pool, do func()) {
 // CopyDevice is copyDevice.
 var CopyDevice = copyDevice
 
-// WriteNode writes a node of a tree of a thin pool's metadata.
-func WriteNode(f *os.File, number uint64, leaf bool, keys, values []uint64) error {
-	b := make([]byte, metadataBlock)
-	flags, most := uint32(internalNode), len(keys)+1
-	if leaf {
-		flags = leafNode
-	}
-	for at, value := range map[int]uint32{flagsAt: flags, entriesAt: uint32(len(keys)), mostAt: uint32(most), valueSizeAt: 8} {
-		binary.LittleEndian.PutUint32(b[at:], value)
-	}
-	binary.LittleEndian.PutUint64(b[blockNumberAt:], number)
-	for i := range keys {
-		binary.LittleEndian.PutUint64(b[keysAt+8*i:], keys[i])
-		binary.LittleEndian.PutUint64(b[keysAt+8*(most+i):], values[i])
-	}
-	binary.LittleEndian.PutUint32(b, ^crc32.Checksum(b[4:], crc32.MakeTable(crc32.Castagnoli))^nodeSum)
-	_, err := f.WriteAt(b, int64(number)*metadataBlock)
-	return err
-}
-
 // Differing returns the keys, in a span, that two trees of a thin pool's metadata do not have alike.
 func Differing(f *os.File, before, after, first, end uint64) (keys []uint64, err error) {
-	m := metadataFile{f, f.Name()}
+	m := metadataFile{persistent.File{File: f}}
 	err = m.differing(before, after, span{first, end}, func(key uint64) error {
 		keys = append(keys, key)
 		return nil

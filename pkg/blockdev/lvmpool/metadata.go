@@ -12,7 +12,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/extents"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
@@ -97,12 +96,11 @@ var errEnough = errors.New("enough for now")
 // in which the two differ. whole is false if there are more. cannotRead if it fails.
 func (p *pool) readMetadata(ctx context.Context, numbers []uint64, size, from int64) (found []blockdev.Extent, whole bool, err error) {
 	err = p.withMetadata(ctx, func(device string) error {
-		file, err := direct.Open(device, os.O_RDONLY)
+		m, err := openMetadata(device)
 		if err != nil {
 			return err
 		}
-		defer file.Close()
-		m := metadataFile{file, device}
+		defer m.Close()
 		seen, err := m.view()
 		if err != nil {
 			return err
@@ -156,7 +154,7 @@ func (m metadataFile) list(seen view, numbers []uint64, size, from int64, visit 
 		return visit(blockdev.Extent{Offset: at, Length: min(block, size-at)})
 	}
 	if len(roots) == 1 {
-		return m.walk(roots[0], keys, 0, nil, func(key, _ uint64) error { return each(key) })
+		return m.walk(roots[0], keys, nil, func(key, _ uint64) error { return each(key) })
 	}
 	return m.differing(roots[1], roots[0], keys, each)
 }
