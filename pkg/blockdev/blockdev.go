@@ -373,11 +373,14 @@ type Founded interface {
 type Stackable interface {
 	// Top returns the name of the device over an object's own, which no other object on this kernel has, and its UUID, or how that begins if nothing of the
 	// object is attached. lvm2 must not read devices with that UUID: it would wait for a suspended one, and all who wait for lvm2 with it. before is the UUID
-	// that older drivers gave it; the same, if it did not change.
+	// that older drivers gave it; the same, if it did not change. The kernel takes the name with LayerRoom more bytes.
 	Top(ref Ref) (name, uuid, before string, err error)
 	// ParseTop returns the object of such a name; false if it is of no object of this pool.
 	ParseTop(name string) (Ref, bool)
 }
+
+// LayerRoom is how many bytes pkg/device adds to the name of a top, at most, for what is below it.
+const LayerRoom = len("-crypt")
 
 // Differ is a Pool that can tell which ranges of its objects hold data (Allocated), and in which two of them differ (Changed). Ranges come in order, do
 // not overlap, and end after from.

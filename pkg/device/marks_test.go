@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"unsafe"
 
@@ -16,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -325,4 +327,50 @@ func TestMarksWentAway(t *testing.T) {
 			f.Errorf("attached: %v", err)
 		}
 	})
+}
+
+// TestLongestNames: in a volume group with the longest name that a pool takes, each layer has a device of its own. One with a longer name is refused before it
+// has a volume.
+func TestLongestNames(t *testing.T) {
+	drivertest.NeedLVM(t)
+	check.OK(t, era.Available())
+	group := drivertest.NewGroup(t, 128*pooltest.MiB)
+	const longest = 127 - len("-vol.") - 32 - len("-writable-marks")
+	rename := func(dashes, length int) string {
+		name := strings.Repeat("-", dashes)
+		name = "g" + name + strings.Repeat("g", length-1-2*dashes)
+		drivertest.Run(t, "vgrename", "-q", group.Name, name)
+		group.Name = name
+		return group.URL() + "?reservePercent=0"
+	}
+	for _, dashes := range []int{0, 2} {
+		t.Run(fmt.Sprint(dashes, " dashes"), func(t *testing.T) {
+			_, err := pools.Open(t.Context(), "test", rename(dashes, longest+1))
+			pooltest.Fails(t, err, errdefs.ErrUnsupported, "opened with a name that is too long")
+			pool, err := pools.Open(t.Context(), "test", rename(dashes, longest))
+			check.OK(t, err)
+			t.Cleanup(func() { check.OK(t, pool.Close()) })
+			f := over(t, pool)
+			pooltest.Create(f, pool, blockdev.Spec{Ref: f.beside(), Size: 8 * pooltest.MiB})
+			marked := &markedFixture{f, device.Options{Seat: true, Keep: true}}
+			d := marked.mark(true)
+			writeBlocks(t, d.Path, 3)
+			marked.kept(true, "with the longest name")
+			marked.written(1, 3)
+			top, _ := f.names()
+			numbers := map[uint64]bool{}
+			for _, suffix := range []string{"", "-seat", "-marks"} {
+				if d, err := dm.Find(top + suffix); err != nil || d == nil {
+					t.Errorf("device %s: %v, %v", top+suffix, d, err)
+				} else {
+					numbers[d.Number] = true
+				}
+			}
+			if len(numbers) != 3 {
+				t.Errorf("the layers are %d devices", len(numbers))
+			}
+			marked.end(d)
+			check.OK(t, errors.Join(pool.Delete(t.Context(), f.beside()), pool.Delete(t.Context(), f.ref)))
+		})
+	}
 }

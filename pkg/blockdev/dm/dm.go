@@ -173,8 +173,13 @@ func call(command uint, prepare func(h *header), data []byte) (header, []byte, e
 	}
 }
 
+// named sets the name in a request. A name that the kernel does not take is that of no device; without one it refuses to make a device.
 func named(name string) func(h *header) {
-	return func(h *header) { copy(h.name[:len(h.name)-1], name) }
+	return func(h *header) {
+		if len(name) < NameSize {
+			copy(h.name[:], name)
+		}
+	}
 }
 
 // Find returns a device by its name; nil if there is none.
@@ -390,6 +395,9 @@ func makeWith(name, uuid string, flags uint32, table []Line) error {
 
 // create makes a device without a table. made is false if there is one of that name or that UUID.
 func create(name, uuid string, flags uint32) (made bool, err error) {
+	if len(name) >= NameSize {
+		return false, fmt.Errorf("%w: make device %s: its name has %d bytes, and the kernel takes %d", errdefs.ErrUnsupported, name, len(name), NameSize-1)
+	}
 	_, _, err = call(devCreate, func(h *header) {
 		named(name)(h)
 		copy(h.uuid[:len(h.uuid)-1], uuid)

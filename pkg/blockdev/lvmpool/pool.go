@@ -181,13 +181,20 @@ func (p *pool) identify(ctx context.Context, rows []lvm2.Row, known blockdev.Kno
 	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%blockdev.Granularity != 0 || p.extent == 0 {
 		return fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.location.Group, first["vg_extent_size"], blockdev.Granularity)
 	}
-	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dm.NameSize {
-		return fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.location.Group, dm.NameSize-1)
+	if over := p.longestName() - (dm.NameSize - 1); over > 0 {
+		return fmt.Errorf("%w: the name of volume group %s is too long by %d bytes (a dash counts twice), as the kernel takes names of devices of %d bytes; vgrename it",
+			errdefs.ErrUnsupported, p.location.Group, over, dm.NameSize-1)
 	}
 	if p.id = poolID(rows, p.location.Thin); p.id == "" {
 		return nil
 	}
 	return blockdev.Expect(ctx, known, p.id)
+}
+
+// longestName returns the length of the longest name of a device that the pool, or pkg/device over it, makes.
+func (p *pool) longestName() int {
+	key := strings.Repeat("0", 32)
+	return max(len(p.device("cut.snap."+key)+readOnlySuffix), len(p.device("vol."+key)+topSuffix)+blockdev.LayerRoom)
 }
 
 // report returns a row of the group, then one for each of its volumes and each of its physical volumes, and notes which disks are there. The caller has
