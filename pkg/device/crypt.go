@@ -196,7 +196,7 @@ func (c crypt) health(ctx context.Context) ([]blockdev.Problem, error) {
 	if err != nil || !there {
 		return nil, err
 	}
-	known, err := c.stacks.inTime(ctx, d.Name, func() error { return luks.Check(below.Path) })
+	_, known, err := inTime(ctx, c.stacks, d.Name, healthPatience, func() (struct{}, error) { return struct{}{}, luks.Check(below.Path) })
 	if !known {
 		return nil, err
 	}

@@ -42,5 +42,6 @@ func (s Stack) AttachMarks(ctx context.Context) error {
 
 // InTime is inTime.
 func (s *Stacks) InTime(ctx context.Context, name string, do func() error) (known bool, err error) {
-	return s.inTime(ctx, name, do)
+	_, known, err = inTime(ctx, s, name, healthPatience, func() (struct{}, error) { return struct{}{}, do() })
+	return known, err
 }

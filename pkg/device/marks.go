@@ -162,10 +162,7 @@ func (m marked) health(ctx context.Context) ([]blockdev.Problem, error) {
 	if err != nil || d == nil || !d.Live {
 		return nil, err
 	}
-	known, err := m.stacks.inTime(ctx, name, func() error {
-		_, err := era.StateOf(name)
-		return err
-	})
+	_, known, err := inTime(ctx, m.stacks, name, healthPatience, func() (era.State, error) { return era.StateOf(name) })
 	if !known {
 		return nil, err
 	}
@@ -198,7 +195,8 @@ func (s *Stacks) markings(pool blockdev.Pool) ([]marked, error) {
 	return found, err
 }
 
-// Marked returns how a volume is attached and the state of its marks, from the kernel alone. Without marks the state is zero.
+// Marked returns how a volume is attached and the state of its marks, from the kernel alone. Without marks the state is zero. errdefs.ErrUnavailable if the
+// disk does not answer.
 func (s Stack) Marked(ctx context.Context) (m Marked, err error) {
 	for _, l := range s.layers(ctx) {
 		devices, _, err := l.attached(ctx)
@@ -216,7 +214,11 @@ func (s Stack) Marked(ctx context.Context) (m Marked, err error) {
 	if err != nil || d == nil || !d.Live {
 		return m, err
 	}
-	if state, err := era.StateOf(name); err == nil { // else none are kept
+	state, err := s.stacks.stateOf(ctx, name)
+	if errors.Is(err, errdefs.ErrUnavailable) || ctx.Err() != nil {
+		return m, s.errorOf(marked{t}, err)
+	}
+	if err == nil { // else none are kept
 		m.State = state
 	}
 	return m, nil
@@ -254,7 +256,7 @@ func (s Stack) Written(ctx context.Context, since uint32) (written []blockdev.Ex
 		if err != nil {
 			return err
 		}
-		state, err := era.StateOf(name)
+		state, err := s.stacks.stateOf(ctx, name)
 		if err == nil && since > state.Era {
 			err = fmt.Errorf("%w: it is in era %d, and %d was asked for", errdefs.ErrPrecondition, state.Era, since)
 		}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -326,6 +327,49 @@ func TestMarksWentAway(t *testing.T) {
 		if err := f.stack().AttachMarks(f.Context()); !dm.Vanished(err) {
 			f.Errorf("attached: %v", err)
 		}
+	})
+}
+
+// TestMarkedHung: whoever asks for the marks of a volume does not wait for a disk that does not answer: that is an error, and does not say that none are kept.
+// When the disk answers again, they are.
+func TestMarkedHung(t *testing.T) {
+	check.OK(t, era.Available())
+	overEach(t, func(f *fixture) {
+		pooltest.Create(f, f.pool, blockdev.Spec{Ref: f.beside(), Size: 8 * pooltest.MiB})
+		marked := &markedFixture{f, device.Options{Keep: true}}
+		below, hangs := marked.marking(true), "ashlar-test-hangs"
+		check.OK(f, dm.Make(hangs, "", dm.Linear(below.Metadata.Number, below.Metadata.Size)))
+		f.Cleanup(func() { drivertest.Run(f, "dmsetup", "remove", "--retry", hangs) })
+		d, err := dm.Find(hangs)
+		check.OK(f, err)
+		top := f.attach(device.Options{Keep: true, Marking: &device.Marking{Metadata: blockdev.Device{Path: d.Path(), Number: d.Number, Size: below.Metadata.Size}, Block: below.Block}})
+		writeBlocks(f, top.Path, 1)
+		check.OK(f, dm.Suspend(hangs))
+		wrote := make(chan struct{})
+		go func() { defer close(wrote); writeBlocks(f, top.Path, 2) }() // the mark waits
+		time.Sleep(time.Second)
+		asked := make(chan error, 2)
+		stack := f.stack()
+		go func() {
+			_, err := stack.Marked(context.Background())
+			asked <- err
+			_, err = stack.Written(context.Background(), 1)
+			asked <- err
+		}()
+		for _, what := range []string{"marked", "written"} {
+			select {
+			case err := <-asked:
+				pooltest.Fails(f, err, errdefs.ErrUnavailable, what)
+			case <-time.After(time.Minute):
+				f.Errorf("%s: it waits for the disk", what)
+			}
+		}
+		check.OK(f, dm.Resume(hangs, dm.NoScan))
+		<-wrote
+		marked.kept(true, "when it answers again")
+		marked.written(1, 1, 2)
+		marked.end(top)
+		check.OK(f, below.Metadata.Close())
 	})
 }
 

@@ -2,30 +2,40 @@ package device
 
 import (
 	"context"
+	"fmt"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// healthPatience is how long Health waits for a device that has to be read, or whose target may wait for its disk.
-const healthPatience = 2 * time.Second
+const (
+	// healthPatience is how long Health waits for a device that has to be read, or whose target may wait for its disk.
+	healthPatience = 2 * time.Second
+	// marksPatience is how long all else waits for the state of marks: the kernel tells it between two commits of their metadata, which take their time on a
+	// disk with much to do.
+	marksPatience = 10 * time.Second
+)
 
 // look is a look at a device that is under way.
 type look struct {
 	began time.Time
 	ended chan struct{} // closed at its end
-	err   error         // read it after that
+	found any           // read these two after that
+	err   error
 }
 
-// inTime looks at a device of the device mapper by do, and waits for healthPatience at most. known is false if the look has not ended by then, or ctx has
-// ended before. It goes on, and no other look at the device begins before its end: so a disk that hangs blocks one goroutine for each of its devices, and
-// none of the callers.
-func (s *Stacks) inTime(ctx context.Context, name string, do func() error) (known bool, err error) {
+// inTime looks at a device of the device mapper by do, and waits until patience after the beginning at most. known is false if the look has not ended by
+// then, or ctx has ended before. It goes on, and no other look at the device begins before its end: so a disk that hangs blocks one goroutine for each of
+// its devices, and none of the callers. All looks at a device find the same.
+func inTime[T any](ctx context.Context, s *Stacks, name string, patience time.Duration, do func() (T, error)) (found T, known bool, err error) {
 	s.mu.Lock()
 	now := s.looks[name]
 	if now == nil {
 		now = &look{began: time.Now(), ended: make(chan struct{})}
 		s.looks[name] = now
 		go func() {
-			now.err = do()
+			now.found, now.err = do()
 			s.mu.Lock()
 			delete(s.looks, name)
 			s.mu.Unlock()
@@ -33,14 +43,23 @@ func (s *Stacks) inTime(ctx context.Context, name string, do func() error) (know
 		}()
 	}
 	s.mu.Unlock()
-	late := time.NewTimer(time.Until(now.began.Add(healthPatience)))
+	late := time.NewTimer(time.Until(now.began.Add(patience)))
 	defer late.Stop()
 	select {
 	case <-now.ended:
-		return true, now.err
+		return now.found.(T), true, now.err
 	case <-late.C:
-		return false, nil
+		return found, false, nil
 	case <-ctx.Done():
-		return false, ctx.Err()
+		return found, false, ctx.Err()
 	}
+}
+
+// stateOf is era.StateOf of a device that marks. errdefs.ErrUnavailable if the kernel does not tell it within marksPatience, as its disk does not answer.
+func (s *Stacks) stateOf(ctx context.Context, name string) (era.State, error) {
+	state, known, err := inTime(ctx, s, name, marksPatience, func() (era.State, error) { return era.StateOf(name) })
+	if !known && err == nil {
+		err = fmt.Errorf("%w: device %s has not told the state of its marks for %v: the disk does not answer", errdefs.ErrUnavailable, name, marksPatience)
+	}
+	return state, err
 }
