@@ -9,6 +9,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -27,6 +28,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -260,6 +262,52 @@ func TestReachedRaw(t *testing.T) {
 	if all := p.bytes(id); string(all[12345:12355]) != "some bytes" || bytes.Contains(all, []byte("from before")) || len(all) != 48<<20 {
 		t.Errorf("at home it has %q of %d bytes", all[12345:12355], len(all))
 	}
+}
+
+// TestStartBesideHungThaw: a start does not wait for the end of a freeze that a crash left on a volume whose home does not answer. The freeze ends when it does.
+func TestStartBesideHungThaw(t *testing.T) {
+	drivertest.NeedMapper(t)
+	p := newPair(t)
+	v := p.make("v", volume.Encryption{})
+	attached, err := p.user.Attach(p.Context(), p.get(v), nil)
+	check.OK(p, err)
+	dir := p.TempDir()
+	drivertest.Run(p, "mkfs.ext4", "-q", attached.Path)
+	drivertest.Run(p, "mount", attached.Path, dir)
+	unmount := sync.OnceFunc(func() { drivertest.Unmount(p, dir) })
+	p.Cleanup(unmount)
+	check.OK(p, attached.Close())
+	thaw, err := filesystem.Freeze(p.Context(), dir)
+	check.OK(p, err)
+	exported, err := p.home.Attached(p.Context(), v)
+	check.OK(p, err)
+	name, err := os.ReadFile(dm.Sysfs(exported[0].Number) + "/dm/name")
+	check.OK(p, err)
+	device := strings.TrimSpace(string(name))
+	check.OK(p, dm.Suspend(device))
+	answer := sync.OnceFunc(func() { check.OK(p, dm.Resume(device, dm.NoScan)) })
+	p.Cleanup(answer)
+	started := make(chan struct{})
+	go func() { defer close(started); p.start() }()
+	select {
+	case <-started:
+	case <-time.After(30 * time.Second):
+		p.Error("the start waits for the home")
+	}
+	answer()
+	<-started
+	wrote := make(chan error, 1)
+	go func() { wrote <- os.WriteFile(dir+"/file", []byte("written"), 0o600) }()
+	select {
+	case err := <-wrote:
+		check.OK(p, err)
+	case <-time.After(30 * time.Second):
+		p.Error("when the home answers, the filesystem is still frozen")
+		check.OK(p, filesystem.Thaw(dir))
+	}
+	_ = thaw() // it closes the directory
+	unmount()
+	p.unused(v)
 }
 
 // TestReachedEncrypted: an encrypted volume is opened on the node that uses it. The home has neither the key nor any readable data.

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -180,23 +181,18 @@ func (l *Local) recoverGroup(ctx context.Context, pools map[string]blockdev.Pool
 }
 
 // endFreezes thaws the filesystems that this driver may have left frozen. A freeze of somebody else stays, except on volumes of other nodes: no record tells
-// whose those are.
+// whose those are. What has not ended within thawPatience goes on, and is not waited for.
 func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
 		return err
 	}
 	listed := map[blockdev.Ref]bool{}
+	var thaws []thawing
 	for _, record := range records {
 		listed[record.Ref] = true
-		if record.Labels[labelFrozen] == "" {
-			continue
-		}
-		if err := l.thaw(ctx, pool, record.Ref); err != nil {
-			return err
-		}
-		if err := setFrozen(ctx, pool, record.Ref, ""); err != nil {
-			return err
+		if record.Labels[labelFrozen] != "" {
+			thaws = append(thaws, l.thaw(ctx, pool, record.Ref))
 		}
 	}
 	// A volume of another node may have been frozen for its home (Hold). No record here says so, and its home may not answer; so all of them are thawed.
@@ -206,21 +202,64 @@ func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
 	}
 	for _, ref := range volumes {
 		if !listed[ref] {
-			if err := l.thaw(ctx, pool, ref); err != nil {
-				return err
-			}
+			thaws = append(thaws, l.thaw(ctx, pool, ref))
+		}
+	}
+	waiting, cancel := context.WithTimeout(ctx, thawPatience)
+	defer cancel()
+	for _, t := range thaws {
+		ended, err := t.wait(waiting)
+		if err == nil && !ended {
+			klog.FromContext(ctx).Info("A freeze that may have outlived its snapshot has not ended yet, as the disk or the home of the volume does not answer; it ends when that does", "pool", pool.Name(), "object", t.ref.String())
+			continue
+		}
+		if err == nil && listed[t.ref] {
+			err = setFrozen(ctx, pool, t.ref, "")
+		}
+		if err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
-// thaw ends a freeze of a volume's filesystem, if there is one.
-func (l *Local) thaw(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
-	for _, path := range l.filesystems(ctx, pool, ref) {
-		if err := filesystem.Thaw(path); err != nil {
-			return err
+// thawPatience is how long a start waits for freezes to end: ext4 writes its superblock for that, to a disk, or a home, that may not answer.
+const thawPatience = 10 * time.Second
+
+// thawing is the end of a freeze of a volume's filesystem, which is under way.
+type thawing struct {
+	ref   blockdev.Ref
+	ended chan error // gets one error, or nil
+}
+
+// thaw begins to end a freeze of a volume's filesystem, if there is one.
+func (l *Local) thaw(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) thawing {
+	t := thawing{ref, make(chan error, 1)}
+	paths := l.filesystems(ctx, pool, ref)
+	go func() {
+		for _, path := range paths {
+			if err := filesystem.Thaw(path); err != nil {
+				t.ended <- err
+				return
+			}
+			klog.FromContext(ctx).Info("Ended a freeze that may have outlived its snapshot", "volume", ID{ref.Kind, pool.Name(), ref.Key}.String(), "path", path)
 		}
-		klog.FromContext(ctx).Info("Ended a freeze that may have outlived its snapshot", "volume", ID{ref.Kind, pool.Name(), ref.Key}.String(), "path", path)
+		t.ended <- nil
+	}()
+	return t
+}
+
+// wait waits for the end, until ctx ends; false if that is first.
+func (t thawing) wait(ctx context.Context) (ended bool, err error) {
+	select {
+	case err := <-t.ended:
+		return true, err
+	default:
 	}
-	return nil
+	select {
+	case err := <-t.ended:
+		return true, err
+	case <-ctx.Done():
+		return false, nil
+	}
 }
