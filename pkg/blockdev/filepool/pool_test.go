@@ -967,6 +967,26 @@ func TestConcurrentAttach(t *testing.T) {
 	}
 }
 
+// TestAttachIsLocked: a new loop device is locked, so that udev leaves it alone, until who attached it has laid something over it and lets go of it.
+func TestAttachIsLocked(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+	udev, err := os.Open(device.Path)
+	check.OK(t, err)
+	defer udev.Close()
+	lock := func() error { return unix.Flock(int(udev.Fd()), unix.LOCK_SH|unix.LOCK_NB) }
+	if err := lock(); !errors.Is(err, unix.EWOULDBLOCK) {
+		t.Errorf("udev may look at it: %v", err)
+	}
+	check.OK(t, device.Close())
+	err = lock()
+	for end := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(end); err = lock() { // a program that is being started may have it for a moment
+		time.Sleep(time.Millisecond)
+	}
+	check.OK(t, err)
+}
+
 // TestConcurrentDetach: many callers detach one device at once. It goes, and none of them has an error because the kernel does not open a device that is
 // going.
 func TestConcurrentDetach(t *testing.T) {

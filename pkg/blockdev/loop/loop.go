@@ -152,7 +152,8 @@ func hasBacking(n int) bool {
 }
 
 // Attach makes a loop device over an open file (LOOP_CTL_GET_FREE and LOOP_CONFIGURE), with the next free number if somebody else was faster. The file
-// that it returns holds the device. errdefs.ErrUnavailable if there are no loop devices; errdefs.ErrInvalid for a label that is too long.
+// that it returns holds the device, and until it is closed a lock of the device: udev does not look at what is on it meanwhile, and so gives it to no mdadm
+// before the caller has laid something over it (worker_lock_whole_disk of systemd-udevd; systemd.io/BLOCK_DEVICE_LOCKING). errdefs.ErrUnavailable if there are no loop devices; errdefs.ErrInvalid for a label that is too long.
 func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, error) {
 	if len(c.Label) > nameSize {
 		return nil, 0, fmt.Errorf("%w: loop label %q is longer than %d", errdefs.ErrInvalid, c.Label, nameSize)
@@ -189,6 +190,7 @@ func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, err
 		if err != nil {
 			return nil, 0, fmt.Errorf("open loop device: %w", errdefs.FromErrno(err))
 		}
+		_ = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) // if somebody has it, then udev, which looks at a device without a file
 		if err = configure(f, backing, c); err == nil {
 			if err := setUp(f, n, c); err != nil {
 				return nil, 0, err
