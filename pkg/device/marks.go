@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -77,6 +78,9 @@ func (m marked) attach(_ context.Context, below blockdev.Device, o Options) (_ b
 			return era.Make(name, uuid, below.Size, o.Marking.Block, o.Marking.Metadata.Number, below.Number)
 		})
 		if err != nil {
+			if taken := unclaimed(below); taken != nil { // the kernel says no more than that it is invalid
+				return blockdev.Device{}, fmt.Errorf("%w: %w", taken, err)
+			}
 			return blockdev.Device{}, ofMarks(err)
 		}
 		defer func() {
@@ -89,6 +93,16 @@ func (m marked) attach(_ context.Context, below blockdev.Device, o Options) (_ b
 		return blockdev.Device{}, err
 	}
 	return passing(d, below)
+}
+
+// unclaimed returns unix.EBUSY if somebody has a device for himself.
+func unclaimed(d blockdev.Device) error {
+	f, err := os.OpenFile(d.Path, os.O_RDONLY|unix.O_EXCL, 0)
+	if !errors.Is(err, unix.EBUSY) {
+		_ = f.Close() // of no harm if it is nil
+		return nil
+	}
+	return err
 }
 
 // fit brings the device to the size of the one below.

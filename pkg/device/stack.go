@@ -15,6 +15,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
@@ -189,6 +190,9 @@ type Options struct {
 	Marking *Marking
 	// Guarded: the device fails all writes, whoever has it open, because several nodes read the volume.
 	Guarded bool
+	// Mounted reports whether a device is mounted; nil: none is. A pool's device that was mounted itself, when there was no device mapper, or by an older
+	// driver, is used as it is.
+	Mounted func(blockdev.Device) bool
 	// ReadOnly: nobody can write to the device, whoever has it open, until the volume is attached without ReadOnly. It has no effect where the kernel has no
 	// device mapper, nor on a device that is there for writing already.
 	ReadOnly bool
@@ -231,22 +235,42 @@ func present(number uint64) bool {
 // attachTries is how often Attach looks again for a device that vanishes while it is opened, before it fails.
 const attachTries = 5
 
+// Programs of the host may have a new device for themselves for a moment (O_EXCL): udev has the kernel look for parts of a btrfs, and before Linux 6.3 that
+// takes it so. Attach waits for them this often, with this pause.
+const (
+	claimedTries = 10
+	claimedPause = 100 * time.Millisecond
+)
+
 // Attach makes the volume a device of this machine, or finds the one that is there. The caller closes it to end its hold. Errors: errdefs.ErrInUse if it
-// is attached with another Keep or Guarded, errdefs.ErrPrecondition as for Severed, ErrMarks if only the marks fail; else those of blockdev.Pool.Attach.
+// is attached with another Keep or Guarded, or if somebody else has its device for himself, errdefs.ErrPrecondition as for Severed, ErrMarks if only the marks fail; else those of blockdev.Pool.Attach.
 func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	for try := 0; ; try++ {
 		device, err := s.attach(ctx, o)
 		if dm.Vanished(err) && try < attachTries {
 			continue
 		}
+		if errors.Is(err, unix.EBUSY) && try < claimedTries && ctx.Err() == nil {
+			time.Sleep(claimedPause)
+			continue
+		}
 		if err != nil {
-			return blockdev.Device{}, err
+			return blockdev.Device{}, s.claimed(err)
 		}
 		if _, err := device.SetQueue(o.Attributes); err != nil {
 			return blockdev.Device{}, errors.Join(err, device.Close())
 		}
 		return device, nil
 	}
+}
+
+// claimed adds what to do to the error that somebody else has a device of the volume for himself.
+func (s Stack) claimed(err error) error {
+	if !errors.Is(err, unix.EBUSY) {
+		return err
+	}
+	return fmt.Errorf("%w: another program, or the kernel, has the device for itself: %w; lsblk shows what is over it; what pods write into raw volumes may look to the host like a part of an array (mdadm --stop), "+
+		"a cache (bcache) or a volume group", errdefs.ErrInUse, err)
 }
 
 func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
@@ -270,7 +294,7 @@ func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 		return s.attachAll(ctx, lowest, o)
 	}
 	device, err := s.attachAll(ctx, layers, o)
-	if errors.Is(err, unix.EBUSY) { // an older driver mounted the pool's device itself, so nothing can be laid over it
+	if errors.Is(err, unix.EBUSY) && o.Mounted != nil && slices.ContainsFunc(devices, o.Mounted) { // nothing can be laid over it
 		return s.attachAll(ctx, lowest, o)
 	}
 	return device, err

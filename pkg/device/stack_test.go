@@ -310,7 +310,7 @@ func TestTopBeneathMount(t *testing.T) {
 		drivertest.Run(f, "mount", d.Path, dir)
 		check.OK(f, d.Close())
 		f.is(d, size, "mounted")
-		again := f.attach(device.Options{})
+		again := f.attach(device.Options{Mounted: func(one blockdev.Device) bool { return one.Number == d.Number }})
 		if again.Number != d.Number {
 			f.Errorf("attached again as %s, mounted is %s", again.Path, d.Path)
 		}
@@ -325,6 +325,40 @@ func TestTopBeneathMount(t *testing.T) {
 		f.gone()
 		if now := f.attach(device.Options{}); now.Below == "" {
 			f.Errorf("attached anew, it is the pool's own device: %+v", now)
+		}
+	})
+}
+
+// TestTopBesideClaim: a layer is never left out because somebody has the pool's device for himself, as an array of the host may that is made of what a pod
+// wrote. Who has it for a moment is waited for.
+func TestTopBesideClaim(t *testing.T) {
+	overEach(t, func(f *fixture) {
+		claim := func() (end func()) {
+			d, err := f.pool.Attach(f.Context(), f.ref, blockdev.Attachment{})
+			check.OK(f, err)
+			user, err := os.OpenFile(d.Path, os.O_RDONLY|unix.O_EXCL, 0)
+			check.OK(f, errors.Join(err, d.Close()))
+			return func() { _ = user.Close() }
+		}
+		pooltest.Create(f, f.pool, blockdev.Spec{Ref: f.beside(), Size: 8 * pooltest.MiB})
+		marked := &markedFixture{fixture: f}
+		for _, o := range []device.Options{{}, {Keep: true}, {Seat: true}, {Marking: marked.marking(true)}} {
+			end := claim()
+			d, err := f.stack().Attach(f.Context(), o)
+			pooltest.Fails(f, err, errdefs.ErrInUse, "attached below somebody's claim")
+			if errors.Is(err, device.ErrMarks) {
+				f.Errorf("the marks are said to be what fails: %v", err)
+			}
+			_ = d.Close()
+			end()
+			f.gone()
+			end = claim()
+			time.AfterFunc(300*time.Millisecond, end)
+			if d = f.attach(o); d.Below == "" {
+				f.Errorf("attached after a claim, it is the pool's own device: %+v", d)
+			}
+			check.OK(f, errors.Join(d.Close(), f.stack().Detach(f.Context())))
+			f.gone()
 		}
 	})
 }

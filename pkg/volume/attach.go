@@ -147,6 +147,7 @@ func (l *Local) layLeg(ctx context.Context, id ID, isLeg bool, stack device.Stac
 
 // lay is stack.Attach. It first detaches severed devices that nobody has, which a stage that was cut short has left.
 func (l *Local) lay(ctx context.Context, stack device.Stack, o device.Options) (blockdev.Device, error) {
+	o.Mounted = func(d blockdev.Device) bool { return l.mounted([]blockdev.Device{d}) }
 	attached, err := stack.Attach(ctx, o)
 	if !errors.Is(err, errdefs.ErrPrecondition) {
 		return attached, err
