@@ -421,7 +421,7 @@ func TestBusyServer(t *testing.T) {
 					return next.RoundTrip(q)
 				}
 				if busy.Load() {
-					if refused.Add(1); query.Get("limit") != "1" && (!query.Has("watch") || query.Has("sendInitialEvents")) {
+					if refused.Add(1); query.Get("fieldSelector") != "metadata.name=-" && (!query.Has("watch") || query.Has("sendInitialEvents")) {
 						whole.Add(1)
 					}
 					return tooMany(q), nil

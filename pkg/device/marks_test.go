@@ -333,8 +333,8 @@ func TestMarksWentAway(t *testing.T) {
 // TestMarkedHung: whoever asks for the marks of a volume does not wait for a disk that does not answer: that is an error, and does not say that none are kept.
 // When the disk answers again, they are.
 func TestMarkedHung(t *testing.T) {
-	check.OK(t, era.Available())
 	overEach(t, func(f *fixture) {
+		check.OK(f, era.Available())
 		pooltest.Create(f, f.pool, blockdev.Spec{Ref: f.beside(), Size: 8 * pooltest.MiB})
 		marked := &markedFixture{f, device.Options{Keep: true}}
 		below, hangs := marked.marking(true), "ashlar-test-hangs"
