@@ -795,7 +795,7 @@ func restoredUnseen(t *testing.T, opens int64) *tended {
 	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
 		t.Fatalf("%v are current", now)
 	}
-	f.legs["b"].away, f.generation = false, 1+opens
+	f.legs["b"].away, f.generation, f.madeFor = false, 1+opens, 1+opens
 	check.OK(t, mirror.Leave(t.Context(), f.mirrorReconciler.name, f.legs["b"].number))
 	return f
 }
