@@ -93,12 +93,9 @@ func current(metadata string) (view, error) {
 	return m.view()
 }
 
-// span is a range of keys of a tree, from first to before end.
-type span struct{ first, end uint64 }
-
 // walk calls visit with the entries of a tree: see persistent.Tree.Walk. The values are numbers.
-func (m metadataFile) walk(root uint64, keys span, pass func(number uint64, depth int) bool, visit func(key, value uint64) error) error {
-	return m.tree(root).Walk(persistent.Span{First: keys.first, End: keys.end}, pass, func(key uint64, value []byte) error {
+func (m metadataFile) walk(root uint64, keys persistent.Span, pass func(number uint64, depth int) bool, visit func(key, value uint64) error) error {
+	return m.tree(root).Walk(keys, pass, func(key uint64, value []byte) error {
 		return visit(key, binary.LittleEndian.Uint64(value))
 	})
 }
@@ -108,7 +105,7 @@ func (m metadataFile) tree(root uint64) persistent.Tree {
 }
 
 // nodes returns the nodes of a tree below its root that may have keys in a span, sorted. It reads no leaf but the first: all are equally deep.
-func (m metadataFile) nodes(root uint64, keys span) (all []uint64, err error) {
+func (m metadataFile) nodes(root uint64, keys persistent.Span) (all []uint64, err error) {
 	leaves, err := m.tree(root).Leaves()
 	if err != nil || leaves == 0 {
 		return nil, err
@@ -126,7 +123,7 @@ var errStopped = errors.New("stopped")
 
 // differing calls visit with the keys, in a span and in order, that one of two trees of blocks has and the other one has not, or has for another block. Nodes
 // that both have are the same in both, as snapshots share what was not written since; they are not read. After an error it may have passed over some.
-func (m metadataFile) differing(before, after uint64, keys span, visit func(key uint64) error) error {
+func (m metadataFile) differing(before, after uint64, keys persistent.Span, visit func(key uint64) error) error {
 	ours, err := m.nodes(before, keys)
 	if err != nil {
 		return err
@@ -178,7 +175,7 @@ func (m metadataFile) differing(before, after uint64, keys span, visit func(key 
 
 // blocksOf returns the root of the tree of a thin volume's blocks, by the volume's number. errdefs.ErrUnsupported if there is no such volume.
 func (m metadataFile) blocksOf(seen view, number uint64) (root uint64, err error) {
-	err = m.walk(seen.of.root, span{number, number + 1}, nil, func(_, blocks uint64) error {
+	err = m.walk(seen.of.root, persistent.Span{First: number, End: number + 1}, nil, func(_, blocks uint64) error {
 		root = blocks
 		return nil
 	})
@@ -202,8 +199,8 @@ func alone(metadata string, volume uint64, size int64) (pieces []piece, seen vie
 	block := seen.of.size
 	end := uint64((size + block - 1) / block)
 	own, others := map[uint64]uint64{}, map[uint64]bool{}
-	err = m.walk(seen.of.root, span{0, 1 << timeBits}, nil, func(number, blocks uint64) error {
-		return m.walk(blocks, span{0, end}, nil, func(logical, value uint64) error {
+	err = m.walk(seen.of.root, persistent.Span{End: 1 << timeBits}, nil, func(number, blocks uint64) error {
+		return m.walk(blocks, persistent.Span{End: end}, nil, func(logical, value uint64) error {
 			if number == volume {
 				own[value>>timeBits] = logical
 			} else {

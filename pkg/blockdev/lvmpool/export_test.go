@@ -79,7 +79,7 @@ var CopyDevice = copyDevice
 // Differing returns the keys, in a span, that two trees of a thin pool's metadata do not have alike.
 func Differing(f *os.File, before, after, first, end uint64) (keys []uint64, err error) {
 	m := metadataFile{persistent.File{File: f}}
-	err = m.differing(before, after, span{first, end}, func(key uint64) error {
+	err = m.differing(before, after, persistent.Span{First: first, End: end}, func(key uint64) error {
 		keys = append(keys, key)
 		return nil
 	})

@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/extents"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/persistent"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -148,7 +149,7 @@ func (m metadataFile) list(seen view, numbers []uint64, size, from int64, visit 
 		return nil
 	}
 	block := seen.of.size
-	keys := span{uint64(from / block), uint64((size + block - 1) / block)}
+	keys := persistent.Span{First: uint64(from / block), End: uint64((size + block - 1) / block)}
 	each := func(key uint64) error {
 		at := int64(key) * block
 		return visit(blockdev.Extent{Offset: at, Length: min(block, size-at)})
