@@ -382,6 +382,21 @@ func mounted(path string) bool {
 	return err == nil && info.Root
 }
 
+// disturbs reports whether an access may be why a call was refused that it ran beside: an unpublish finds an open file; a group of raw devices is refused if a
+// member is written to until all are cut.
+func (e *environment) disturbs(access, call operation) bool {
+	if access.begin >= call.end || call.begin >= access.end {
+		return false
+	}
+	switch call.in.kind {
+	case unpublish:
+		return (access.in.kind == read || access.in.kind == write) && access.in.volume == call.in.volume
+	case cutGroup:
+		return e.filesystem == block && access.in.kind == write && access.in.volume != c
+	}
+	return false
+}
+
 // judge searches for an order of what has happened in this round.
 func (e *environment) judge() {
 	e.mu.Lock()
@@ -399,12 +414,7 @@ func (e *environment) judge() {
 				}
 			}
 		}
-		for _, other := range e.history {
-			// A call that has found a file open.
-			if o.in.kind == unpublish && (other.in.kind == read || other.in.kind == write) && other.in.volume == o.in.volume && other.begin < o.end && o.begin < other.end {
-				o.in.held = true
-			}
-		}
+		o.in.held = slices.ContainsFunc(e.history, func(other operation) bool { return e.disturbs(other, *o) })
 	}
 	states, at, err := linear.Search(e.states, e.history)
 	if err != nil || len(states) == 0 {

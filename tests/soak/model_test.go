@@ -85,7 +85,7 @@ type input struct {
 	volume int
 	target int
 	number int32 // of a write; steps of growth of an expand
-	// held: somebody has had a file of the target open meanwhile.
+	// held: somebody has used the data meanwhile, so that the call may be refused.
 	held bool
 }
 
@@ -264,6 +264,8 @@ func refused(s state, in input, code codes.Code) bool {
 			return v.exists && (!v.staged || !v.claimed)
 		case unpublish:
 			return in.held && v.published[in.target]
+		case cutGroup:
+			return in.held && s.groupA == absent && s.volumes[a].exists && s.volumes[b].exists
 		case nodeExpand:
 			return v.published[in.target] || v.staged || v.attached // ext4, without CAP_SYS_RESOURCE
 		}

@@ -49,6 +49,7 @@ func TestSearch(t *testing.T) {
 	in := func(k kind) input { return input{kind: k} }
 	wrote, got := func(n int32) input { return input{kind: write, number: n} }, func(n int32) output { return output{number: n} }
 	up := []operation{{in(create), ok, 0, 1}, {in(claim), ok, 1, 2}, {in(stage), ok, 2, 3}, {in(publish), ok, 4, 5}}
+	second := []operation{{in(snapshot), ok, 6, 7}, {input{kind: create, volume: b}, ok, 7, 8}}
 	for name, c := range map[string]struct {
 		history  []operation
 		possible bool
@@ -67,6 +68,8 @@ func TestSearch(t *testing.T) {
 		"a lost write":                   {slices.Concat(up, []operation{{wrote(1), ok, 6, 7}, {wrote(2), ok, 8, 9}, {in(read), got(1), 10, 11}}), false},
 		"writes at once":                 {slices.Concat(up, []operation{{wrote(1), ok, 6, 9}, {wrote(2), ok, 6, 9}, {in(read), got(1), 10, 11}}), true},
 		"mounted with nothing published": {[]operation{{in(create), ok, 0, 1}, {in(read), got(0), 2, 3}}, false},
+		"a group beside a write":         {slices.Concat(up, second, []operation{{input{kind: cutGroup, held: true}, busy, 8, 9}}), true},
+		"a group refused for nothing":    {slices.Concat(up, second, []operation{{in(cutGroup), busy, 8, 9}}), false},
 		"a group of nothing":             {[]operation{{in(cutGroup), ok, 0, 1}}, false},
 		"what the snapshot had": {slices.Concat(up, []operation{{wrote(1), ok, 6, 7}, {in(snapshot), ok, 8, 9}, {wrote(2), ok, 10, 11},
 			{input{kind: create, volume: b}, ok, 12, 13}, {input{kind: claim, volume: b}, ok, 13, 14}, {input{kind: stage, volume: b}, ok, 14, 15}, {input{kind: publish, volume: b}, ok, 16, 17},
