@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -220,12 +221,15 @@ const mkfsTries = 5
 // zeros throughout, so that nothing has to be zeroed; otherwise it may carry an unfinished filesystem, which is overwritten. ErrUnsupported if the tool is
 // not installed.
 func Make(ctx context.Context, t Type, device string, zeros bool) error {
-	argv := makeCommand(t, kernelVersion(), zeros && t == Ext4 && ext4Prezeroed(ctx))
+	argv, err := commandHere(ctx, t, zeros)
+	if err != nil {
+		return toolError(fmt.Errorf("make %s on %s: find out which features it would have: %w", t, device, err))
+	}
 	if !zeros {
 		argv = append(argv, map[Type]string{Ext4: "-F", XFS: "-f", Btrfs: "-f"}[t])
 	}
 	argv = append(argv, device)
-	_, _, err := command.Run(ctx, argv...)
+	_, _, err = command.Run(ctx, argv...)
 	for tries := 1; err != nil && tries < mkfsTries && strings.Contains(err.Error(), "cannot check mount status"); tries++ {
 		_, _, err = command.Run(ctx, argv...)
 	}
@@ -239,52 +243,99 @@ func Make(ctx context.Context, t Type, device string, zeros bool) error {
 	return nil
 }
 
-// makeCommand returns the command that makes a filesystem which the kernel can mount; its device is to be added. prezeroed: the device reads as zeros, and
-// mke2fs can be told so (ext4Prezeroed).
-func makeCommand(t Type, kernel version, prezeroed bool) []string {
+// makeCommand returns the command that makes a filesystem which the kernel can mount; its device is to be added. tool is the version of that command, or zero:
+// then it is told nothing that older ones do not know. zeros: the device reads as zeros.
+func makeCommand(t Type, kernel, tool version, zeros bool) []string {
+	var argv []string
 	switch t {
 	case XFS:
 		// Sectors of 4 KiB, also on a device with sectors of 512 bytes: so the volume can be moved to a disk that has no smaller ones.
-		argv := []string{"mkfs.xfs", "-q", "-K", "-s", "size=4096"}
-		if kernel.before(5, 19) {
-			argv = append(argv, "-i", "nrext64=0")
-		}
-		return argv
+		argv = []string{"mkfs.xfs", "-q", "-K", "-s", "size=4096"}
 	case Btrfs:
-		return []string{"mkfs.btrfs", "-q", "-K"}
+		argv = []string{"mkfs.btrfs", "-q", "-K"}
 	default:
 		// Blocks of 4 KiB, also on a small volume, as it may grow.
 		extended := "nodiscard"
-		if prezeroed {
+		if zeros && !tool.before(1, 47) { // then it writes neither inode tables nor journal, nor does the kernel later
 			extended += ",assume_storage_prezeroed=1"
 		}
-		argv := []string{"mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", extended}
-		if kernel.before(5, 15) {
-			argv = append(argv, "-O", "^orphan_file")
-		}
-		return argv
+		argv = []string{"mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", extended}
 	}
+	for _, f := range newFeatures[t] {
+		if kernel.before(f.kernel.major, f.kernel.minor) && !tool.before(f.tool.major, f.tool.minor) {
+			argv = append(argv, f.without...)
+		}
+	}
+	return argv
 }
 
-// ext4Prezeroed reports whether mke2fs can be told that the device reads as zeros (e2fsprogs 1.47). Then it writes neither inode tables nor journal, nor does
-// the kernel later.
-var ext4Prezeroed = func() func(context.Context) bool {
-	var mu sync.Mutex
-	var known, answer bool
-	return func(ctx context.Context) bool {
-		mu.Lock()
-		defer mu.Unlock()
-		if !known {
-			// mke2fs prints its version on standard error and exits 0.
-			_, out, err := command.Run(ctx, "mkfs.ext4", "-V")
-			if err != nil {
-				return false
-			}
-			known, answer = true, !parseVersion(strings.TrimPrefix(out, "mke2fs ")).before(1, 47)
+// feature is one that newer tools give a filesystem unless they are told not to, and with which older kernels do not mount it for writing.
+type feature struct {
+	kernel  version  // the first that can
+	tool    version  // older ones do not give it, and may end with an error if they are told about it
+	without []string // tells the tool not to give it
+}
+
+var newFeatures = map[Type][]feature{
+	Ext4:  {{version{5, 15}, version{1, 47}, []string{"-O", "^orphan_file"}}},
+	XFS:   {{version{5, 19}, version{5, 19}, []string{"-i", "nrext64=0"}}, {version{6, 10}, version{6, 18}, []string{"-i", "exchange=0", "-n", "parent=0"}}},
+	Btrfs: {{version{6, 1}, version{6, 19}, []string{"-O", "^block-group-tree"}}},
+}
+
+// commandHere is makeCommand for the kernel that runs and the tool that is installed. It is an error if that does not run, and may give what the kernel lacks.
+func commandHere(ctx context.Context, t Type, zeros bool) ([]string, error) {
+	kernel, tool := kernelVersion(), version{}
+	lacks := slices.ContainsFunc(newFeatures[t], func(f feature) bool { return kernel.before(f.kernel.major, f.kernel.minor) })
+	if lacks || t == Ext4 && zeros {
+		var err error
+		if tool, err = tools.version(ctx, t); err != nil && lacks {
+			return nil, err
 		}
-		return answer
 	}
-}()
+	return makeCommand(t, kernel, tool, zeros), nil
+}
+
+// toolVersions are the versions of the programs that make filesystems. Each is asked until it has told.
+type toolVersions struct {
+	mu    sync.Mutex
+	known map[Type]version
+}
+
+var tools = toolVersions{known: map[Type]version{}}
+
+// versionCommands print the version of a tool, on standard output or error: as "mke2fs 1.47.0 (5-Feb-2023)", "mkfs.xfs version 6.1.0" and "mkfs.btrfs, part of
+// btrfs-progs v6.2".
+var versionCommands = map[Type][]string{Ext4: {"mkfs.ext4", "-V"}, XFS: {"mkfs.xfs", "-V"}, Btrfs: {"mkfs.btrfs", "--version"}}
+
+// version returns the version of the tool for a type; zero if it does not tell.
+func (k *toolVersions) version(ctx context.Context, t Type) (version, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if known, is := k.known[t]; is {
+		return known, nil
+	}
+	out, warnings, err := command.Run(ctx, versionCommands[t]...)
+	if err != nil {
+		return version{}, err
+	}
+	v := toolVersion(out + warnings)
+	if v != (version{}) {
+		k.known[t] = v
+	}
+	return v, nil
+}
+
+// versionSaid matches what a tool says of its version (versionCommands).
+var versionSaid = regexp.MustCompile(`(?:mke2fs|mkfs\.xfs version|btrfs-progs) v?(\d+\.\d+)`)
+
+// toolVersion returns the version in what a tool says of itself; zero if there is none.
+func toolVersion(said string) version {
+	found := versionSaid.FindStringSubmatch(said)
+	if found == nil {
+		return version{}
+	}
+	return parseVersion(found[1])
+}
 
 // Check checks an ext4 before it is mounted, and repairs what is safe to repair (checkExt4). It writes nothing to a clean one, save that it removes a copy of
 // the superblock from the boot block. XFS and btrfs need no check: they recover when they are mounted. ErrDataLoss if somebody has to repair the filesystem
