@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -201,7 +202,8 @@ func (s *Server) NodeUnpublishVolume(ctx context.Context, r *csi.NodeUnpublishVo
 }
 
 // unpublish is NodeUnpublishVolume. text is the volume's ID, asked the target as the CO names it, and target the same path without links (mount.Resolve). An
-// ephemeral volume is deleted only if it was made for the target asked.
+// ephemeral volume is deleted only if it was made for the target asked. One whose record cannot be read stays, without an error: that would not pass, and the
+// kubelet would keep the pod for ever. The health of its pool tells of it (RecordDamaged).
 func (s *Server) unpublish(ctx context.Context, text, asked, target string) error {
 	id, parseErr := volume.ParseID(text)
 	if parseErr != nil { // an ephemeral volume, or none of this driver's
@@ -232,6 +234,10 @@ func (s *Server) unpublish(ctx context.Context, text, asked, target string) erro
 	}
 	v, err := s.volumes.Ephemeral(ctx, text)
 	if errors.Is(err, errdefs.ErrNotFound) {
+		return nil
+	}
+	if errors.Is(err, errdefs.ErrDataLoss) {
+		klog.FromContext(ctx).Error(err, "An inline ephemeral volume was unpublished, and cannot be deleted; a start deletes it once its record can be read", "volume", text)
 		return nil
 	}
 	if err != nil {

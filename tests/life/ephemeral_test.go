@@ -309,3 +309,34 @@ func TestEphemeralRestart(t *testing.T) {
 		d.nothingLeft()
 	})
 }
+
+// TestEphemeralDamagedRecord: the pod of an inline ephemeral volume whose record cannot be read ends all the same: an error would not pass, and the kubelet would
+// keep the pod, and its node, for ever. Nothing of the volume is removed, and the pool says that the record is damaged. Once the record can be read again, a
+// start deletes the volume.
+func TestEphemeralDamagedRecord(t *testing.T) {
+	drivertest.NeedRoot(t)
+	d := start(t, drivertest.Options{})
+	v, target, r := d.inline("csi-0123", map[string]string{"size": "32Mi"})
+	check.OK(t, d.nodePublish(r))
+	write(t, v.File(target), 1)
+	path := filepath.Join(d.Dir, "pool/volumes", volume.KeyOf("csi-0123")+".rec")
+	rec, err := os.ReadFile(path)
+	check.OK(t, err)
+	check.OK(t, os.WriteFile(path, make([]byte, len(rec)), 0o600))
+	d = d.restart()
+	v, _, r = d.inline("csi-0123", nil)
+	holds(t, v.File(target), 1)
+	check.Code(t, d.nodePublish(r), codes.DataLoss, "record")
+	holds(t, v.File(target), 1)
+	for range 2 {
+		check.OK(t, v.unpublish(target))
+		absent(t, target)
+	}
+	if files := d.inPool(); len(files) != 2 {
+		t.Errorf("in the pool are %v, want image and record", files)
+	}
+	check.OK(t, os.Remove(filepath.Dir(target))) // as the kubelet does once the pod has ended
+	check.OK(t, os.WriteFile(path, rec, 0o600))  // as from a backup, or by a newer driver
+	d = d.restart()
+	d.nothingLeft()
+}
