@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/ashlar-csi/ashlar/internal/runbook"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -434,7 +435,12 @@ func (s *Server) ControllerGetVolume(ctx context.Context, r *csi.ControllerGetVo
 		Status: &csi.ControllerGetVolumeResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, nil
 }
 
-// ControllerExpandVolume grows a volume and its device. Filesystems, encrypted volumes and those with several legs need NodeExpandVolume afterwards.
+// ControllerExpandVolume grows a volume and its device. Filesystems, encrypted volumes and those with several legs need NodeExpandVolume afterwards. ErrOutOfRange
+// also if there is no room for it.
+//
+// After RESOURCE_EXHAUSTED, Kubernetes' external-resizer takes the growth for one that may still be going on: it asks for that size again and again, also if the
+// owner of the claim wants less by now, who may have written a size that no disk will ever have. After OUT_OF_RANGE it asks again, too, every few minutes, and at
+// once for another size.
 func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerExpandVolumeRequest) (*csi.ControllerExpandVolumeResponse, error) {
 	if r.GetVolumeId() != "" && r.GetCapacityRange() == nil {
 		return nil, csimap.Missing("capacity range")
@@ -449,6 +455,9 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerEx
 		}
 	}
 	v, err := s.store.Expand(ctx, id, volume.Range{Required: r.GetCapacityRange().GetRequiredBytes(), Limit: r.GetCapacityRange().GetLimitBytes()})
+	if errors.Is(err, errdefs.ErrNoSpace) {
+		return nil, errdefs.Recast(errdefs.ErrOutOfRange, errors.New(runbook.See(err.Error(), "NoSpace")), "there is no room for it now")
+	}
 	if err != nil {
 		return nil, err
 	}

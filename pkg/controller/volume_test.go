@@ -436,7 +436,7 @@ func TestExpandVolume(t *testing.T) {
 		r.CapacityRange = &csi.CapacityRange{LimitBytes: 8 * mib}
 	}, errdefs.ErrOutOfRange, "volumes do not shrink")
 	refuses("an impossible range", func(r request) { r.CapacityRange.LimitBytes = mib }, errdefs.ErrInvalid, "limit 1048576")
-	refuses("more than the pool has", func(r request) { r.CapacityRange.RequiredBytes = 9 << 30 }, errdefs.ErrNoSpace, "bytes are left")
+	refuses("more than the pool has", func(r request) { r.CapacityRange.RequiredBytes = 9 << 30 }, errdefs.ErrOutOfRange, "no room for it now: ")
 	refuses("more than a volume can have", func(r request) { r.CapacityRange.RequiredBytes = 1 << 62 }, errdefs.ErrOutOfRange, "is the most")
 	for _, c := range []struct {
 		required, want int64

@@ -21,7 +21,7 @@ var (
 	ErrNotFound = errors.New("not found")
 	// ErrExists: it is there already, but not as asked for.
 	ErrExists = errors.New("already exists and differs")
-	// ErrOutOfRange: the size asked for is one that can never be served.
+	// ErrOutOfRange: the size asked for is one that can never be served; or a volume is to grow to it, and there is no room for that now.
 	ErrOutOfRange = errors.New("size out of range")
 	// ErrNoSpace: the pool cannot back what was asked for, now.
 	ErrNoSpace = errors.New("not enough space")

@@ -74,7 +74,7 @@ var advice = map[string]string{
 	"ErrInvalid":      "change the request: the class, the claim, the pod",
 	"ErrNotFound":     "nothing, if it was deleted; else look for it: `kubectl get ashlar`",
 	"ErrExists":       "take another name, or delete what has this one",
-	"ErrOutOfRange":   "ask for another size: a filesystem has a least one, a pool a largest one, and nothing shrinks",
+	"ErrOutOfRange":   "ask for another size: a filesystem has a least one, a pool a largest one, and nothing shrinks. Or make room, if the message says that there is none now",
 	"ErrNoSpace":      "free or add space ([grow a pool](../operate/grow-a-pool.md)), or let another node have the volume",
 	"ErrLimit":        "take volumes off the node, or raise `--max-volumes`",
 	"ErrInUse":        "end what uses it: the message names it",

@@ -158,7 +158,7 @@ func TestNoSpaceAtAll(t *testing.T) {
 			check.Code(t, err, codes.ResourceExhausted)
 			_, err = v.snapshot("another cut")
 			check.Code(t, err, codes.ResourceExhausted)
-			check.Code(t, v.expand(2*smallest["ext4"]), codes.ResourceExhausted)
+			check.Code(t, v.expand(2*smallest["ext4"]), codes.OutOfRange, "not enough space", "docs/runbooks/pool-full.md")
 			if fs != "btrfs" { // which keeps some for itself, of which it says nothing
 				expect(t, d.storage(), "STORAGE_DEGRADED PoolNearlyFull")
 			}
