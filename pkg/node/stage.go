@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
@@ -104,11 +105,33 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if how.readOnly || fresh || !filesystem.GrowsMounted(how.fs) {
 		return nil
 	}
-	err = filesystem.Grow(how.fs, device.Path, path)
-	if err != nil { // the kubelet takes it for not mounted then, and would not unstage it
-		err = errors.Join(err, mount.Unmount(path))
+	return s.growStaged(ctx, v.ID, device, path, how.fs)
+}
+
+// growStaged grows the filesystem that is mounted at the path where a volume is staged. If it cannot grow, it is unmounted: after an error the kubelet takes
+// it for not staged, and would not unstage it. There are two exceptions.
+//
+// It is published: then it is staged as asked for, which is success, and it stays as large as it is. NodeExpandVolume, which a CO calls for the growth, says
+// why. After each start of the kubelet volumes in use are staged once more, and their pods would not be set up again after an error.
+//
+// ErrBusy: then it stays mounted. A btrfs that was unmounted while it was balanced goes on with that when it is mounted, and does not grow before that has
+// ended, which it never would if each try unmounted it. With that error the kubelet knows that it may be staged.
+func (s *Server) growStaged(ctx context.Context, id volume.ID, device blockdev.Device, path string, fs filesystem.Type) error {
+	err := filesystem.Grow(fs, device.Path, path)
+	if err == nil {
+		return nil
 	}
-	return err
+	published, failure := s.otherMounts(ctx, id, []uint64{device.Number}, path)
+	switch {
+	case failure != nil:
+		return errors.Join(err, failure)
+	case len(published) > 0:
+		klog.FromContext(ctx).Error(err, "A volume that is in use was staged once more, and its filesystem could not grow to the size of its device", "volume", id.String())
+		return nil
+	case errors.Is(err, errdefs.ErrBusy):
+		return err
+	}
+	return errors.Join(err, mount.Unmount(path))
 }
 
 // attach attaches a volume to be mounted.
@@ -190,7 +213,7 @@ func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string,
 		return nil
 	}
 	// The first try may have ended between mounting and growing.
-	return filesystem.Grow(how.fs, at.device.Path, path)
+	return s.growStaged(ctx, v.ID, at.device, path, how.fs)
 }
 
 // stageBlock attaches a volume until it is unstaged, and binds its device to the marker of the staging path, which is an existing directory. If it is bound
