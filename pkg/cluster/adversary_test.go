@@ -1191,6 +1191,45 @@ func TestAdoptionRefused(t *testing.T) {
 	w.eventually("the others are back", func() bool { return w.object("a") != nil && w.object("b") != nil })
 }
 
+// TestAdoptedMeanwhile: what somebody asks to be adopted while the agent makes the objects of other strays is adopted as well, and is not forgotten.
+func TestAdoptedMeanwhile(t *testing.T) {
+	var armed atomic.Bool
+	ask := func() {}
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if q.Method == http.MethodPost && strings.HasSuffix(q.URL.Path, "/volumes") && armed.CompareAndSwap(true, false) {
+					ask()
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	w, m, s := newCluster(t)
+	ids := map[string]string{}
+	for _, name := range []string{"a", "b"} {
+		v, err := s.Create(w.ctx, spec(name))
+		check.OK(t, err)
+		ids[name] = v.ID.String()
+		check.OK(t, w.Delete(w.ctx, w.object(name)))
+	}
+	w.gone()
+	m.agent.Changed()
+	w.strays("default", 2)
+	p := w.pool(nodeName, "default")
+	adopt := func(which string) {
+		before := p.DeepCopy()
+		p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: which}
+		check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
+	}
+	ask = func() { adopt(ids["a"] + "," + ids["b"]) }
+	armed.Store(true)
+	adopt(ids["a"])
+	w.eventually("both are back", func() bool { return w.object("a") != nil && w.object("b") != nil })
+	w.strays("default", 0)
+	w.eventually("nothing is asked for any more", func() bool { return w.pool(nodeName, "default").Annotations[v1alpha1.AdoptAnnotation] == "" })
+}
+
 // TestRebound: a volume that was never used does not count as abandoned if there is a PersistentVolume for it, whatever its name.
 func TestRebound(t *testing.T) {
 	w, m, s := newCluster(t)

@@ -24,7 +24,7 @@ const Finalizer = "ashlar.dev/node"
 const NewPool = "new"
 
 // AdoptAnnotation on a Pool asks for objects of volumes and snapshots that have none: "all",
-// or some of the IDs in status.strays, with commas between. The agent takes it off when done. What was about to move to another node is not meant by "all".
+// IDs of status.strays, or both, with commas between. The agent takes it off when done. What was about to move to another node is not meant by "all".
 const AdoptAnnotation = "ashlar.dev/adopt"
 
 // DoubtAnnotation on a Volume: the controller is finding out whether anybody still wants its claim. Whoever asks for

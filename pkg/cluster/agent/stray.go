@@ -326,17 +326,18 @@ func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*
 }
 
 // adopt creates the objects of the strays that v1alpha1.AdoptAnnotation of the pool's object names, and returns the other strays. If the API server refuses
-// some, the rest is adopted all the same; the annotation stays until none fails.
+// some, the rest is adopted all the same; the annotation stays until none fails, and if it asks for more meanwhile.
 func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) ([]stray, error) {
 	asked := pool.Annotations[v1alpha1.AdoptAnnotation]
 	if asked == "" {
 		return strays, nil
 	}
 	wanted := strings.FieldsFunc(asked, func(c rune) bool { return c == ',' || c == ' ' })
+	all := slices.Contains(wanted, adoptAll)
 	var left []stray
 	var failures []error
 	for _, one := range strays {
-		if (asked != adoptAll || one.sealed) && !slices.Contains(wanted, one.ID) && (one.Group == "" || !slices.Contains(wanted, one.Group)) {
+		if (!all || one.sealed) && !slices.Contains(wanted, one.ID) && (one.Group == "" || !slices.Contains(wanted, one.Group)) {
 			left = append(left, one)
 			continue
 		}
@@ -359,7 +360,11 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 	}
 	before := pool.DeepCopy()
 	delete(pool.Annotations, v1alpha1.AdoptAnnotation)
-	return left, a.kube.Client.Patch(ctx, pool, client.MergeFrom(before))
+	if err := a.kube.Client.Patch(ctx, pool, kube.LockingPatch(before)); err != nil { // somebody may have asked for more meanwhile
+		pool.Annotations = before.Annotations
+		return left, fmt.Errorf("take %s off pool %s: %w", v1alpha1.AdoptAnnotation, pool.Name, err)
+	}
+	return left, nil
 }
 
 // readopt makes what is here of a volume that has moved to another node usable again, because somebody adopts it by its ID (volume.Readopt).
