@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -32,6 +33,7 @@ func TestManifests(t *testing.T) {
 	}
 	no(v1alpha1.AddToScheme(scheme))
 	no(corev1.AddToScheme(scheme))
+	no(storagev1.AddToScheme(scheme))
 	kube, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	no(err)
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
@@ -58,6 +60,16 @@ func TestManifests(t *testing.T) {
 	}
 	a := add("pvc-a", "xfs", &v1alpha1.ClaimRef{Namespace: "default", Name: "a"}, "pv-a", true)
 	b := add("Named by Somebody", "", nil, "", true)
+	encrypted := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("pvc-e")}, Spec: v1alpha1.VolumeSpec{NodeName: "node-9", Pool: "default", Name: "pvc-e", Size: 1 << 20, Filesystem: "xfs",
+		PersistentVolume: "pv-e", Encryption: "luks2"}}
+	class := &storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: "fast"}, Provisioner: cluster.DefaultDriver,
+		Parameters: map[string]string{"csi.storage.k8s.io/node-stage-secret-name": "${pv.name}-key", "csi.storage.k8s.io/node-stage-secret-namespace": "keys"}}
+	for _, o := range []client.Object{encrypted, class} {
+		no(kube.Create(t.Context(), o))
+		made = append(made, o)
+	}
+	encrypted.Status.Created, encrypted.Status.Size = &now, 1<<20
+	no(kube.Status().Update(t.Context(), encrypted))
 	add("unmade", "ext4", nil, "", false)
 	snapshot := func(name string, group *v1alpha1.Group) string {
 		key := volume.KeyOf(name)
@@ -106,7 +118,7 @@ func TestManifests(t *testing.T) {
 			}
 		}
 	}
-	want := []string{"PersistentVolume " + volume.KeyOf("Named by Somebody"), "PersistentVolume pv-a", "PersistentVolumeClaim a", "VolumeGroupSnapshot group-1",
+	want := []string{"PersistentVolume " + volume.KeyOf("Named by Somebody"), "PersistentVolume pv-a", "PersistentVolume pv-e", "PersistentVolumeClaim a", "VolumeGroupSnapshot group-1",
 		"VolumeGroupSnapshotContent group-1", "VolumeSnapshot snapshot-1", "VolumeSnapshotContent snapshot-1"}
 	for _, one := range want {
 		if !strings.Contains(" "+strings.Join(kinds, " | ")+" ", one) {
@@ -127,6 +139,10 @@ func TestManifests(t *testing.T) {
 	no(kube.Get(t.Context(), client.ObjectKey{Name: volume.KeyOf("Named by Somebody")}, pv))
 	if *pv.Spec.VolumeMode != corev1.PersistentVolumeBlock || pv.Spec.CSI.VolumeHandle != b || pv.Spec.ClaimRef != nil {
 		t.Errorf("%+v", pv.Spec)
+	}
+	no(kube.Get(t.Context(), client.ObjectKey{Name: "pv-e"}, pv))
+	if s := pv.Spec.CSI.NodeStageSecretRef; s == nil || *s != (corev1.SecretReference{Namespace: "keys", Name: "pv-e-key"}) {
+		t.Errorf("%+v", pv.Spec.CSI)
 	}
 	for _, o := range run() {
 		if strings.HasPrefix(o.GetKind(), "Persistent") {

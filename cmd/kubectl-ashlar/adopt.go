@@ -273,12 +273,26 @@ func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) erro
 	if _, err := fmt.Fprintf(a.out, "pool %s: adopting %s\n", p.Name, strings.Join(ids, ", ")); err != nil || a.dryRun {
 		return err
 	}
-	before := p.DeepCopy()
-	metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.AdoptAnnotation, strings.Join(ids, ","))
-	if err := a.Patch(ctx, p, client.MergeFrom(before)); err != nil {
+	err := a.revise(ctx, p, func() (bool, error) {
+		was := p.Annotations[v1alpha1.AdoptAnnotation]
+		metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.AdoptAnnotation, together(was, ids))
+		return p.Annotations[v1alpha1.AdoptAnnotation] != was, nil
+	}, nil)
+	if err != nil {
 		return fmt.Errorf("ask the agent of pool %s: %w", p.Name, err)
 	}
 	return nil
+}
+
+// together returns the annotation that asks for strays beside those that it asks for already, which the agent has not made objects for yet.
+func together(asked string, ids []string) string {
+	all := strings.FieldsFunc(asked, func(c rune) bool { return c == ',' || c == ' ' })
+	for _, id := range ids {
+		if !slices.Contains(all, id) {
+			all = append(all, id)
+		}
+	}
+	return strings.Join(all, ",")
 }
 
 // wait waits until the agent of a pool has taken the annotation off, and none of the strays is left; for a.timeout at most.
@@ -342,7 +356,10 @@ func (a *adoption) restore(ctx context.Context) error {
 			return err
 		}
 	}
-	if len(objects) == 0 {
+	switch {
+	case len(objects) == 0 && len(doubts) > 0:
+		_, err = fmt.Fprintln(a.out, "Kubernetes lacks nothing that can be made.")
+	case len(objects) == 0:
 		_, err = fmt.Fprintln(a.out, "Kubernetes lacks nothing.")
 	}
 	for _, one := range doubts {

@@ -445,6 +445,23 @@ func TestAdoptInterrupted(t *testing.T) {
 
 func second[T any](_ T, err error) error { return err }
 
+// TestAdoptBeside: what was asked for before, and is not done yet, is asked for beside what is asked for now.
+func TestAdoptBeside(t *testing.T) {
+	e := newEnvironment(t)
+	p := pool("n1", 1000*mib, 1000*mib)
+	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "vol.default.1"}
+	p.Status.StrayCount, p.Status.Strays = 3, []v1alpha1.Stray{{ID: "vol.default.1"}, {ID: "vol.default.2"}, {ID: "vol.default.3"}}
+	e.add(p)
+	for _, want := range []string{"vol.default.1,vol.default.2", "vol.default.1,vol.default.2,vol.default.3", "vol.default.1,vol.default.2,vol.default.3"} {
+		last := want[strings.LastIndex(want, ",")+1:]
+		run(t, apitest.Admin, "adopt", last, "--timeout=1ms").refused(t, "its agent has not answered")
+		check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(p), p))
+		if have := p.Annotations[v1alpha1.AdoptAnnotation]; have != want {
+			t.Errorf("asked for are %q, want %q", have, want)
+		}
+	}
+}
+
 // TestReported: problems that a node reports of pools, volumes and snapshots are shown unchanged, with their severity.
 func TestReported(t *testing.T) {
 	e := newEnvironment(t)
@@ -633,6 +650,49 @@ func TestLacking(t *testing.T) {
 		e.remove(&corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}})
 	}
 	e.remove(&corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "data"}})
+}
+
+// TestLackingEncrypted: the PersistentVolume of an encrypted volume names the Secrets that it was made with, as its class says; if the class does not tell
+// them, the volume gets none, which could not be given them later.
+func TestLackingEncrypted(t *testing.T) {
+	e := newEnvironment(t)
+	const stage, expand = "csi.storage.k8s.io/node-stage-secret-", "csi.storage.k8s.io/node-expand-secret-"
+	class := func(name string, parameters map[string]string) {
+		e.add(&storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Provisioner: v1alpha1.DefaultDriver, Parameters: parameters})
+	}
+	class("plain", nil)
+	class("annotated", map[string]string{stage + "name": "${pvc.annotations['key']}", stage + "namespace": "${pvc.namespace}"})
+	class("of-claims", map[string]string{stage + "name": "${pvc.name}-key", stage + "namespace": "${pvc.namespace}", expand + "name": "${pv.name}", expand + "namespace": "keys"})
+	encrypted := func(name string, ref *v1alpha1.ClaimRef) {
+		e.add(&v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.VolumeSpec{NodeName: "n1", Pool: "default", Name: name, Size: mib, Filesystem: "xfs",
+			Encryption: "luks2", PersistentVolume: name, ClaimRef: ref}, Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: mib}}})
+	}
+	encrypted("pvc-a", &v1alpha1.ClaimRef{Namespace: namespace, Name: "data"})
+	encrypted("pvc-b", nil)
+	for class, why := range map[string]string{
+		"plain":     "StorageClass plain names none (csi.storage.k8s.io/node-stage-secret-name); give the class that it was made with (--storage-class)",
+		"none":      "there is no StorageClass none; make it, or give the one that it was made with (--storage-class)",
+		"annotated": "StorageClass annotated names it by ${pvc.annotations['key']}, which nothing tells any more; write the PersistentVolume by hand",
+	} {
+		r := run(t, apitest.Admin, "adopt", "--persistent-volumes", "--storage-class="+class)
+		check.OK(t, r.err)
+		r.says(t, "Kubernetes lacks nothing that can be made.", "vol.default."+volume.KeyOf("pvc-a")+" on node n1 gets no PersistentVolume: it is encrypted", why)
+	}
+	r := run(t, apitest.Admin, "adopt", "--persistent-volumes", "--storage-class=of-claims")
+	check.OK(t, r.err)
+	r.says(t, "PersistentVolume pvc-a: made", "PersistentVolumeClaim default/data: made", "vol.default."+volume.KeyOf("pvc-b")+" on node n1 gets no PersistentVolume", "names it by ${pvc.namespace}, ${pvc.name}, which")
+	pv := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-a"}}
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(pv), pv))
+	e.Cleanup(func() {
+		e.remove(&corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "data"}})
+		e.remove(pv)
+	})
+	if s := pv.Spec.CSI.NodeStageSecretRef; s == nil || *s != (corev1.SecretReference{Namespace: namespace, Name: "data-key"}) {
+		t.Errorf("to stage it: %+v", s)
+	}
+	if s := pv.Spec.CSI.NodeExpandSecretRef; s == nil || *s != (corev1.SecretReference{Namespace: "keys", Name: "pvc-a"}) {
+		t.Errorf("to grow it: %+v", s)
+	}
 }
 
 // TestChoose: a stray of two pools, as after a disk was copied, is not adopted from whichever comes first.

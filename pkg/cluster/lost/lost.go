@@ -3,6 +3,7 @@
 package lost
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -30,8 +31,8 @@ type Options struct {
 	Namespace  string // of VolumeSnapshots and VolumeGroupSnapshots of volumes whose claim is not known
 }
 
-// Find returns the objects that Kubernetes lacks for the volumes and snapshots of the cluster. It only reads. The reader has to know the kinds of core and of
-// pkg/api. The objects are
+// Find returns the objects that Kubernetes lacks for the volumes and snapshots of the cluster. It only reads. The reader has to know the kinds of core, of
+// storage.k8s.io and of pkg/api. The objects are
 //
 //   - a PersistentVolume for each volume whose handle no PersistentVolume has, and the PersistentVolumeClaim that it was made for, if that is not there;
 //   - a VolumeSnapshotContent and a VolumeSnapshot for each snapshot, a VolumeGroupSnapshotContent and a VolumeGroupSnapshot for each whole group.
@@ -39,7 +40,8 @@ type Options struct {
 // All PersistentVolumes and contents have the policy Retain. A volume that is being provisioned lacks nothing.
 //
 // Which claim a volume was made for only its own object says, as its node reported it. If several volumes name one claim, or the claim has another
-// PersistentVolume by now, nothing is guessed: the PersistentVolume gets no claim, and doubts has a sentence that says so.
+// PersistentVolume by now, nothing is guessed: the PersistentVolume gets no claim, and doubts has a sentence that says so. So it has for an encrypted volume
+// whose Secret the class does not tell, which gets no PersistentVolume: no other one could be given the Secret later.
 func Find(ctx context.Context, from client.Reader, o Options) (objects []client.Object, doubts []string, _ error) {
 	l := &lacking{Reader: from, driver: o.Driver, class: o.Class, mode: o.AccessMode, namespace: o.Namespace}
 	err := l.find(ctx)
@@ -56,6 +58,10 @@ type lacking struct {
 	names    map[string]int                          // by name: how many PersistentVolumes have it, or may be given it
 	claims   map[v1alpha1.ClaimRef][]v1alpha1.Volume // by claim: the volumes that say that they were made for it
 	networks map[string]string                       // by node: the network in which it reaches others
+
+	parameters map[string]string // of the class, when known is true
+	unknown    string            // why the parameters of the class are not known; empty: they are
+	known      bool              // the class was asked for
 }
 
 // find fills out and doubts.
@@ -183,37 +189,64 @@ func (l *lacking) terms(v *v1alpha1.Volume) []corev1.NodeSelectorTerm {
 
 // volume adds the PersistentVolume of a volume that has none, and the claim that the volume was made for, if that is not there.
 func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume) error {
-	id := v.ID()
+	var claim *corev1.PersistentVolumeClaim // nil: it is not there, or not known
+	if ref := v.Spec.ClaimRef; ref != nil {
+		claim = &corev1.PersistentVolumeClaim{}
+		err := l.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, claim)
+		if client.IgnoreNotFound(err) != nil {
+			return err
+		}
+		if err != nil {
+			claim = nil
+		}
+	}
+	if claim != nil && claim.Spec.VolumeName == "" && strings.HasSuffix(v.Spec.Name, string(claim.UID)) {
+		return nil // it is being provisioned for this very claim: the provisioner makes the PersistentVolume, with the policy of the class
+	}
+	name := nameOf(l.names, v.Spec.PersistentVolume, v.Spec.Name, v.Name)
+	var named keys
+	if v.Spec.Encryption != "" {
+		var why string
+		var err error
+		if named, why, err = l.keysOf(ctx, v, cmp.Or(v.Spec.PersistentVolume, name), claim); err != nil {
+			return err
+		}
+		if why != "" {
+			l.doubts = append(l.doubts, fmt.Sprintf("%s on node %s gets no PersistentVolume: it is encrypted, and a PersistentVolume has to name the Secret with its passphrase from the beginning: %s", v.ID(), v.Spec.NodeName, why))
+			return nil
+		}
+	}
+	pv := l.persistentVolume(v, name, named)
+	l.out = append(l.out, pv)
+	if v.Spec.ClaimRef != nil {
+		l.bind(v, pv, claim)
+	}
+	return nil
+}
+
+// persistentVolume returns a PersistentVolume for a volume, which is for no claim.
+func (l *lacking) persistentVolume(v *v1alpha1.Volume, name string, named keys) *corev1.PersistentVolume {
 	mode := corev1.PersistentVolumeFilesystem
 	if v.Spec.Filesystem == "" {
 		mode = corev1.PersistentVolumeBlock
 	}
-	size := *resource.NewQuantity(v.Status.Size, resource.BinarySI)
-	modes := []corev1.PersistentVolumeAccessMode{corev1.PersistentVolumeAccessMode(l.mode)}
-	pv := &corev1.PersistentVolume{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "PersistentVolume"},
-		ObjectMeta: metav1.ObjectMeta{Name: nameOf(l.names, v.Spec.PersistentVolume, v.Spec.Name, v.Name), Annotations: map[string]string{"pv.kubernetes.io/provisioned-by": l.driver}},
-		Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: size}, AccessModes: modes, VolumeMode: &mode,
+	return &corev1.PersistentVolume{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "PersistentVolume"},
+		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{"pv.kubernetes.io/provisioned-by": l.driver}},
+		Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(v.Status.Size, resource.BinarySI)},
+			AccessModes: []corev1.PersistentVolumeAccessMode{corev1.PersistentVolumeAccessMode(l.mode)}, VolumeMode: &mode,
 			PersistentVolumeReclaimPolicy: corev1.PersistentVolumeReclaimRetain, StorageClassName: l.class,
-			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: l.driver, VolumeHandle: id, FSType: v.Spec.Filesystem}},
-			NodeAffinity:           &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: l.terms(v)}}}}
+			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: l.driver, VolumeHandle: v.ID(), FSType: v.Spec.Filesystem,
+				NodeStageSecretRef: named.stage, NodeExpandSecretRef: named.expand}},
+			NodeAffinity: &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: l.terms(v)}}}}
+}
+
+// bind makes a PersistentVolume one for the claim that its volume was made for, unless that is in doubt, and adds the claim if it is not there (nil).
+func (l *lacking) bind(v *v1alpha1.Volume, pv *corev1.PersistentVolume, claim *corev1.PersistentVolumeClaim) {
 	ref := v.Spec.ClaimRef
-	if ref == nil {
-		l.out = append(l.out, pv)
-		return nil
-	}
-	claim := &corev1.PersistentVolumeClaim{}
-	err := l.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, claim)
-	if client.IgnoreNotFound(err) != nil {
-		return err
-	}
-	if err == nil && claim.Spec.VolumeName == "" && strings.HasSuffix(v.Spec.Name, string(claim.UID)) {
-		return nil // it is being provisioned for this very claim: the provisioner makes the PersistentVolume, with the policy of the class
-	}
-	l.out = append(l.out, pv)
-	if claim.Spec.VolumeName != "" && claim.Spec.VolumeName != pv.Name {
+	if claim != nil && claim.Spec.VolumeName != "" && claim.Spec.VolumeName != pv.Name {
 		l.doubts = append(l.doubts, fmt.Sprintf("PersistentVolume %s (%s on node %s) is for no claim: %s/%s, for which it was made, has the PersistentVolume %s",
-			pv.Name, id, v.Spec.NodeName, ref.Namespace, ref.Name, claim.Spec.VolumeName))
-		return nil
+			pv.Name, v.ID(), v.Spec.NodeName, ref.Namespace, ref.Name, claim.Spec.VolumeName))
+		return
 	}
 	if all := l.claims[*ref]; len(all) > 1 {
 		var others []string
@@ -223,17 +256,16 @@ func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume) error {
 			}
 		}
 		l.doubts = append(l.doubts, fmt.Sprintf("PersistentVolume %s (%s on node %s) is for no claim: that it was made for %s/%s is also said of %s; if it is this one, set its spec.claimRef",
-			pv.Name, id, v.Spec.NodeName, ref.Namespace, ref.Name, strings.Join(others, ", ")))
-		return nil
+			pv.Name, v.ID(), v.Spec.NodeName, ref.Namespace, ref.Name, strings.Join(others, ", ")))
+		return
 	}
 	pv.Spec.ClaimRef = &corev1.ObjectReference{APIVersion: "v1", Kind: "PersistentVolumeClaim", Namespace: ref.Namespace, Name: ref.Name}
-	if apierrors.IsNotFound(err) {
+	if claim == nil {
 		l.out = append(l.out, &corev1.PersistentVolumeClaim{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "PersistentVolumeClaim"},
 			ObjectMeta: metav1.ObjectMeta{Namespace: ref.Namespace, Name: ref.Name},
-			Spec: corev1.PersistentVolumeClaimSpec{AccessModes: modes, StorageClassName: &l.class, VolumeMode: &mode, VolumeName: pv.Name,
-				Resources: corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: size}}}})
+			Spec: corev1.PersistentVolumeClaimSpec{AccessModes: pv.Spec.AccessModes, StorageClassName: &l.class, VolumeMode: pv.Spec.VolumeMode, VolumeName: pv.Name,
+				Resources: corev1.VolumeResourceRequirements{Requests: pv.Spec.Capacity}}})
 	}
-	return nil
 }
 
 // The APIs of external-snapshotter.
