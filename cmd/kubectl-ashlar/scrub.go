@@ -51,7 +51,12 @@ func (s *scrubbing) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	if err := s.revise(ctx, r, func() (bool, error) { r.Spec.Scrubs++; return true, nil }, nil); err != nil {
+	want := int64(0)
+	err = s.revise(ctx, r, func() (bool, error) { r.Spec.Scrubs++; want = r.Spec.Scrubs; return true, nil }, nil)
+	if err == nil && r.Spec.Scrubs < want { // older CRDs drop unknown fields
+		err = errors.New("the definitions of ashlar.dev in this cluster know no such request: apply those of this version (deploy/kubernetes/crds)")
+	}
+	if err != nil {
 		return fmt.Errorf("ask for the replicas of %s to be compared: %w", name, err)
 	}
 	return s.tell(r)

@@ -1,10 +1,12 @@
 package main
 
 import (
+	"context"
 	"testing"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -38,4 +40,34 @@ func TestScrub(t *testing.T) {
 	if r.Spec.Scrubs != 3 {
 		t.Errorf("it was asked for %d times", r.Spec.Scrubs)
 	}
+}
+
+// TestScrubOfOlderDefinitions: with CRDs that do not know the request, it is not said that the replicas are compared.
+func TestScrubOfOlderDefinitions(t *testing.T) {
+	e := newEnvironment(t)
+	key := volume.KeyOf("pvc-1")
+	e.add(movable("pvc-1", "n1", 50*mib, func(v *v1alpha1.Volume) { v.Spec.ReplicaOf = key }))
+	r := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: key}, Spec: v1alpha1.ReplicatedVolumeSpec{Name: "pvc-1", Pool: "default", Replicas: 2, Size: 50 * mib, Numbered: 1, Legs: []string{key}}}
+	e.add(r)
+	server := apitest.Get(t)
+	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
+	check.OK(t, server.Redefine(t.Context(), "replicatedvolumes.ashlar.dev", func(crd *unstructured.Unstructured) {
+		versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
+		spec := versions[0].(map[string]any)["schema"].(map[string]any)["openAPIV3Schema"].(map[string]any)["properties"].(map[string]any)["spec"].(map[string]any)
+		delete(spec, "x-kubernetes-validations")
+		delete(spec["properties"].(map[string]any), "scrubs")
+		check.OK(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
+	}))
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		try := r.DeepCopy()
+		try.Spec.Scrubs = 1
+		check.OK(t, e.Patch(t.Context(), try, client.MergeFrom(r), client.DryRunAll))
+		if try.Spec.Scrubs == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the older definitions are not in force")
+		}
+	}
+	run(t, apitest.Admin, "scrub", "pvc-1").refused(t, "know no such request", "deploy/kubernetes/crds")
 }
