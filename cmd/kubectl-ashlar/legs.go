@@ -79,6 +79,13 @@ func (f *followed) isReplaced() bool {
 	return v.Spec.ReplicaOf != "" && (v1alpha1.Going(v) || v.Moving() && v.Spec.Claim != nil)
 }
 
+// goesOn reports whether a volume with several legs is there, and is not being deleted with all its legs.
+func (c *cluster) goesOn(ctx context.Context, name string) (bool, error) {
+	whole := &v1alpha1.ReplicatedVolume{}
+	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKey{Name: name}, whole) })
+	return err == nil && !whole.Going(), client.IgnoreNotFound(err)
+}
+
 // lookAtLegs sets f.legs to how far the other leg is, in words.
 func (c *cluster) lookAtLegs(ctx context.Context, f *followed) {
 	if f.legs = ""; !f.isReplaced() {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"slices"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -80,4 +81,15 @@ func TestMoveReplicas(t *testing.T) {
 	check.OK(t, r.err)
 	r.says(t, ": another replica on node n3: 25Mi of 50Mi are equal to the others\n", ": another replica has everything; this one is being deleted\n",
 		"shop/data, replica on n2: another replica has taken its place\n", "No volume is left on node n2.\n")
+
+	program = start(t, apitest.Admin, "move", third.Name, "--to=n2")
+	becomes(e, third, (*v1alpha1.Volume).Moving)
+	program.saying(t, "used on node n4; the volume is to get another replica on node n2")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(whole), whole))
+	whole.Spec.Delete = whole.UID // the claim of the volume was deleted, with all replicas
+	check.OK(t, e.Update(t.Context(), whole))
+	check.OK(t, e.Delete(t.Context(), third))
+	if r = program.ended(t); r.err == nil || !strings.Contains(r.err.Error(), "it was deleted meanwhile") {
+		t.Errorf("of a volume that is deleted: %v\n%s", r.err, r.stdout)
+	}
 }

@@ -478,15 +478,19 @@ func (f *followed) tell(out io.Writer) (err error) {
 	return err
 }
 
-// again reads the volume of a move again. errDeleted if it was deleted, unless another leg has taken its place.
+// again reads the volume of a move again. errDeleted if it was deleted, unless it is a leg, and another one has taken its place.
 func (c *cluster) again(ctx context.Context, f *followed) error {
 	now := &v1alpha1.Volume{}
 	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(f.v), now) })
 	if apierrors.IsNotFound(err) || err == nil && now.UID != f.v.UID {
-		if f.replaced = f.isReplaced(); f.replaced {
-			return nil
+		if !f.isReplaced() {
+			return errDeleted
 		}
-		return errDeleted
+		f.replaced, err = c.goesOn(ctx, f.v.Spec.ReplicaOf)
+		if err == nil && !f.replaced {
+			err = errDeleted
+		}
+		return err
 	}
 	if err == nil {
 		f.v = now
