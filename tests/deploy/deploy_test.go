@@ -240,6 +240,30 @@ func TestKnownFields(t *testing.T) {
 	}
 }
 
+// TestUpdateStrategy: one node can be tried first: what is applied later does not say that all nodes are replaced.
+func TestUpdateStrategy(t *testing.T) {
+	for values, want := range map[string]any{
+		"":                                   map[string]any{"type": "RollingUpdate", "rollingUpdate": map[string]any{"maxUnavailable": "10%"}},
+		`{node: {updateStrategy: OnDelete}}`: map[string]any{"type": "OnDelete"},
+	} {
+		if have := dig(render(t, values).of(t, "DaemonSet", "ashlar-node"), "spec", "updateStrategy"); !reflect.DeepEqual(have, want) {
+			t.Errorf("%s: %v, want %v", values, have, want)
+		}
+	}
+}
+
+// TestAnyNodeNeedsClaims: volumes that other nodes use are given to them by claims, so the chart makes no driver without claims for them.
+func TestAnyNodeNeedsClaims(t *testing.T) {
+	if _, err := template(`{anyNode: {enabled: true}, csiDriver: {attachRequired: false}}`); err == nil || !strings.Contains(err.Error(), "csiDriver.attachRequired") {
+		t.Errorf("without claims: %v", err)
+	}
+	for _, values := range []string{`{anyNode: {enabled: true}}`, `{csiDriver: {attachRequired: false}}`} {
+		if _, err := template(values); err != nil {
+			t.Errorf("%s: %v", values, err)
+		}
+	}
+}
+
 // TestSchema: values that cannot be right are refused, each by the schema.
 func TestSchema(t *testing.T) {
 	for name, values := range map[string]string{
@@ -280,6 +304,7 @@ func TestSchema(t *testing.T) {
 		"tag as a digest":           `{image: {digest: v1}}`,
 		"label":                     `{commonLabels: {a: 1}}`,
 		"policy's peers":            `{networkPolicy: {from: monitoring}}`,
+		"update strategy":           `{node: {updateStrategy: Recreate}}`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(values)

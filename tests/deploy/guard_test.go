@@ -90,6 +90,26 @@ func TestNetworkPolicy(t *testing.T) {
 			t.Errorf("%s, closed:\n%s", part, text(policy))
 		}
 	}
+	const api = `networkPolicy: {egress: [{to: [{ipBlock: {cidr: 10.0.0.1/32}}], ports: [{port: 6443}]}]}`
+	for values, peers := range map[string]any{`{agentPort: {enabled: true}, ` + api + `}`: "podSelector", `{snapshotMetadata: {enabled: true}, ` + api + `}`: "podSelector",
+		`{anyNode: {enabled: true}, ` + api + `}`: "anybody", `{` + api + `}`: "nobody"} {
+		for _, part := range []string{"controller", "node"} { // both call agents
+			let := "nobody"
+			for _, rule := range dig(render(t, values).of(t, "NetworkPolicy", "ashlar-"+part), "spec", "egress").([]any) {
+				rule := rule.(map[string]any)
+				switch {
+				case !strings.Contains(text(rule["ports"]), "9812"):
+				case rule["to"] == nil:
+					let = "anybody"
+				case strings.Contains(text(rule["to"]), "podSelector"):
+					let = "podSelector"
+				}
+			}
+			if let != peers {
+				t.Errorf("%s: what the %s may call on the agents' port: %s, want %s", values, part, let, peers)
+			}
+		}
+	}
 	for key := range render(t, `{networkPolicy: {enabled: false}}`) {
 		if strings.HasPrefix(key, "NetworkPolicy") {
 			t.Errorf("%s, though they are off", key)
