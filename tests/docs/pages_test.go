@@ -211,7 +211,7 @@ var (
 )
 
 // foreign are flags in the pages that belong to other programs.
-var foreign = []string{"--as", "--config", "--context", "--extra-create-metadata", "--force", "--from-literal", "--kube-api-capacity-qps", "--kube-api-qps", "--node-taint", "--register-with-taints", "--request-timeout", "--setactivationskip", "--snapshot-move-data", "--strict-topology"}
+var foreign = []string{"--as", "--config", "--context", "--extra-create-metadata", "--force", "--from-literal", "--kube-api-capacity-qps", "--kube-api-qps", "--node-taint", "--register-with-taints", "--request-timeout", "--reset-then-reuse-values", "--set", "--setactivationskip", "--snapshot-move-data", "--strict-topology"}
 
 // kubernetesFields are fields in the pages that belong to Kubernetes' own objects.
 var kubernetesFields = []string{"spec.claimRef"}

@@ -164,6 +164,57 @@ func TestClaimsOfPods(t *testing.T) {
 	}
 }
 
+var (
+	// container is a container that a command of kubectl names.
+	container = regexp.MustCompile("kubectl[^\n`]* -c ([a-z][-a-z]*)\\b")
+	// deployed is a container of the manifests.
+	deployed = regexp.MustCompile(`(?m)^        - name: (\S+)\n          image:`)
+	// oneLog is a log of one pod of several, which kubectl chooses: one that is ready, so not the one that somebody looks for.
+	oneLog = regexp.MustCompile("kubectl[^\n`]* logs (deployment|daemonset)/[^\n`]*")
+)
+
+// TestLogs: commands name containers that the manifests have, and ask for the logs of all pods of a kind, or of the one that is meant.
+func TestLogs(t *testing.T) {
+	var have []string
+	for _, found := range deployed.FindAllStringSubmatch(file(t, "deploy/kubernetes/*.yaml"), -1) {
+		have = append(have, found[1])
+	}
+	tried := 0
+	for _, pattern := range []string{"docs/operate/*.md", "docs/runbooks/*.md", "docs/use/*.md", "docs/*.md"} {
+		text := file(t, pattern)
+		for _, found := range container.FindAllStringSubmatch(text, -1) {
+			if tried++; !slices.Contains(have, found[1]) {
+				t.Errorf("there is no container %s: %s", found[1], found[0])
+			}
+		}
+		for _, found := range oneLog.FindAllString(text, -1) {
+			t.Errorf("it is the log of some pod: %s", found)
+		}
+	}
+	if tried < 10 || len(have) < 8 {
+		t.Errorf("%d commands name a container, and the manifests have %v; are they of another form now?", tried, have)
+	}
+}
+
+// upgrades is a command of Helm that changes a release, over several lines.
+var upgrades = regexp.MustCompile("helm upgrade (?:[^\n`]*\\\\\n)*[^\n`]*")
+
+// TestValuesKept: who changes one value of the chart keeps the others. Helm takes --set and -f alone for all values that there are to be.
+func TestValuesKept(t *testing.T) {
+	tried := 0
+	for _, command := range upgrades.FindAllString(file(t, "docs/*.md", "docs/operate/*.md", "docs/use/*.md", "docs/runbooks/*.md", "README.md", "deploy/charts/ashlar/*.md"), -1) {
+		if !strings.Contains(command, " --set ") && !strings.Contains(command, " -f ") {
+			continue
+		}
+		if tried++; !strings.Contains(command, " --reset-then-reuse-values") {
+			t.Errorf("it drops all other values: %s", command)
+		}
+	}
+	if tried < 4 {
+		t.Errorf("%d commands give values; are they of another form now?", tried)
+	}
+}
+
 // goSource is all code that messages are in.
 func goSource(t *testing.T) string {
 	t.Helper()
