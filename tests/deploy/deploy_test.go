@@ -252,6 +252,23 @@ func TestUpdateStrategy(t *testing.T) {
 	}
 }
 
+// TestGroupsApart: a group that runs on every node is refused beside another one, whose nodes would have two drivers, of which one has the node's socket, by
+// chance; and so are two pools of one name, which no driver starts with.
+func TestGroupsApart(t *testing.T) {
+	for values, words := range map[string]string{
+		`{nodeGroups: {fast: {nodeSelector: {disk: nvme}, pools: [{name: fast, url: "lvm://fast"}]}}}`:                                                                     "nodeGroups.default runs on every node",
+		`{nodeGroups: {default: null, a: {tolerations: [{operator: Exists}], pools: [{name: a, url: "lvm://a"}]}, b: {pools: [{name: b, url: "lvm://b"}]}}}`:               "nodeGroups.a runs on every node",
+		`{nodeGroups: {default: {pools: [{name: a, url: "lvm://a"}, {name: a, url: "lvm://b"}]}}}`:                                                                         "nodeGroups.default.pools: two pools are called a",
+		`{nodeGroups: {default: {nodeSelector: {disk: hdd}}, fast: {nodeSelector: {disk: nvme}, pools: [{name: fast, url: "lvm://fast"}]}}}`:                               "",
+		`{nodeGroups: {default: {tolerations: []}, fast: {tolerations: [{key: disk, operator: Exists}], nodeSelector: {disk: nvme}, pools: [{name: a, url: "lvm://a"}]}}}`: "",
+	} {
+		_, err := template(values)
+		if words == "" && err != nil || words != "" && (err == nil || !strings.Contains(err.Error(), words)) {
+			t.Errorf("%s: %v, want %q", values, err, words)
+		}
+	}
+}
+
 // TestAnyNodeNeedsClaims: volumes that other nodes use are given to them by claims, so the chart makes no driver without claims for them.
 func TestAnyNodeNeedsClaims(t *testing.T) {
 	if _, err := template(`{anyNode: {enabled: true}, csiDriver: {attachRequired: false}}`); err == nil || !strings.Contains(err.Error(), "csiDriver.attachRequired") {
@@ -358,7 +375,7 @@ func TestClassParameters(t *testing.T) {
 
 // TestInline: inline ephemeral volumes are off unless somebody switches them on, in the same way by either means.
 func TestInline(t *testing.T) {
-	const on, fast = `{nodeGroups: {default: {ephemeralPools: [default]}}}`, `{nodeGroups: {fast: {pools: [{name: a, url: "file:///a"}, {name: b, url: "lvm://b"}], ephemeralPools: [b, a], ephemeralMaxSize: 16Gi}}}`
+	const on, fast = `{nodeGroups: {default: {ephemeralPools: [default]}}}`, `{nodeGroups: {default: {nodeSelector: {disk: hdd}}, fast: {nodeSelector: {disk: nvme}, pools: [{name: a, url: "file:///a"}, {name: b, url: "lvm://b"}], ephemeralPools: [b, a], ephemeralMaxSize: 16Gi}}}`
 	for name, c := range map[string]struct {
 		all   objects
 		modes []any
