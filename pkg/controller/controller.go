@@ -327,7 +327,7 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 		err = madeWith(v, parameters)
 	}
 	if err == nil {
-		err = volume.CheckMutable(r.GetMutableParameters())
+		err = volume.CheckMutable(csimap.MutableOf(r.GetMutableParameters()))
 	}
 	if err != nil {
 		return &csi.ValidateVolumeCapabilitiesResponse{Message: err.Error()}, nil
@@ -473,7 +473,7 @@ func (s *Server) ControllerModifyVolume(ctx context.Context, r *csi.ControllerMo
 	if err != nil {
 		return nil, err
 	}
-	return &csi.ControllerModifyVolumeResponse{}, s.store.Modify(ctx, id, r.GetMutableParameters())
+	return &csi.ControllerModifyVolumeResponse{}, s.store.Modify(ctx, id, csimap.MutableOf(r.GetMutableParameters()))
 }
 
 // ControllerGetVolumeHealth returns the known problems of one volume.

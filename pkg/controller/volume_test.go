@@ -471,6 +471,15 @@ func TestModifyVolume(t *testing.T) {
 	refuses("a scheduler that is none", func(r request) { r.MutableParameters["ioScheduler"] = "fifo" }, errdefs.ErrInvalid, "none, mq-deadline, kyber and bfq are known")
 	drivertest.Twice(t, f.ControllerModifyVolume, right())
 	drivertest.Twice(t, f.ControllerModifyVolume, &csi.ControllerModifyVolumeRequest{VolumeId: id}) // nothing is to change
+	// With --extra-modify-metadata, external-resizer also says whose the volume is.
+	named := map[string]string{"readAheadKiB": "128", "csi.storage.k8s.io/pvc/name": "claim", "csi.storage.k8s.io/pvc/namespace": "default", "csi.storage.k8s.io/pv/name": "pvc-1"}
+	drivertest.Twice(t, f.ControllerModifyVolume, &csi.ControllerModifyVolumeRequest{VolumeId: id, MutableParameters: named})
+	r := wanted("named")
+	r.MutableParameters = named
+	valid := drivertest.Twice(t, f.ValidateVolumeCapabilities, &csi.ValidateVolumeCapabilitiesRequest{VolumeId: f.create(r), VolumeCapabilities: r.GetVolumeCapabilities(), MutableParameters: named})
+	if valid.GetConfirmed() == nil {
+		t.Errorf("not confirmed: %s", valid.GetMessage())
+	}
 }
 
 // TestPages: a list comes in pages of any size, each thing once, also if the last thing of a page is deleted meanwhile.

@@ -72,6 +72,14 @@ func Topologies(node, network string) []*csi.Topology {
 // ForCO reports whether a parameter is the container orchestrator's own, to be let by.
 func ForCO(key string) bool { return strings.HasPrefix(key, coPrefix) }
 
+// MutableOf returns the mutable parameters of a request, without those that are the container orchestrator's own: Kubernetes' external-resizer sends names of the
+// claim with --extra-modify-metadata.
+func MutableOf(given map[string]string) map[string]string {
+	mutable := maps.Clone(given)
+	maps.DeleteFunc(mutable, func(key, _ string) bool { return ForCO(key) })
+	return mutable
+}
+
 // Parameter of a StorageClass, as people are told of it.
 type Parameter struct{ Name, Values, Default string }
 
@@ -174,6 +182,7 @@ func (p *Parameters) together(parameters map[string]string) error {
 
 // Mutable are the mutable parameters that a volume begins with: those of its VolumeAttributesClass, and what the class says of others.
 func (p *Parameters) Mutable(given map[string]string) map[string]string {
+	given = MutableOf(given)
 	if p.Placement == "" {
 		return given
 	}
