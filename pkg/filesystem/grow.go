@@ -36,8 +36,8 @@ type xfsGeometry struct {
 const xfsMinAG = 64
 
 // Grow makes a filesystem as large as its device, while it is in use. path is a directory of it in a mount for writing. It does nothing if the filesystem is as
-// large already. ErrPrecondition for an ext4 if this process does not have CAP_SYS_RESOURCE (GrowsMounted), or that has errors; ErrBusy for a btrfs while
-// it is balanced, or its device is being replaced.
+// large already. ErrPrecondition for an ext4 if this process does not have CAP_SYS_RESOURCE (GrowsMounted), or that has errors; ErrUnsupported for one with
+// features with which the kernel grows none; ErrBusy for a btrfs while it is balanced, or its device is being replaced.
 func Grow(t Type, device, path string) error {
 	size, err := deviceSize(device)
 	if err != nil {
@@ -75,6 +75,10 @@ func growExt4(f *os.File, device string, size int64) error {
 	err = ioctl.Pointer(f, ext4ResizeFS, unsafe.Pointer(&blocks))
 	if errors.Is(err, unix.EPERM) && GrowsMounted(Ext4) { // ext4_resize_begin in fs/ext4/resize.c
 		return fmt.Errorf("%w: the kernel grows no ext4 that has errors, or a damaged superblock: its log says more; end the pods that use it, and when it is staged next it is checked, and grows: %w", errdefs.ErrPrecondition, err)
+	}
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		return fmt.Errorf("%w: the kernel does not grow an ext4 with these features (dumpe2fs -h %s; sparse_super2, and of older kernels bigalloc) while it is mounted: grow it by hand, with resize2fs, while no pod uses it: %w",
+			errdefs.ErrUnsupported, device, err)
 	}
 	if errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("%w: ext4 grows while mounted only for a process with CAP_SYS_RESOURCE; without, it will grow when the volume is staged next, to %d bytes: %w",
