@@ -51,6 +51,9 @@ type Exported struct {
 	// Otherwise: the export was made before TLS was switched on or off on this node, and keeps what it had, as its consumer is connected. It stays so
 	// until it ends.
 	Otherwise bool
+	// Again: the export is no new one. A consumer that is not connected may have been before, and what it wrote then may still be on its way to the disk: so
+	// it has the export ended, which waits for that, and asks anew.
+	Again bool
 }
 
 // GoString is for %#v.
@@ -264,7 +267,8 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 	if is && e.Generation > to.Generation {
 		return Exported{}, fmt.Errorf("%w: volume %s is exported to %s, later than %s", errdefs.ErrPrecondition, id, e.Grant, to)
 	}
-	if is && e.Grant == to && e.boot == how.Boot {
+	again := is && e.Grant == to && e.boot == how.Boot
+	if again {
 		err = l.unsealUsed(ctx, pool, record) // a consumer that calls Export does not mirror the volume
 	} else {
 		if is {
@@ -278,7 +282,9 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 	if err != nil {
 		return Exported{}, err
 	}
-	return l.export(ctx, pool, record, e)
+	out, err := l.export(ctx, pool, record, e)
+	out.Again = again
+	return out, err
 }
 
 // recordExport writes the export into the record of a volume. Before that it ends all exports for reading and the seal; ErrInUse if the volume is attached

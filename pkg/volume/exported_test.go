@@ -310,6 +310,28 @@ func exportedTo(t testing.TB, l *volume.Local, k *target, id volume.ID, want vol
 	}
 }
 
+// TestExportAgain: who is given a volume is told whether it was before, by the same claim: what it wrote then may still be on its way to the disk. After
+// Unexport, which waits for that, it is another export.
+func TestExportAgain(t *testing.T) {
+	l, _, _, _ := home(t)
+	v := create(t, l, "a")
+	before := ""
+	for i, again := range []bool{false, true, true, false} {
+		if i == 3 {
+			check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+		}
+		e, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+		if check.OK(t, err); e.Again != again || (e.NQN == before) != again {
+			t.Errorf("export %d is %+v, after %s", i, e, before)
+		}
+		before = e.NQN
+	}
+	if e, err := l.Export(t.Context(), v.ID, grant(2, "b")); err != nil || e.Again {
+		t.Errorf("by another claim it is %+v, %v", e, err)
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+}
+
 // TestExportTLS: the export of each generation has a TLS key of its own, which is in the answer only. A repeated Export returns the same key. An export
 // that was made without TLS stays as it is until it ends.
 func TestExportTLS(t *testing.T) {

@@ -54,12 +54,13 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return p.attached(c, how), nil
 }
 
-// open has the home export a volume for the present claim. An export that is Otherwise the home does not change, as this node may use it: if it is
-// connected, that goes on. If not, as after a start of the machine, it is given back first, and asked for again. errdefs.ErrUnavailable if it still is
-// Otherwise then.
+// open has the home export a volume for the present claim. An export that was there before (Again, Otherwise) the home does not change, as this node may use
+// it: if it is connected, that goes on. If not, as after a start of the machine, or after the home did not answer, it is given back first, and asked for
+// again: giving it back waits for what this node wrote before and is on its way to the disk still, which could overwrite what is written from now on.
+// errdefs.ErrUnavailable if the export still is Otherwise then.
 func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
 	export, err := p.ask(ctx, ref)
-	if err != nil || !export.Otherwise {
+	if err != nil || !export.Otherwise && !export.Again {
 		return export, err
 	}
 	connected, err := p.of(ref)
@@ -68,7 +69,7 @@ func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
 	}
 	_, generation, _ := parseNQN(export.NQN)
 	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generation) }); err != nil {
-		return Export{}, fmt.Errorf("give %s back to its home, which is to give it otherwise: %w", ref, err)
+		return Export{}, fmt.Errorf("give %s, which is not connected, back to its home, which is to give it anew: %w", ref, err)
 	}
 	export, err = p.ask(ctx, ref)
 	if err == nil && export.Otherwise {

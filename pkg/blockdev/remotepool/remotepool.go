@@ -57,6 +57,9 @@ type Export struct {
 	// Otherwise: the home exports the volume for this claim since before it should do so with TLS, or without, and does not change that until Close. A
 	// connection that is there goes on, and no other one is made.
 	Otherwise bool
+	// Again: the home has exported the volume for this claim before, so what this node wrote by an earlier connection may be on its way to the disk still.
+	// Close waits for that.
+	Again bool
 	// Record is the record of the volume, as Home.Record returns it.
 	Record blockdev.Record
 }

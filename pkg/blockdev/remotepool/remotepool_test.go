@@ -42,6 +42,8 @@ type home struct {
 	word       string // random word of the export
 	otherwise  bool   // Export.Otherwise, until it is closed
 	stays      bool   // Otherwise also after that
+	again      bool   // Export.Again, until it is closed
+	notEnded   error  // of Close
 
 	name string // NQN that it answers; empty: that of the export
 	host string // likewise
@@ -93,7 +95,7 @@ func (h *home) Open(ctx context.Context, _ string, _ blockdev.Ref) (remotepool.E
 	host := remotepool.HostPrefix("consumer") + "1"
 	const uuid = "00000000-0000-8000-8000-000000000001"
 	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: secret.Of("secret")})
-	out := remotepool.Export{Size: h.record.Size, Otherwise: h.otherwise, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
+	out := remotepool.Export{Size: h.record.Size, Otherwise: h.otherwise, Again: h.again, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
 		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: secret.Of("secret"), UUID: uuid, Loss: -1}}
 	out.NQN, out.Host, out.UUID = cmp.Or(h.name, out.NQN), cmp.Or(h.host, out.Host), cmp.Or(h.uuid, out.UUID)
 	if h.size > 0 {
@@ -141,8 +143,11 @@ func (h *home) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool,
 
 func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64) error {
 	h.closed = append(h.closed, generation)
-	if h.otherwise && !h.stays && h.err == nil && generation == h.generation {
-		h.otherwise, h.word = false, "fedcba9876543210"
+	if h.notEnded != nil {
+		return h.notEnded
+	}
+	if (h.otherwise && !h.stays || h.again) && h.err == nil && generation == h.generation {
+		h.otherwise, h.again, h.word = false, false, "fedcba9876543210"
 		return h.Remove(context.Background(), h.nqn(generation))
 	}
 	return h.err
@@ -213,6 +218,31 @@ func TestOtherwise(t *testing.T) {
 	list, err := h.List("")
 	if check.OK(t, err); len(h.closed) != 2 || h.closed[1] != 1 || len(list) != 1 || list[0].Number != device.Number || list[0].NQN != h.nqn(1) || h.word == "" {
 		t.Errorf("the home was told %v, and %+v is connected", h.closed, list)
+	}
+}
+
+// TestGivenAgain: a node lost its connection to a volume, as its home did not answer for too long, or as its own machine was started anew. What it wrote by
+// that connection may still be on its way to the home's disk. So it has the export ended, and connects to another one; it connects to none while that
+// cannot end. A node that is connected goes on.
+func TestGivenAgain(t *testing.T) {
+	h, all := start(t)
+	used := pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
+	h.again = true
+	if device := pooltest.Attach(t, h.restarted().Named("fast"), ref, blockdev.Attachment{}); device.Number != used.Number || len(h.closed) != 0 {
+		t.Errorf("a driver that was started anew has %+v, not %+v; the home was told %v", device, used, h.closed)
+	}
+	check.OK(t, all.End(t.Context(), h.nqn(1)))
+	before := h.nqn(1)
+	h.notEnded = fmt.Errorf("%w: its disk does not answer", errdefs.ErrUnavailable)
+	pooltest.Fails(t, pooltest.Second(all.Named("fast").Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrUnavailable, "Attach of what is written to still")
+	if n := h.connected(t); n != 0 {
+		t.Errorf("there are %d connections", n)
+	}
+	h.notEnded = nil
+	device := pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
+	list, err := h.List("")
+	if check.OK(t, err); len(list) != 1 || list[0].Number != device.Number || list[0].NQN != h.nqn(1) || list[0].NQN == before || len(h.closed) != 2 {
+		t.Errorf("%+v is connected, and was %s before; the home was told %v", list, before, h.closed)
 	}
 }
 

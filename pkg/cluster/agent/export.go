@@ -101,7 +101,7 @@ func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (open
 // opened returns an export as the caller connects to it, without the record.
 func (e exports) opened(out volume.Exported) (export.Opened, error) {
 	at, err := netip.ParseAddrPort(e.options.Network.Address)
-	return export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size, Otherwise: out.Otherwise}, err
+	return export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size, Otherwise: out.Otherwise, Again: out.Again}, err
 }
 
 // give exports a volume to a node that has claimed it. It writes the export into the object's status first, unless the record cannot be read: then there

@@ -253,7 +253,7 @@ func connectionTo(v *v1alpha1.Volume, opened export.Opened) remotepool.Export {
 	if loss == 0 {
 		loss = -1
 	}
-	return remotepool.Export{Size: opened.Size, Otherwise: opened.Otherwise, Record: opened.Record, Connection: nvme.Connection{NQN: opened.NQN, Host: opened.Host,
+	return remotepool.Export{Size: opened.Size, Otherwise: opened.Otherwise, Again: opened.Again, Record: opened.Record, Connection: nvme.Connection{NQN: opened.NQN, Host: opened.Host,
 		Address: opened.Address, Secret: opened.Secret, PSK: opened.PSK, UUID: opened.UUID, Loss: loss}}
 }
 

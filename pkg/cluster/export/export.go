@@ -32,7 +32,7 @@ const Service = "ashlar.v1.Export"
 //     same gRPC code (call.Refused): something on the home uses the volume;
 //   - errdefs.ErrUnavailable: the home cannot find that out now.
 type Home interface {
-	// Open exports a volume to the caller. It ends an export for another claim first; one for this claim stays as it is (Opened.Otherwise).
+	// Open exports a volume to the caller. It ends an export for another claim first; one for this claim stays as it is (Opened.Otherwise, Opened.Again).
 	Open(ctx context.Context, id volume.ID, generation int64) (Opened, error)
 	// Record returns the record of a volume that is exported to the caller, or claimed for it.
 	Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error)
@@ -69,7 +69,9 @@ type Opened struct {
 	// Otherwise: the export is with TLS and the home is to export without it by now, or the other way round. It stays so until Close: a connection goes on,
 	// and no new one is made.
 	Otherwise bool
-	Record    blockdev.Record
+	// Again: the export is no new one, so what the caller wrote by an earlier connection may be on its way still. Close waits for that.
+	Again  bool
+	Record blockdev.Record
 }
 
 const (
@@ -117,11 +119,12 @@ type Wire struct {
 	Size    int64          `json:"size"`
 
 	Otherwise bool `json:"otherwise,omitempty"`
+	Again     bool `json:"again,omitempty"`
 }
 
 // WireOf returns an Opened as it is sent.
 func WireOf(o Opened) *Wire {
-	return &Wire{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size, o.Otherwise}
+	return &Wire{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size, o.Otherwise, o.Again}
 }
 
 // Of returns the Opened of a volume that another node has sent, without the record; ErrUnavailable if it is incomplete.
@@ -129,7 +132,7 @@ func (w *Wire) Of(id volume.ID) (Opened, error) {
 	if w == nil || w.NQN == "" || w.Host == "" || w.Size <= 0 || !w.Address.IsValid() {
 		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
 	}
-	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: secret.Of(w.Secret), PSK: secret.Of(w.PSK), UUID: w.UUID, Size: w.Size, Otherwise: w.Otherwise}, nil
+	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: secret.Of(w.Secret), PSK: secret.Of(w.PSK), UUID: w.UUID, Size: w.Size, Otherwise: w.Otherwise, Again: w.Again}, nil
 }
 
 // record is a blockdev.Record as it is sent; the volume is always ready.
