@@ -183,3 +183,43 @@ func TestLaggingReplicaDeletesReplicatedAgain(t *testing.T) {
 		w.tally(m.machine)
 	}
 }
+
+// TestLaggingReplicaDeletesLegTakenOut: since a controller heard of a volume with replicas last, it got another replica, was used, and did without that
+// replica, whose Volume is there still. The controller that did that is gone. A deletion by the other one leaves no leg.
+func TestLaggingReplicaDeletesLegTakenOut(t *testing.T) {
+	w, all := newEnvironment(t), nodes{}
+	behind, lag := w.behind()
+	s, stop := w.store()
+	for _, name := range []string{"node-1", "node-2", "node-3"} {
+		m, g := w.networked(name, "storage")
+		all[name] = &legNode{m, g}
+		w.pooled(s, m)
+		w.pooled(behind, m)
+	}
+	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	w.cached(behind, v.ID)
+	catchUp := lag.hold()
+	defer catchUp()
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 3 })
+	w.eventually("it has another leg", func() bool {
+		legs := w.legsOf("v")
+		return len(legs) == 3 && legs[2].Status.Created != nil
+	})
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	w.eventually("its legs are claimed", func() bool { return w.legsOf("v")[2].Spec.Claims > 0 })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	stop()
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas, r.Spec.Legs = 2, r.Spec.Legs[:2] })
+	deleted := make(chan error, 1)
+	go func() { deleted <- behind.Delete(w.ctx, v.ID) }()
+	w.eventually("the legs that it knows are gone", func() bool { return len(w.legsOf("v")) <= 1 })
+	catchUp()
+	check.OK(t, <-deleted)
+	if left := w.objects(); len(left) > 0 || w.whole("v") != nil {
+		t.Errorf("left: %d objects, ReplicatedVolume %v", len(left), w.whole("v"))
+	}
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}

@@ -58,18 +58,18 @@ func AddLeg(r *v1alpha1.ReplicatedVolume) (name string) {
 	return name
 }
 
+// NumberedLegs returns the names of all legs that an object has ever named (AddLeg), also of those that are gone.
+func NumberedLegs(r *v1alpha1.ReplicatedVolume) (names []string) {
+	for n := r.Spec.Numbered; n > 1; n-- {
+		names = append(names, volume.KeyOf(legName(r.Name, n)))
+	}
+	return append(names, r.Name)
+}
+
 // IsNumbered reports whether an object has ever named a leg (AddLeg). If it has not, it is of before that leg was made, as it was restored: it cannot tell what
 // the leg has.
 func IsNumbered(r *v1alpha1.ReplicatedVolume, name string) bool {
-	if name == r.Name {
-		return true
-	}
-	for n := r.Spec.Numbered; n > 1; n-- {
-		if volume.KeyOf(legName(r.Name, n)) == name {
-			return true
-		}
-	}
-	return false
+	return slices.Contains(NumberedLegs(r), name)
 }
 
 // OfAgent reports whether an agent made the object of a volume, for bytes that it says are there: no agent can give an object spec.make, and none can change

@@ -173,11 +173,13 @@ func (p *Replicator) convertAsked(ctx context.Context, key string) (again time.D
 	return lookAgain, p.convert(ctx, key) // whether the node that uses it has mirrors may change without an event of the volume
 }
 
-// remove takes the next step of a deletion: it has all legs deleted, and when they are gone, deletes the object.
+// remove takes the next step of a deletion: it has all legs deleted, also those that the object has named and the cache does not have, and when they are gone,
+// deletes the object.
 func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
 	left := 0
 	var failures []error
-	for _, name := range union(r.Spec.Legs, legs) {
+	numbered := slices.DeleteFunc(cluster.NumberedLegs(r), func(name string) bool { return slices.Contains(r.Spec.Legs, name) })
+	for _, name := range union(slices.Concat(r.Spec.Legs, numbered), legs) {
 		v, err := cluster.RemoveLeg(ctx, p.kube, r, name)
 		if failures = append(failures, err); v != nil {
 			left++

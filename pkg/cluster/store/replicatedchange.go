@@ -178,17 +178,18 @@ func (s *Store) mayGo(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	return err
 }
 
-// removeReplicated deletes the legs of a volume that has spec.delete, waits for their nodes, and then deletes its object.
+// removeReplicated deletes the legs of a volume that has spec.delete, waits for their nodes, and then deletes its object. Once that is gone nobody looks for a
+// leg that was used. So it asks the API server for each leg that the object has ever named: the cache may not have one yet that spec.legs names no more.
 func (s *Store) removeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
 	var list v1alpha1.VolumeList
 	if err := s.kube.Client.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: r.Name}); err != nil {
 		return kube.APIError("list legs of "+r.Name, err)
 	}
 	names := map[string]bool{}
-	for _, name := range r.Spec.Legs { // which the cache may not have yet
+	for _, name := range slices.Concat(r.Spec.Legs, cluster.NumberedLegs(r)) {
 		names[name] = true
 	}
-	for i := range list.Items { // which spec.legs may not name any more
+	for i := range list.Items { // which a person may have made
 		names[list.Items[i].Name] = true
 	}
 	going := map[*kube.Watch]*v1alpha1.Volume{}
