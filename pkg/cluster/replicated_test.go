@@ -1141,6 +1141,35 @@ func TestReplicatedOlderInPart(t *testing.T) {
 	}
 }
 
+// TestReplicatedOlderAndLacks: an object is restored, with its status, to before one of its legs was made, and the volume lacks a leg. When the object comes to
+// the number of that leg, the leg is one of the volume's again, and is not deleted as one that the volume does without.
+func TestReplicatedOlderAndLacks(t *testing.T) {
+	w, _, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 3))
+	check.OK(t, err)
+	r := w.whole("v")
+	check.OK(t, w.Delete(w.ctx, r))
+	older := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
+	older.Spec.Legs, older.Spec.Numbered = r.Spec.Legs[:2], 2
+	check.OK(t, w.Create(w.ctx, older))
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { cluster.SetLegs(r, false) })
+	w.eventually("it has a third leg", func() bool { return len(w.whole("v").Spec.Legs) == 3 })
+	time.Sleep(time.Second)
+	if now := w.whole("v").Spec.Legs; !slices.Equal(now, r.Spec.Legs) {
+		t.Errorf("its legs are %v, and were %v", now, r.Spec.Legs)
+	}
+	for _, leg := range r.Spec.Legs {
+		now := &v1alpha1.Volume{}
+		if err := w.Get(w.ctx, client.ObjectKey{Name: leg}, now); err != nil || now.Deleting() {
+			t.Errorf("leg %s: %v, it is to be deleted: %v", leg, err, now.Deleting())
+		}
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	if left := w.legsOf("v"); len(left) > 0 {
+		t.Errorf("%d legs are left of a volume that was deleted", len(left))
+	}
+}
+
 // TestReplicatedForgotten: the object of a volume with replicas was deleted by hand. Errors say what to restore. Its legs can be released and deleted by
 // the ID of the volume, also if the first of them is gone.
 func TestReplicatedForgotten(t *testing.T) {

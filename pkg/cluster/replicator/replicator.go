@@ -321,28 +321,35 @@ func (p *Replicator) reportWithout(ctx context.Context, r *v1alpha1.ReplicatedVo
 // tried again later.
 func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume) error {
 	before := r.DeepCopy()
-	name, err := p.unused(ctx, r)
+	name, there, err := p.unused(ctx, r)
 	if err != nil {
 		return err
 	}
-	without, err := p.reportNoRoom(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead))
-	if err != nil {
-		return err
-	}
-	if without != "" {
-		return p.reportWithout(ctx, before, without)
+	if !there {
+		without, err := p.reportNoRoom(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead))
+		if err != nil {
+			return err
+		}
+		if without != "" {
+			return p.reportWithout(ctx, before, without)
+		}
 	}
 	klog.FromContext(ctx).Info("A volume gets another replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
 	return p.patch(ctx, r, before)
 }
 
-// unused adds the name of a leg (cluster.AddLeg) of which there is no Volume yet. One that is there was not asked for by this object: its node would get what
-// is written to the volume.
-func (p *Replicator) unused(ctx context.Context, r *v1alpha1.ReplicatedVolume) (name string, err error) {
+// unused adds the name of a leg (cluster.AddLeg) of which there is no Volume yet, or of one that this volume has had (there): the object was restored to before
+// that. Such a leg may alone have what was written since, which it says when it is to join; and once it is numbered, it would be deleted if it was not named
+// (dropLeft). A Volume that an agent has made is passed over: its node would get what is written to the volume.
+func (p *Replicator) unused(ctx context.Context, r *v1alpha1.ReplicatedVolume) (name string, there bool, err error) {
 	for others := r.Spec.Legs; ; r.Spec.Legs = others {
 		name = cluster.AddLeg(r)
-		if err := p.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &v1alpha1.Volume{}); err != nil {
-			return name, kube.APIError("look whether replica "+name+" is there", client.IgnoreNotFound(err))
+		v := &v1alpha1.Volume{}
+		if err := p.kube.Live.Get(ctx, client.ObjectKey{Name: name}, v); err != nil {
+			return name, false, kube.APIError("look whether replica "+name+" is there", client.IgnoreNotFound(err))
+		}
+		if v.Spec.ReplicaOf == r.Name && !cluster.OfAgent(v) && !v1alpha1.Going(v) {
+			return name, true, nil
 		}
 	}
 }
@@ -383,8 +390,8 @@ func (p *Replicator) patchStatus(ctx context.Context, r, before *v1alpha1.Replic
 }
 
 // dropLeft deletes the legs that are not in spec.legs any more, once the consumer is without them, and reports whether there was any. They stay while no
-// current leg is left. So does a leg that the object never named (cluster.IsNumbered): the object was restored, and this leg may alone have what was written
-// since. As a leg is named before it is made, the names are checked with the API server itself.
+// current leg is left. So does a leg that the object never named (hasNamed): the object was restored, and this leg may alone have what was written since. As a
+// leg is named before it is made, the names are checked with the API server itself.
 func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (dropped bool, err error) {
 	extra := union(r.Spec.Legs, legs)[len(r.Spec.Legs):]
 	stale := staleStatus(r)
@@ -407,7 +414,7 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		return false, nil // the object may be an old one that was restored, and these legs the ones that replaced those it names
 	}
 	for _, name := range extra {
-		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current || !cluster.IsNumbered(now, name) {
+		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current || !hasNamed(now, name, legs[name]) {
 			continue
 		}
 		if v := legs[name]; v != nil && v.Spec.Move != nil && v.Spec.Move.Left {
@@ -421,6 +428,15 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		}
 	}
 	return dropped, err
+}
+
+// hasNamed reports whether an object has ever named a leg. v is the Volume of that name; nil: not known. If an agent has made it, of what its node has, the
+// number may have been passed over (unused): then only spec.removed tells.
+func hasNamed(r *v1alpha1.ReplicatedVolume, name string, v *v1alpha1.Volume) bool {
+	if v != nil && cluster.OfAgent(v) {
+		return slices.ContainsFunc(r.Spec.Removed, func(l v1alpha1.RemovedLeg) bool { return l.Name == name })
+	}
+	return cluster.IsNumbered(r, name)
 }
 
 // staleStatus reports whether the status has legs that are not in spec.legs any more, beside a current one that is.
