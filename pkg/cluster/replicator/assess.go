@@ -29,6 +29,7 @@ type assessment struct {
 	state   state
 	current bool
 	home    bool // it is on the node that uses the volume
+	down    bool // its node is not ready, or its agent is not heard: perhaps it never comes back
 	ahead   bool // it may have what the others lack (v1alpha1.LegAhead)
 	unfit   bool // it cannot be made equal to the others (v1alpha1.LegUnfit), and is to be replaced
 	fresh   bool // it was never current, so it has nothing that the others lack
@@ -55,6 +56,7 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 			if refused := v.Common().Refused(v.Generation); one.state == good && v.Status.Created == nil && (refused != nil || !one.current && v.Spec.Make && l == nil) {
 				one.state = missing // if its node cannot make it, another node is asked
 			}
+			one.down = !p.maker.Works(ctx, v.Spec.NodeName)
 			one.home = r.Spec.Claim != nil && r.Spec.Claim.Node == v.Spec.NodeName
 		}
 		all = append(all, one)
@@ -220,9 +222,10 @@ func whyLate(r *v1alpha1.ReplicatedVolume, all []assessment, legs map[string]*v1
 	return cluster.Limited(fmt.Sprintf("%d new replicas are not made equal to the others for too long, and are tried again; until one of them is, or is moved to another node, no further one is made (%s)", len(late), strings.Join(late, "; ")))
 }
 
-// surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current. One that
-// is not current goes first, then one that is bad, and last the one on the node that uses the volume. A leg that may have what the others lack stays. One that
-// was never current, and cannot be, goes in any case.
+// surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current, on nodes
+// that work: while nobody uses a volume, a leg whose node is down counts as current still. One that is not current goes first, then one that is bad, then one
+// whose node is down, and last the one on the node that uses the volume. A leg that may have what the others lack stays. One that was never current, and cannot
+// be, goes in any case.
 func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ removal) {
 	for _, one := range all {
 		if one.unfit && one.fresh {
@@ -238,9 +241,9 @@ func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ 
 			victim = l
 		}
 	}
-	others := 0 // current and good ones beside the victim
+	others := 0 // current and good ones beside the victim, that can be reached
 	for i := range all {
-		if l := &all[i]; l != victim && l.current && l.state == good {
+		if l := &all[i]; l != victim && l.current && l.state == good && !l.down {
 			others++
 		}
 	}
@@ -260,6 +263,8 @@ func (l *assessment) goesBefore(other *assessment) bool {
 		return !l.current
 	case (l.state == bad) != (other.state == bad):
 		return l.state == bad
+	case l.down != other.down:
+		return l.down
 	case l.home != other.home:
 		return !l.home
 	}

@@ -17,6 +17,7 @@ func TestExcess(t *testing.T) {
 		current = assessment{current: true}
 		home    = assessment{current: true, home: true}
 		joining = assessment{}
+		down    = assessment{current: true, down: true}
 		lost    = assessment{state: bad}
 		ahead   = assessment{ahead: true}
 		listed  = assessment{state: bad, current: true}            // lost, and still current by the object
@@ -40,6 +41,10 @@ func TestExcess(t *testing.T) {
 		"all current, while it is used":         {2, used, []assessment{current, home, current}, 2, takeOut},
 		"all current, and the first is away":    {1, used, []assessment{current, home}, 0, takeOut},
 		"all current, and nobody uses it":       {1, unused, []assessment{current, current}, 1, unlist},
+		"the node of the first is down":         {1, unused, []assessment{down, current}, 0, unlist},
+		"the nodes of all are down":             {1, unused, []assessment{down, down}, -1, stays},
+		"the nodes of too many are down":        {2, unused, []assessment{down, current, joining}, -1, stays},
+		"that of the user is down":              {1, used, []assessment{{current: true, home: true, down: true}, current}, 0, takeOut},
 		"one that is not current goes first":    {1, used, []assessment{current, joining, home}, 1, takeOut},
 		"and of these one that is lost":         {2, used, []assessment{home, lost, joining, current}, 1, takeOut},
 		"the only current one":                  {1, used, []assessment{joining, home, lost}, 2, takeOut},
