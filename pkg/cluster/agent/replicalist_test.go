@@ -733,6 +733,26 @@ func TestRestoredToBeforeItWasOpened(t *testing.T) {
 	}
 }
 
+// TestRestoredToBeforeItsClaim: while a volume is used, its object is restored to before the claim. Its users go on. When a leg fails, or falls silent, they get
+// errors: nobody could write a list without it, so they would wait for ever, and could not be ended.
+func TestRestoredToBeforeItsClaim(t *testing.T) {
+	for what, fails := range map[string]func(f *tended){
+		"fails":        func(f *tended) { f.flaky("b") },
+		"falls silent": func(f *tended) { f.silent("b", 0) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			f := newTended(t, 2, "a", "b")
+			f.v.Spec.Claims, f.v.Spec.Claim = 0, nil
+			f.v.Status.Opened = 0
+			f.starts()
+			time.Sleep(20 * f.options.LookEvery)
+			f.ends(f.write(0), "what is written while all legs are whole")
+			fails(f)
+			f.lost(f.write(0))
+		})
+	}
+}
+
 func (f *tended) state(name string) volume.LegState {
 	f.mu.Lock()
 	defer f.mu.Unlock()

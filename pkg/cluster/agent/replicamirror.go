@@ -215,7 +215,7 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	case len(s.Legs) == 0:
 		return nil // it has ended
 	case !is || v.Spec.Claim.Generation != m.generation:
-		return m.endUnclaimed(ctx)
+		return m.endUnclaimed(ctx, s)
 	}
 	now, err := m.observe(ctx, v.DeepCopy(), s)
 	if err != nil {
@@ -310,18 +310,23 @@ func (m *mirrorReconciler) endBackground(now *mirrorView) error {
 }
 
 // endUnclaimed ends a mirror if the API server itself says that its claim has ended: nothing that its users write will ever count. They get errors, and the
-// leg of this node is free for the next user of the volume.
-func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
+// leg of this node is free for the next user of the volume. If the object was restored to before the claim, the users go on until a leg fails: no list without
+// that leg can be written without a claim, so what they write would be held for ever, and the volume could not be unstaged.
+func (m *mirrorReconciler) endUnclaimed(ctx context.Context, s mirror.State) error {
 	asking, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	v := &v1alpha1.ReplicatedVolume{}
 	if err := m.kube.Live.Get(asking, client.ObjectKey{Name: m.ref.Key}, v); err != nil {
 		return nil // not known now
 	}
-	if c := v.Spec.Claim; v.Spec.Claims < m.generation || c != nil && c.Node == m.local.Node() && c.Generation == m.generation {
-		return nil // the claim holds, or the object was restored to before it
+	switch c, restored := v.Spec.Claim, v.Spec.Claims < m.generation; {
+	case c != nil && c.Node == m.local.Node() && c.Generation == m.generation, restored && !m.holdsWrites(ctx, v, s):
+		return nil // the claim holds, or may do so again
+	case restored:
+		klog.FromContext(ctx).Info("The object of a replicated volume was put back to before the claim by which it is used here, and a leg has failed; its users get errors from now on", "claim", m.generation, "claims", v.Spec.Claims)
+	default:
+		klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", m.generation, "claims", v.Spec.Claims)
 	}
-	klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", m.generation, "claims", v.Spec.Claims)
 	endSilent := func(ctx context.Context) {
 		for _, name := range v.Spec.Legs {
 			m.disconnectSilent(ctx, name)
@@ -338,6 +343,25 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context) error {
 		m.releaseLeg(ctx, v, name)
 	}
 	return nil
+}
+
+// holdsWrites reports whether the kernel holds what is written to a mirror until a leg leaves, or would if anything was written: a leg has failed, or does not
+// answer. It holds nothing for the sake of a single leg.
+func (m *mirrorReconciler) holdsWrites(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) bool {
+	legs := s.Legs
+	if s.Joining != nil {
+		legs = append(slices.Clone(legs), *s.Joining)
+	}
+	if len(legs) < 2 {
+		return false
+	}
+	now, err := m.observe(ctx, v.DeepCopy(), s)
+	return s.Held || slices.ContainsFunc(legs, func(l mirror.Leg) bool {
+		if l.Failed && !l.OnlyReads {
+			return true
+		}
+		return err == nil && now.leg[l.Device] != "" && m.whyUnreachable(now, now.leg[l.Device]) != ""
+	})
 }
 
 // observe finds out which device is which leg. A leg that is to be one no more, and whose Volume is gone, has no device: if it is still in the mirror, that

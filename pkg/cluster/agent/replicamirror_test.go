@@ -486,7 +486,7 @@ func TestMadeAnew(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() {
 		f.run(t.Context())
-		ended <- f.endUnclaimed(t.Context()) // it may have begun that before
+		ended <- f.endUnclaimed(t.Context(), mirror.State{}) // it may have begun that before
 	}()
 	f.ends(ended, "the reconciler of the first mirror")
 	if s := f.now().s; len(s.Legs) != 1 {
