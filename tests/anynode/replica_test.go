@@ -495,6 +495,53 @@ func TestReplicaGrowsAndIsCut(t *testing.T) {
 	m.delete()
 }
 
+// TestReplicaGrowsWhileOneJoins: a volume grows while a new leg gets its bytes, which takes long. It does not wait for that: the leg begins anew, and has all in
+// the end.
+func TestReplicaGrowsWhileOneJoins(t *testing.T) {
+	const limit, size = 2 * mib, 40 * mib
+	user, old, free := home, consumers[0], consumers[1]
+	c := newNodesWith(t, map[string][]string{user: {fmt.Sprintf("--copy-bandwidth=%d", limit)}})
+	m := c.mirror("replica grows while one joins", "ext4", user, old)
+	m.claims(user)
+	m.again("stage it on "+user, func(ctx context.Context) error { return m.up(ctx, user) })
+	before := drivertest.Content{Seed: "before", Size: size}
+	check.OK(t, before.Write(filepath.Join(m.target(user), "before")))
+	unix.Sync() // what is written out later is written to the new leg as well, and not copied
+	c.cordon(free, false)
+	m.asksToMove(old, free)
+	joins := func() bool {
+		return slices.ContainsFunc(m.object().Status.Legs, func(l v1alpha1.Leg) bool { return l.State == v1alpha1.LegJoining })
+	}
+	c.eventually("a leg joins", joins)
+	m.again("it grows", func(ctx context.Context) error { return m.of.Expand(ctx, 128*mib) })
+	if !joins() {
+		t.Fatal("the leg has joined already")
+	}
+	there := m.at(user)
+	m.again("its filesystem grows", func(ctx context.Context) error { return there.NodeExpand(ctx, there.Target("pod")) })
+	if legs := m.object().Current(); slices.ContainsFunc(m.legsOn([]string{free}), func(name string) bool { return slices.Contains(legs, name) }) {
+		t.Error("it has waited for the leg that joins")
+	}
+	after := drivertest.Content{Seed: "after", Size: 60 * mib}
+	check.OK(t, after.Write(filepath.Join(m.target(user), "after")))
+	c.eventually("the leg has moved", func() bool {
+		v := m.object()
+		return len(v.Spec.Legs) == 2 && len(v.Current()) == 2 && !slices.Contains(v.Spec.Legs, m.leg(old))
+	})
+	m.again("take it down on "+user, func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+	for _, node := range []string{free, user} {
+		m.claims(node)
+		m.again("stage it on "+node, func(ctx context.Context) error { return m.up(ctx, node) })
+		check.OK(t, before.In(filepath.Join(m.target(node), "before")))
+		check.OK(t, after.In(filepath.Join(m.target(node), "after")))
+		m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+		m.releases(node)
+	}
+	m.again("delete it", m.of.Delete)
+	c.gone()
+}
+
 // TestReplicaOlderCopy: the files of a leg are put back as they were a claim ago, as from a backup, and say that they are current. The volume is used without it, and it is made equal.
 func TestReplicaOlderCopy(t *testing.T) {
 	c := newNodes(t)

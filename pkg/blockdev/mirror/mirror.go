@@ -341,6 +341,21 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 	})
 }
 
+// Yield takes a leg that joins, and lacks something still, out of a mirror, so that this can have another size. errdefs.ErrUnavailable if the leg has everything,
+// as it may be on the volume's list then, or if a leg has failed. If none joins, it does nothing.
+func Yield(ctx context.Context, name string) error {
+	return change(name, "take out the leg that joins it", func() error {
+		s, err := state(name)
+		if err != nil || s.Joining == nil {
+			return err
+		}
+		if s.Joining.Failed || s.Equal() || len(s.Failed()) > 0 || s.Held {
+			return fmt.Errorf("%w: leg %s has just become equal, or a leg has failed", errdefs.ErrUnavailable, dm.Number(s.Joining.Device))
+		}
+		return replaceAndCleanUp(ctx, name, s.Size, s.devices())
+	})
+}
+
 // replaceAndCleanUp gives a mirror the table of legs that are equal, and removes the devices of a join.
 func replaceAndCleanUp(ctx context.Context, name string, size int64, legs []uint64) error {
 	if err := replace(ctx, name, size, legs); err != nil {

@@ -107,8 +107,9 @@ func (p *Pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(labe
 	return p.legs.SetLabels(ctx, p.name, ref, change)
 }
 
-// Expand: see blockdev.Pool. All legs were grown before; the mirror gets the size of the record. errdefs.ErrUnavailable if a leg is smaller, and while one
-// joins: the kernel's log of what was copied has the size that the volume had then, so a larger mirror would copy all of it anew.
+// Expand: see blockdev.Pool. All legs were grown before; the mirror gets the size of the record. errdefs.ErrUnavailable if a leg is smaller. A leg that joins
+// leaves before, and begins anew: the kernel's log of what was copied to it has the size that the volume had then. errdefs.ErrUnavailable for the moment in
+// which it is about to be current.
 func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
 	record, err := p.Get(ctx, ref)
 	if err != nil {
@@ -121,13 +122,17 @@ func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if errors.Is(err, errdefs.ErrNotFound) {
 		return record, nil
 	}
-	if err == nil && s.Joining != nil && s.Size < record.Size {
-		return blockdev.Record{}, fmt.Errorf("%w: %s grows from %d to %d bytes by itself when a replica that joins is equal to the others, which %d of %d bytes are; to have it grow now, let it have fewer replicas for a while (kubectl ashlar replicas)",
-			errdefs.ErrUnavailable, ref, s.Size, record.Size, s.Synced, s.Total)
+	if err != nil {
+		return blockdev.Record{}, err
 	}
 	have, err := p.legs.Grow(ctx, ref)
 	if err == nil && have < size {
 		err = fmt.Errorf("%w: a leg of %s has %d bytes, and is to have %d", errdefs.ErrUnavailable, ref, have, size)
+	}
+	if err == nil && s.Joining != nil && s.Size < record.Size {
+		if err = mirror.Yield(ctx, p.Mirror(ref)); err == nil {
+			klog.FromContext(ctx).Info("A volume with replicas grows while one of them joins, which begins anew", "volume", ref.String(), "copied", s.Synced, "of", s.Total)
+		}
 	}
 	if err == nil {
 		err = mirror.Resize(ctx, p.Mirror(ref), record.Size)

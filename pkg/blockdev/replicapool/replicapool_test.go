@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"testing"
 	"time"
 
@@ -31,6 +30,7 @@ type oneLeg struct {
 	number uint64
 	opened int   // how often its legs were opened
 	size   int64 // of the record; 0: size
+	small  bool  // the leg has not grown
 }
 
 func (l *oneLeg) Generation(blockdev.Ref) (int64, bool) { return l.claim, l.claim > 0 }
@@ -44,7 +44,12 @@ func (l *oneLeg) Record(_ context.Context, _ string, ref blockdev.Ref) (blockdev
 	return blockdev.Record{Ref: ref, Size: cmp.Or(l.size, size)}, nil
 }
 
-func (l *oneLeg) Grow(context.Context, blockdev.Ref) (int64, error) { return 2 * size, nil }
+func (l *oneLeg) Grow(context.Context, blockdev.Ref) (int64, error) {
+	if l.small {
+		return size, nil
+	}
+	return 2 * size, nil
+}
 
 func (l *oneLeg) Close(context.Context, blockdev.Ref, []uint64) error { return nil }
 
@@ -115,25 +120,43 @@ func TestEnded(t *testing.T) {
 	}
 }
 
-// TestGrowsWhenJoined: a volume does not grow while a leg joins, and the error says why, and what to do. It grows when that has ended.
-func TestGrowsWhenJoined(t *testing.T) {
+// TestGrowsWhileJoins: a volume grows while a leg joins, which leaves before, and can join again. It stays while a current leg has not grown. A leg that has
+// everything may be current by then: it does not leave, and the volume grows once it has joined.
+func TestGrowsWhileJoins(t *testing.T) {
 	pool, legs, ref, _ := attached(t)
 	const slow = "test-joins"
-	check.OK(t, dm.Make(slow, "", []dm.Line{{Length: size, Kind: "delay", Text: fmt.Sprint(dm.Number(disk(t, "joins")), " 0 ", time.Second.Milliseconds())}}))
+	joins := disk(t, "joins")
+	check.OK(t, dm.Make(slow, "", []dm.Line{{Length: size, Kind: "delay", Text: fmt.Sprint(dm.Number(joins), " 0 ", time.Second.Milliseconds())}}))
 	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", slow) })
 	d, err := dm.Find(slow)
 	check.OK(t, err)
 	name := pool.(*replicapool.Pool).Mirror(ref)
-	check.OK(t, mirror.Join(t.Context(), name, d.Number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: size}}, nil }))
+	join := func(length int64) {
+		t.Helper()
+		check.OK(t, mirror.Join(t.Context(), name, d.Number, func(context.Context) ([]dm.Range, error) { return []dm.Range{{Length: length}}, nil }))
+	}
+	grown := func(joins bool, want int64) {
+		t.Helper()
+		if s, err := mirror.Look(name); err != nil || s.Size != want || (s.Joining != nil) != joins || len(s.Legs) != 1 {
+			t.Errorf("it is %+v, %v, and was to have %d bytes", s, err, want)
+		}
+	}
+	join(size)
 	t.Cleanup(func() { check.OK(t, mirror.Leave(context.Background(), name, d.Number)) })
-	legs.size = 2 * size
-	_, err = pool.Expand(t.Context(), ref, 2*size)
-	if fails(t, "grow", err, errdefs.ErrUnavailable); err == nil || !strings.Contains(err.Error(), "kubectl ashlar replicas") {
-		t.Errorf("it says %v", err)
-	}
-	check.OK(t, mirror.Leave(t.Context(), name, d.Number))
+	check.OK(t, second(pool.Expand(t.Context(), ref, size)))
+	grown(true, size)
+	legs.size, legs.small = 2*size, true
+	fails(t, "grow with a leg that has not grown", second(pool.Expand(t.Context(), ref, 2*size)), errdefs.ErrUnavailable)
+	grown(true, size)
+	legs.small = false
 	check.OK(t, second(pool.Expand(t.Context(), ref, 2*size)))
-	if have, err := mirror.Size(name); err != nil || have != 2*size {
-		t.Errorf("it has %d bytes, %v", have, err)
+	grown(false, 2*size)
+	check.OK(t, dm.Replace(slow, dm.Linear(joins, size)))
+	check.OK(t, mirror.Resize(t.Context(), name, size))
+	join(0)
+	for s, err := mirror.Look(name); err == nil && !s.Equal(); s, err = mirror.Look(name) {
+		time.Sleep(10 * time.Millisecond)
 	}
+	fails(t, "grow as a leg becomes current", second(pool.Expand(t.Context(), ref, 2*size)), errdefs.ErrUnavailable)
+	grown(true, size)
 }
