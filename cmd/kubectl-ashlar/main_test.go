@@ -658,7 +658,7 @@ func TestLackingEncrypted(t *testing.T) {
 	e := newEnvironment(t)
 	const stage, expand = "csi.storage.k8s.io/node-stage-secret-", "csi.storage.k8s.io/node-expand-secret-"
 	class := func(name string, parameters map[string]string) {
-		e.add(&storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Provisioner: v1alpha1.DefaultDriver, Parameters: parameters})
+		e.add(&storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Provisioner: v1alpha1.DefaultDriver, Parameters: parameters, MountOptions: []string{"noatime"}})
 	}
 	class("plain", nil)
 	class("annotated", map[string]string{stage + "name": "${pvc.annotations['key']}", stage + "namespace": "${pvc.namespace}"})
@@ -692,6 +692,9 @@ func TestLackingEncrypted(t *testing.T) {
 	}
 	if s := pv.Spec.CSI.NodeExpandSecretRef; s == nil || *s != (corev1.SecretReference{Namespace: "keys", Name: "pvc-a"}) {
 		t.Errorf("to grow it: %+v", s)
+	}
+	if !slices.Equal(pv.Spec.MountOptions, []string{"noatime"}) {
+		t.Errorf("options of its mounts: %q", pv.Spec.MountOptions)
 	}
 }
 

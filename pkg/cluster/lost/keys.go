@@ -8,7 +8,6 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	storagev1 "k8s.io/api/storage/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/validation"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -23,48 +22,44 @@ type keys struct {
 
 // keysOf returns the Secrets that the class names for an encrypted volume, as the provisioner found them when the volume was made: pv is the name that its
 // PersistentVolume had then. claim is the one that it was made for, if that is there. If the class does not tell the Secret, why says so, and what to do.
-func (l *lacking) keysOf(ctx context.Context, v *v1alpha1.Volume, pv string, claim *corev1.PersistentVolumeClaim) (found keys, why string, _ error) {
-	if err := l.readClass(ctx); err != nil {
-		return keys{}, "", err
-	}
+func (l *lacking) keysOf(v *v1alpha1.Volume, pv string, claim *corev1.PersistentVolumeClaim) (found keys, why string) {
 	if l.unknown != "" {
-		return keys{}, l.unknown, nil
+		return keys{}, l.unknown
 	}
 	if found.stage, why = l.secret("node-stage-secret", v, pv, claim); why != "" {
-		return keys{}, why, nil
+		return keys{}, why
 	}
 	if found.stage == nil {
-		return keys{}, fmt.Sprintf("StorageClass %s names none (csi.storage.k8s.io/node-stage-secret-name); give the class that it was made with (--storage-class)", l.class), nil
+		return keys{}, fmt.Sprintf("StorageClass %s names none (csi.storage.k8s.io/node-stage-secret-name); give the class that it was made with (--storage-class)", l.class)
 	}
 	found.expand, why = l.secret("node-expand-secret", v, pv, claim)
-	return found, why, nil
+	return found, why
 }
 
-// readClass reads the parameters of the class, once.
+// readClass reads the class, once. One that is not there, or that may not be read, is no error (unknown).
 func (l *lacking) readClass(ctx context.Context) error {
-	if l.known {
+	if l.asked {
 		return nil
 	}
-	class := &storagev1.StorageClass{}
-	err := l.Get(ctx, client.ObjectKey{Name: l.class}, class)
+	err := l.Get(ctx, client.ObjectKey{Name: l.class}, &l.of)
 	switch {
 	case apierrors.IsNotFound(err):
 		l.unknown = fmt.Sprintf("there is no StorageClass %s; make it, or give the one that it was made with (--storage-class)", l.class)
 	case apierrors.IsForbidden(err):
 		l.unknown = fmt.Sprintf("you may not get StorageClass %s, which names it", l.class)
 	case err != nil:
-		return fmt.Errorf("read StorageClass %s, which names the Secrets of encrypted volumes: %w", l.class, err)
+		return fmt.Errorf("read StorageClass %s: %w", l.class, err)
 	}
-	l.parameters, l.known = class.Parameters, true
+	l.asked = true
 	return nil
 }
 
 // secret returns the Secret that the class names for calls of a kind, by the provisioner's rules; nil: none. why says why it is not known.
 func (l *lacking) secret(kind string, v *v1alpha1.Volume, pv string, claim *corev1.PersistentVolumeClaim) (_ *corev1.SecretReference, why string) {
 	const prefix = "csi.storage.k8s.io/"
-	name, space := l.parameters[prefix+kind+"-name"], l.parameters[prefix+kind+"-namespace"]
+	name, space := l.of.Parameters[prefix+kind+"-name"], l.of.Parameters[prefix+kind+"-namespace"]
 	if name == "" && space == "" { // one for all calls
-		name, space = l.parameters[prefix+"secret-name"], l.parameters[prefix+"secret-namespace"]
+		name, space = l.of.Parameters[prefix+"secret-name"], l.of.Parameters[prefix+"secret-namespace"]
 	}
 	if name == "" && space == "" {
 		return nil, ""

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -37,7 +38,7 @@ type Options struct {
 //   - a PersistentVolume for each volume whose handle no PersistentVolume has, and the PersistentVolumeClaim that it was made for, if that is not there;
 //   - a VolumeSnapshotContent and a VolumeSnapshot for each snapshot, a VolumeGroupSnapshotContent and a VolumeGroupSnapshot for each whole group.
 //
-// All PersistentVolumes and contents have the policy Retain. A volume that is being provisioned lacks nothing.
+// All PersistentVolumes and contents have the policy Retain. PersistentVolumes have the class's options of mounts, if it can be read. A volume that is being provisioned lacks nothing.
 //
 // Which claim a volume was made for only its own object says, as its node reported it. If several volumes name one claim, or the claim has another
 // PersistentVolume by now, nothing is guessed: the PersistentVolume gets no claim, and doubts has a sentence that says so. So it has for an encrypted volume
@@ -59,9 +60,9 @@ type lacking struct {
 	claims   map[v1alpha1.ClaimRef][]v1alpha1.Volume // by claim: the volumes that say that they were made for it
 	networks map[string]string                       // by node: the network in which it reaches others
 
-	parameters map[string]string // of the class, when known is true
-	unknown    string            // why the parameters of the class are not known; empty: they are
-	known      bool              // the class was asked for
+	asked   bool                   // the class was asked for
+	of      storagev1.StorageClass // the class, when it was asked for
+	unknown string                 // why the class is not known; empty: it is
 }
 
 // find fills out and doubts.
@@ -203,15 +204,14 @@ func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume) error {
 	if claim != nil && claim.Spec.VolumeName == "" && strings.HasSuffix(v.Spec.Name, string(claim.UID)) {
 		return nil // it is being provisioned for this very claim: the provisioner makes the PersistentVolume, with the policy of the class
 	}
+	if err := l.readClass(ctx); err != nil {
+		return err
+	}
 	name := nameOf(l.names, v.Spec.PersistentVolume, v.Spec.Name, v.Name)
 	var named keys
 	if v.Spec.Encryption != "" {
 		var why string
-		var err error
-		if named, why, err = l.keysOf(ctx, v, cmp.Or(v.Spec.PersistentVolume, name), claim); err != nil {
-			return err
-		}
-		if why != "" {
+		if named, why = l.keysOf(v, cmp.Or(v.Spec.PersistentVolume, name), claim); why != "" {
 			l.doubts = append(l.doubts, fmt.Sprintf("%s on node %s gets no PersistentVolume: it is encrypted, and a PersistentVolume has to name the Secret with its passphrase from the beginning: %s", v.ID(), v.Spec.NodeName, why))
 			return nil
 		}
@@ -234,7 +234,7 @@ func (l *lacking) persistentVolume(v *v1alpha1.Volume, name string, named keys) 
 		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{"pv.kubernetes.io/provisioned-by": l.driver}},
 		Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(v.Status.Size, resource.BinarySI)},
 			AccessModes: []corev1.PersistentVolumeAccessMode{corev1.PersistentVolumeAccessMode(l.mode)}, VolumeMode: &mode,
-			PersistentVolumeReclaimPolicy: corev1.PersistentVolumeReclaimRetain, StorageClassName: l.class,
+			PersistentVolumeReclaimPolicy: corev1.PersistentVolumeReclaimRetain, StorageClassName: l.class, MountOptions: l.of.MountOptions,
 			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: l.driver, VolumeHandle: v.ID(), FSType: v.Spec.Filesystem,
 				NodeStageSecretRef: named.stage, NodeExpandSecretRef: named.expand}},
 			NodeAffinity: &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: l.terms(v)}}}}
