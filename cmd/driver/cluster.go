@@ -236,6 +236,10 @@ func (w *watched) Topology(ctx context.Context) (map[string]string, error) {
 	return all, nil
 }
 
+func (w *watched) AwaitClaim(ctx context.Context, id volume.ID, generation int64) error {
+	return w.agent.AwaitClaim(ctx, id, generation)
+}
+
 func (w *watched) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {
 	return w.agent.Claimed(ctx, v.ID, readOnly)
 }

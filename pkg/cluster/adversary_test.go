@@ -65,7 +65,7 @@ func (w *environment) samples(m *machine, s *store.Store) samples {
 		check.OK(w, m.local.SetFormat(w.ctx, v.ID, formatted))
 	}
 	for _, v := range []volume.Volume{f.claimed, f.attached} {
-		check.OK(w, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+		check.OK(w, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"})))
 	}
 	device, err := m.local.Attach(w.ctx, f.attached, nil)
 	check.OK(w, err)
@@ -241,7 +241,7 @@ func TestObjectsDeleted(t *testing.T) {
 			w.adopt("default", "all")
 			w.strays("default", 0)
 			f.served(w, s)
-			check.OK(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+			check.OK(t, second(s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"})))
 			f.unharmed(w, m)
 			f.deleted(w, m, s)
 		})
@@ -372,7 +372,7 @@ func TestRestoredWithIntent(t *testing.T) {
 	f.served(w, s)
 	f.unharmed(w, m)
 	w.eventually("it is taken back", func() bool { return w.object("plain").Spec.Delete == "" })
-	check.OK(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, second(s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"})))
 	f.deleted(w, m, s)
 }
 
@@ -437,7 +437,7 @@ func TestRestoredOntoNewDisk(t *testing.T) {
 	w.eventually("the store has heard of it", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrDataLoss) })
 	w.eventually("and of the snapshot", func() bool { return errors.Is(second(s.GetSnapshot(w.ctx, snapshot.ID)), errdefs.ErrDataLoss) })
 	fails(t, second(s.Create(w.ctx, spec("v"))), errdefs.ErrDataLoss)
-	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}), errdefs.ErrDataLoss)
+	fails(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"})), errdefs.ErrDataLoss)
 	fails(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)), errdefs.ErrDataLoss)
 	w.eventually("and of the group", func() bool {
 		return errors.Is(second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})), errdefs.ErrDataLoss)
@@ -458,7 +458,7 @@ func TestRestoredFromBeforeGrowth(t *testing.T) {
 	check.OK(t, err)
 	backup := w.objects()
 	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
-	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"})))
 	check.OK(t, w.Delete(w.ctx, w.object("v")))
 	w.gone()
 	w.restored(backup)
@@ -615,7 +615,7 @@ func TestDeletedByHand(t *testing.T) {
 		check.OK(t, w.Update(w.ctx, o))
 	}
 	o := w.object("attached")
-	fails(t, s.Claim(w.ctx, f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"}), errdefs.ErrPrecondition)
+	fails(t, second(s.Claim(w.ctx, f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"})), errdefs.ErrPrecondition)
 	w.start(m)
 	w.eventually("the one is gone", func() bool { return w.object("plain") == nil })
 	fails(t, second(m.local.Get(w.ctx, f.plain.ID)), errdefs.ErrNotFound)
@@ -886,7 +886,7 @@ func TestDefinitionsAway(t *testing.T) {
 		"delete":             func() error { return s.Delete(w.ctx, f.plain.ID) },
 		"delete a snapshot":  func() error { return s.DeleteSnapshot(w.ctx, f.snapshot.ID) },
 		"delete a group":     func() error { return s.DeleteGroup(w.ctx, f.group.ID) },
-		"claim":              func() error { return s.Claim(w.ctx, f.plain.ID, volume.Claim{Node: nodeName, Mode: "m"}) },
+		"claim":              func() error { return second(s.Claim(w.ctx, f.plain.ID, volume.Claim{Node: nodeName, Mode: "m"})) },
 		"release":            func() error { return s.Release(w.ctx, f.claimed.ID, nodeName) },
 		"get":                func() error { return second(s.Get(w.ctx, f.plain.ID)) },
 		"get a snapshot":     func() error { return second(s.GetSnapshot(w.ctx, f.snapshot.ID)) },
@@ -922,7 +922,7 @@ func TestPoolDefinitionAway(t *testing.T) {
 			return second(s.Create(w.ctx, volume.Spec{Name: "new", Pool: "b", Size: volume.Range{Required: mib}}))
 		},
 		"capacity": func() error { return second(s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)) },
-		"claim":    func() error { return s.Claim(w.ctx, v.ID, on(nodeName)) },
+		"claim":    func() error { return second(s.Claim(w.ctx, v.ID, on(nodeName))) },
 		"networks": func() error { return second(s.Networks(w.ctx)) },
 		"delete what is a stray": func() error {
 			return s.Delete(w.ctx, volume.ID{Kind: v.ID.Kind, Pool: v.ID.Pool, Key: volume.KeyOf("stray")})
@@ -1269,7 +1269,7 @@ func TestStaleClaim(t *testing.T) {
 		v, err := s.Create(w.ctx, spec(name))
 		check.OK(t, err)
 		ids[name] = v.ID
-		check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"})))
 		w.persistentVolume("pv-"+name, cluster.DefaultDriver, v.ID)
 	}
 	pv := "pv-attached"
@@ -1308,7 +1308,7 @@ func TestStaleClaimAnew(t *testing.T) {
 			v, err := s.Create(w.ctx, spec("v"))
 			check.OK(t, err)
 			claim := volume.Claim{Node: nodeName, Mode: "m"}
-			check.OK(t, s.Claim(w.ctx, v.ID, claim))
+			check.OK(t, second(s.Claim(w.ctx, v.ID, claim)))
 			pv := fmt.Sprint("pv-anew-", i) // the PersistentVolumes of earlier runs may still be there
 			w.persistentVolume(pv, cluster.DefaultDriver, v.ID)
 			va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
@@ -1331,7 +1331,7 @@ func TestStaleClaimAnew(t *testing.T) {
 						}
 						answer, err := next.RoundTrip(q)
 						if n++; n == after.n {
-							if err := errors.Join(w.Create(w.ctx, va), s.Claim(w.ctx, v.ID, claim)); err != nil {
+							if err := errors.Join(w.Create(w.ctx, va), second(s.Claim(w.ctx, v.ID, claim))); err != nil {
 								t.Error(err)
 							}
 							close(asked)

@@ -152,27 +152,27 @@ func TestAnyNodeClaimed(t *testing.T) {
 		{v.ID, d.name, "node node-d is in no network"},
 		{own.ID, b.name, "is on node node-a and cannot be used on node node-b"},
 	} {
-		if err := s.Claim(w.ctx, refused.id, on(refused.node)); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), refused.why) {
+		if err := second(s.Claim(w.ctx, refused.id, on(refused.node))); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), refused.why) {
 			t.Errorf("claimed for %s: %v, want one that says %q", refused.node, err, refused.why)
 		}
 	}
-	fails(t, s.Claim(w.ctx, v.ID, on("nowhere")), errdefs.ErrNotFound)
+	fails(t, second(s.Claim(w.ctx, v.ID, on("nowhere"))), errdefs.ErrNotFound)
 
 	for want, node := range []string{b.name, a.name, b.name} {
 		for range 2 { // a repeated call does not make another claim
-			check.OK(t, s.Claim(w.ctx, v.ID, on(node)))
+			check.OK(t, second(s.Claim(w.ctx, v.ID, on(node))))
 			if have := w.generation("v"); have != int64(want+1) {
 				t.Errorf("claimed for %s with generation %d, want %d", node, have, want+1)
 			}
 		}
-		fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: node, Mode: "other"}), errdefs.ErrExists)
-		fails(t, s.Claim(w.ctx, v.ID, on(map[string]string{a.name: b.name, b.name: a.name}[node])), errdefs.ErrInUse)
+		fails(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: node, Mode: "other"})), errdefs.ErrExists)
+		fails(t, second(s.Claim(w.ctx, v.ID, on(map[string]string{a.name: b.name, b.name: a.name}[node]))), errdefs.ErrInUse)
 		check.OK(t, s.Release(w.ctx, v.ID, node))
 		if o := w.object("v"); o.Spec.Claim != nil || o.Spec.Claims != int64(want+1) {
 			t.Errorf("released, it is %+v", o.Spec)
 		}
 	}
-	check.OK(t, s.Claim(w.ctx, own.ID, on(a.name)))
+	check.OK(t, second(s.Claim(w.ctx, own.ID, on(a.name))))
 	if o := w.object("own"); o.Spec.Claims != 0 || o.Spec.Claim.Generation != 0 {
 		t.Errorf("a volume of one node counts: %+v", o.Spec)
 	}
@@ -190,11 +190,11 @@ func TestAnyNodeRace(t *testing.T) {
 		var won [2]error
 		var both sync.WaitGroup
 		for i, node := range []string{a.name, b.name} {
-			both.Go(func() { won[i] = stores[i].Claim(w.ctx, v.ID, on(node)) })
+			both.Go(func() { won[i] = second(stores[i].Claim(w.ctx, v.ID, on(node))) })
 		}
 		both.Wait()
-		first, second := won[0] == nil, won[1] == nil
-		if first == second || !errors.Is(errors.Join(won[:]...), errdefs.ErrInUse) {
+		one, other := won[0] == nil, won[1] == nil
+		if one == other || !errors.Is(errors.Join(won[:]...), errdefs.ErrInUse) {
 			t.Fatalf("round %d: %v and %v", round, won[0], won[1])
 		}
 		if have := w.generation("v"); have != int64(round+1) {
@@ -212,7 +212,7 @@ func TestAnyNodeReleased(t *testing.T) {
 	s := w.knowing(a, b)
 	v, err := s.Create(w.ctx, anyNode("v", a.name))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	first := volume.Grant{Generation: 1, Node: b.name}
 	home.gives(w.ctx, v.ID, first)
 	w.touched("v")
@@ -228,7 +228,7 @@ func TestAnyNodeReleased(t *testing.T) {
 	if err := s.Delete(w.ctx, v.ID); !errors.Is(err, errdefs.ErrInUse) || !strings.Contains(err.Error(), "given to node node-b") {
 		t.Errorf("deleted: %v", err)
 	}
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) // meanwhile it may be claimed again, with another generation than the one that ends
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name)))) // meanwhile it may be claimed again, with another generation than the one that ends
 	if have := w.generation("v"); have != 2 {
 		t.Errorf("claimed with generation %d", have)
 	}
@@ -248,7 +248,7 @@ func TestAnyNodeAlone(t *testing.T) {
 	s := w.knowing(a, b)
 	v, err := s.Create(w.ctx, anyNode("v", a.name))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	to := volume.Grant{Generation: 1, Node: b.name}
 	home.gives(w.ctx, v.ID, to)
 	w.touched("v")
@@ -279,7 +279,7 @@ func TestAnyNodeCounted(t *testing.T) {
 	s := w.knowing(a, b)
 	v, err := s.Create(w.ctx, anyNode("v", a.name))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	a.stop()
 	x := w.takenOver(t, a.name)
 	says := func(generation int64, many bool) error {
@@ -300,7 +300,7 @@ func TestAnyNodeCounted(t *testing.T) {
 		check.OK(t, says(1_000_000_001, many))
 	}
 	check.OK(t, w.Patch(w.ctx, w.object("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claim":null}}`))))
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	if have := w.generation("v"); have != 1_000_000_001 { // the one for which the home exports it to the same node
 		t.Errorf("claimed with generation %d", have)
 	}
@@ -314,7 +314,7 @@ func TestAnyNodeHomeGone(t *testing.T) {
 	s := w.knowing(a, b)
 	v, err := s.Create(w.ctx, anyNode("v", a.name))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	to := volume.Grant{Generation: 1, Node: b.name}
 	home.gives(w.ctx, v.ID, to)
 	w.touched("v")
@@ -364,9 +364,9 @@ func TestAnyNodeRestored(t *testing.T) {
 		want     int64 // the generation of the claim afterwards
 		left     *volume.Grant
 	}{
-		"its user claims it again":  {forgotten, func() { check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) }, 5, &unknown},
-		"its user claims the older": {older, func() { check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) }, 5, &unknown},
-		"another claims it":         {older, func() { check.OK(t, s.Claim(w.ctx, v.ID, on(a.name))) }, 6, nil},
+		"its user claims it again":  {forgotten, func() { check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name)))) }, 5, &unknown},
+		"its user claims the older": {older, func() { check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name)))) }, 5, &unknown},
+		"another claims it":         {older, func() { check.OK(t, second(s.Claim(w.ctx, v.ID, on(a.name)))) }, 6, nil},
 		"it is released":            {forgotten, func() { check.OK(t, s.Release(w.ctx, v.ID, b.name)) }, 0, nil},
 		"somebody else had it": {func(spec *v1alpha1.VolumeSpec) {
 			spec.Claims, spec.Claim = 2, &v1alpha1.Claim{Node: a.name, Mode: "m", Generation: 2}

@@ -37,7 +37,7 @@ func TestClaimed(t *testing.T) {
 	expect(m.agent, v.ID, volume.Claim{}, true)
 	claimed := func() { // claims the volume; the agent waits for that claim, whatever its watch has seen
 		t.Helper()
-		check.OK(t, s.Claim(w.ctx, v.ID, claim))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, claim)))
 		w.eventually("the claim is known", func() bool {
 			asked := time.Now()
 			have, known := m.agent.Claimed(w.ctx, v.ID, true)
@@ -83,7 +83,7 @@ func TestClaimedWhileWriting(t *testing.T) {
 	v, err := s.Create(w.ctx, spec("v"))
 	check.OK(t, err)
 	claim := volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}
-	check.OK(t, s.Claim(w.ctx, v.ID, claim))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, claim)))
 	w.eventually("the claim is known", func() bool {
 		have, known := m.agent.Claimed(w.ctx, v.ID, true)
 		return known && have == claim
@@ -127,7 +127,7 @@ func TestClaimedBehind(t *testing.T) {
 	lag.Lock()
 	defer lag.Unlock()
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
-	check.OK(t, s.Claim(w.ctx, v.ID, claim))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, claim)))
 	w.eventually("the claim is known", func() bool {
 		have, known := m.agent.Claimed(w.ctx, v.ID, true)
 		return known && have == claim
@@ -139,7 +139,7 @@ func TestClaimedAnew(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true})))
 	lag := w.restartLagging(t, m)
 	w.eventually("the claim is known", func() bool {
 		have, known := m.agent.Claimed(soon(t), v.ID, true)
@@ -149,7 +149,7 @@ func TestClaimedAnew(t *testing.T) {
 	defer lag.Unlock()
 	check.OK(t, s.Release(w.ctx, v.ID, nodeName))
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
-	check.OK(t, s.Claim(w.ctx, v.ID, claim))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, claim)))
 	w.eventually("the new claim is known", func() bool { // repeated, as the API server may take longer to answer than the agent waits
 		have, known := m.agent.Claimed(w.ctx, v.ID, false)
 		return have == claim && known

@@ -257,7 +257,7 @@ func TestEventsOfNodes(t *testing.T) {
 	s := w.listening(silentAfter)
 	w.pooled(s, m)
 	used, claim, _ := w.claimed(s, "used")
-	check.OK(t, s.Claim(w.ctx, used.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, second(s.Claim(w.ctx, used.ID, volume.Claim{Node: nodeName, Mode: "m"})))
 	idle, idleClaim, idlePV := w.claimed(s, "idle")
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}
 	w.node(nodeName, false)

@@ -56,7 +56,7 @@ func TestAgentDown(t *testing.T) {
 	fails(t, second(s.CreateSnapshot(soon(t), "s", old.ID)), errdefs.ErrUnavailable)
 	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{old.ID})), errdefs.ErrUnavailable)
 	fails(t, second(s.Expand(soon(t), old.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
-	check.OK(t, s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"})) // a claim waits for no node
+	check.OK(t, second(s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"}))) // a claim waits for no node
 	check.OK(t, s.Release(w.ctx, old.ID, nodeName))
 	if left, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(left) != 1 {
 		t.Errorf("half-made volumes are listed: %v, %v", left, err)
@@ -447,7 +447,7 @@ func TestTwoStores(t *testing.T) {
 			all.Go(func() {
 				v, err := s.Create(w.ctx, spec(name))
 				if err == nil {
-					err = s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: fmt.Sprint("mode-", j)})
+					err = second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: fmt.Sprint("mode-", j)}))
 				}
 				if err == nil {
 					claimed.Add(1)
@@ -504,7 +504,7 @@ func TestClaimsAtOnce(t *testing.T) {
 		var all sync.WaitGroup
 		for _, id := range ids {
 			all.Go(func() {
-				if err := s.Claim(w.ctx, id, claim); err != nil {
+				if err := second(s.Claim(w.ctx, id, claim)); err != nil {
 					t.Error(err)
 				}
 			})
@@ -517,12 +517,12 @@ func TestClaimsAtOnce(t *testing.T) {
 
 	hang.Store(true)
 	answers := make(chan error, 2)
-	go func() { answers <- s.Claim(w.ctx, ids[0], claim) }()
+	go func() { answers <- second(s.Claim(w.ctx, ids[0], claim)) }()
 	w.comes(hung, "a claim is written")
-	go func() { answers <- s.Claim(w.ctx, ids[1], claim) }() // waits until the first one is counted
+	go func() { answers <- second(s.Claim(w.ctx, ids[1], claim)) }() // waits until the first one is counted
 	time.Sleep(100 * time.Millisecond)
 	given := make(chan error, 1)
-	go func() { given <- s.Claim(soon(t), ids[2], claim) }()
+	go func() { given <- second(s.Claim(soon(t), ids[2], claim)) }()
 	select {
 	case err := <-given:
 		fails(t, err, errdefs.ErrUnavailable)
@@ -683,7 +683,7 @@ func TestAbandoned(t *testing.T) {
 	}
 	used, owned, claimed := provisioned("pvc-used"), provisioned("pvc-owned"), provisioned("pvc-claimed")
 	check.OK(t, m.local.SetFormat(w.ctx, used, volume.Format{State: volume.Formatted, Type: "ext4"}))
-	check.OK(t, s.Claim(w.ctx, claimed, volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, second(s.Claim(w.ctx, claimed, volume.Claim{Node: nodeName, Mode: "m"})))
 	check.OK(t, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-owned"}, Spec: corev1.PersistentVolumeSpec{
 		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},
 		AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},

@@ -206,7 +206,7 @@ func TestLaggingReplicaDeletesLegTakenOut(t *testing.T) {
 		legs := w.legsOf("v")
 		return len(legs) == 3 && legs[2].Status.Created != nil
 	})
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	w.eventually("its legs are claimed", func() bool { return w.legsOf("v")[2].Spec.Claims > 0 })
 	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
 	stop()

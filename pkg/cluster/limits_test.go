@@ -39,7 +39,7 @@ func TestLimitsAfterStart(t *testing.T) {
 		check.OK(t, err)
 		made[name] = v.ID
 	}
-	check.OK(t, s.Claim(w.ctx, made["read"], manyOn(b.name))) // first, as the node will have as many as it can have
+	check.OK(t, second(s.Claim(w.ctx, made["read"], manyOn(b.name)))) // first, as the node will have as many as it can have
 	for name, id := range made {
 		if name != "read" && name != "unclaimed" {
 			w.claimFor(id, b.name)
@@ -105,7 +105,7 @@ func TestReadersModified(t *testing.T) {
 	w.pooled(s, c)
 	w.pooled(s, gone)
 	for _, m := range []*machine{b, c, gone} {
-		check.OK(t, s.Claim(w.ctx, v.ID, manyOn(m.name)))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, manyOn(m.name))))
 		w.eventually(m.name+" knows of its claim", func() bool { return m.agent.Elsewhere(func(blockdev.Ref) bool { return false }).Has(v.ID) })
 	}
 	check.OK(t, s.Release(w.ctx, v.ID, gone.name))

@@ -59,7 +59,7 @@ func sample(b testing.TB) objects {
 	v, err := s.Create(w.ctx, volume.Spec{Name: cluster.ProvisionedPrefix + sampleUID, Size: volume.Range{Required: 64 * mib}, Filesystem: filesystem.Ext4, Nodes: []string{m.name},
 		For: volume.Requester{Namespace: "the-namespace", Name: "data-database-0", PersistentVolume: cluster.ProvisionedPrefix + sampleUID}})
 	check.OK(b, err)
-	check.OK(b, s.Claim(w.ctx, v.ID, volume.Claim{Node: m.name, Mode: "mount/SINGLE_NODE_WRITER"}))
+	check.OK(b, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: m.name, Mode: "mount/SINGLE_NODE_WRITER"})))
 	node := &corev1.Node{}
 	check.OK(b, w.Get(w.ctx, client.ObjectKey{Name: m.name}, node))
 	for i := range 50 { // as many as the kubelet reports by default (nodeStatusMaxImages)

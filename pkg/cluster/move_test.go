@@ -179,7 +179,7 @@ func TestMoveClaimed(t *testing.T) {
 	w.movesTo("v", b.name)
 	let <- struct{}{}
 	w.movesays("v", "are copied from node node-1")
-	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: a.name, Mode: "m"}))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: a.name, Mode: "m"})))
 	target := w.staged(a, dir, v.ID, mounted)
 	w.movesays("v", "is used on node node-1")
 	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("meanwhile"), 0o600))
@@ -187,7 +187,7 @@ func TestMoveClaimed(t *testing.T) {
 	close(let)
 	check.OK(t, s.Release(w.ctx, v.ID, a.name))
 	w.moved("v", a, b)
-	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: b.name, Mode: "m"}))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: b.name, Mode: "m"})))
 	target = w.staged(b, dir, v.ID, mounted)
 	if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "meanwhile" {
 		t.Errorf("it has %q, %v", have, err)
@@ -228,7 +228,7 @@ func TestMoveUndone(t *testing.T) {
 	copying()
 	w.movesTo("v", "")
 	w.eventually("nothing is left", func() bool { return len(w.leftovers(b)) == 0 && w.object("v").Status.Move == nil })
-	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: a.name, Mode: "m"}))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: a.name, Mode: "m"})))
 	w.staged(a, dir, v.ID, mounted)
 	check.OK(t, a.unstage(w.ctx, dir, v.ID))
 	check.OK(t, s.Release(w.ctx, v.ID, a.name))

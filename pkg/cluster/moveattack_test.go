@@ -403,7 +403,9 @@ func TestMoveUsedMeanwhile(t *testing.T) {
 			time.Sleep(time.Duration(i*53%120) * time.Millisecond)
 		}
 		m := nodes[i/2%2]
-		w.again("it is claimed", func(ctx context.Context) error { return s.Claim(ctx, v.ID, volume.Claim{Node: m.name, Mode: "m"}) })
+		w.again("it is claimed", func(ctx context.Context) error {
+			return second(s.Claim(ctx, v.ID, volume.Claim{Node: m.name, Mode: "m"}))
+		})
 		file := filepath.Join(w.staged(m, dir, v.ID, mounted), "file")
 		if have, err := os.ReadFile(file); err == nil && string(have) != last || err != nil && last != "" {
 			t.Fatalf("round %d on %s: it has %q, %v; %q was written", i, m.name, have, err, last)

@@ -226,7 +226,7 @@ func TestPoolRemoved(t *testing.T) {
 	for i := range storetest.Limit {
 		v, err := s.Create(w.ctx, spec(fmt.Sprint(i)))
 		check.OK(t, err)
-		w.eventually("it is claimed", func() bool { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) == nil })
+		w.eventually("it is claimed", func() bool { return second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"})) == nil })
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -40,6 +41,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/node"
@@ -103,6 +105,10 @@ func (o *others) LongestHold() time.Duration {
 }
 
 func (u *uses) Topology(context.Context) (map[string]string, error) { return nil, nil }
+
+func (u *uses) AwaitClaim(ctx context.Context, id volume.ID, generation int64) error {
+	return u.agent.AwaitClaim(ctx, id, generation)
+}
 
 func (u *uses) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {
 	return u.agent.Claimed(ctx, v.ID, readOnly)
@@ -184,14 +190,24 @@ var mounted = &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode
 
 // stage stages and publishes a volume below a directory, and returns its target path.
 func (m *machine) stage(ctx context.Context, dir string, id volume.ID, as *csi.VolumeCapability) (target string, err error) {
+	return m.stageFor(ctx, dir, id, as, volume.Claim{})
+}
+
+// stageFor is stage for a claim, as the controller has answered it.
+func (m *machine) stageFor(ctx context.Context, dir string, id volume.ID, as *csi.VolumeCapability, claim volume.Claim) (target string, err error) {
+	given := map[string]string{}
+	if claim.Generation > 0 {
+		given[csimap.GenerationKey] = strconv.FormatInt(claim.Generation, 10)
+	}
 	staging := filepath.Join(dir, m.name, "staging")
 	target = filepath.Join(dir, m.name, "pod", "target")
 	if err := errors.Join(os.MkdirAll(staging, 0o700), os.MkdirAll(filepath.Dir(target), 0o700)); err != nil {
 		return "", err
 	}
-	_, err = m.uses.node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging, VolumeCapability: as})
+	_, err = m.uses.node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging, VolumeCapability: as, PublishContext: given})
 	if err == nil {
-		_, err = m.uses.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging, TargetPath: target, VolumeCapability: as})
+		_, err = m.uses.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging, TargetPath: target, VolumeCapability: as,
+			PublishContext: given})
 	}
 	return target, err
 }
@@ -305,6 +321,38 @@ func TestReached(t *testing.T) {
 	}
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 	w.claimFor(v.ID, "")
+}
+
+// TestReachedEarlierClaim: a node that was cut off still has the mount of an earlier claim, and its agent has not heard of its new one yet. Another node may
+// have written to the volume between the two. What is mounted is not taken for the volume: neither while the agent does not know, nor later.
+func TestReachedEarlierClaim(t *testing.T) {
+	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	lag := w.restartLagging(t, b)
+	w.claimFor(v.ID, b.name)
+	target := w.staged(b, dir, v.ID, mounted)
+	check.OK(t, second(b.uses.node.NodeUnpublishVolume(w.ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.ID.String(), TargetPath: target})))
+	catchUp := lag.hold()
+	defer catchUp()
+	w.claimFor(v.ID, "") // the node is out of service, and nothing is unstaged there
+	w.eventually("its export has ended", func() bool { return len(a.network.Exported()) == 0 })
+	now := volume.Claim{Generation: w.claimFor(v.ID, b.name)}
+	again, err := b.stageFor(w.ctx, dir, v.ID, mounted, now)
+	fails(t, err, errdefs.ErrUnavailable)
+	if there, err := mount.At(again); err == nil && there.Root {
+		t.Error("what is mounted by an earlier claim is published")
+	}
+	catchUp()
+	w.eventually("the agent has heard of it", func() bool {
+		_, err = b.stageFor(w.ctx, dir, v.ID, mounted, now)
+		return !errors.Is(err, errdefs.ErrUnavailable)
+	})
+	fails(t, err, errdefs.ErrPrecondition) // it has to be unstaged first
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	w.eventually("it is staged by the new claim", func() bool {
+		_, err = b.stageFor(w.ctx, dir, v.ID, mounted, now)
+		return err == nil
+	})
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
 
 // TestReachedRaw: a volume is used as a raw block device on another node, and then on its own. It is never formatted later.
@@ -711,7 +759,7 @@ func TestReachedLostAlone(t *testing.T) {
 func TestReachedAway(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))
 	object := cluster.VolumeNamed(v.ID.Key)
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	w.staged(b, dir, v.ID, mounted)
 	ctx, stop := context.WithCancel(w.ctx)
 	done := make(chan struct{})
@@ -744,7 +792,7 @@ func TestReachedAway(t *testing.T) {
 // back.
 func TestReachedForgotten(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	w.staged(b, dir, v.ID, mounted)
 	w.madeAnew(v.Name, func() {}, func(s *v1alpha1.VolumeSpec) { s.Claim, s.Claims = nil, 0 })
 	w.eventually("the object says who uses it", func() bool { return w.exportedTo(v.ID) == b.name })
@@ -761,7 +809,7 @@ func TestReachedForgotten(t *testing.T) {
 // that.
 func TestReachedForgottenAway(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	w.staged(b, dir, v.ID, mounted)
 	w.madeAnew(v.Name, func() {}, func(s *v1alpha1.VolumeSpec) { s.Claim, s.Claims = nil, 0 })
 	w.eventually("the object says who uses it", func() bool { return w.exportedTo(v.ID) == b.name })
@@ -842,7 +890,7 @@ func TestReachedGrowthRefused(t *testing.T) {
 // deleted. Then it disconnects, so that pods which wait for the home can end, and the volume can be unstaged and released.
 func TestReachedHomeGone(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	pool := b.uses.remote.Named("default")
 	w.eventually("it is connected", func() bool {
 		_, err := pool.Attach(w.ctx, ref(v), blockdev.Attachment{Keep: true})
@@ -894,7 +942,7 @@ func TestReachedPoolGone(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			w, a, b, s, v, dir := reached(t, spec("v"))
-			check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+			check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 			pool := b.uses.remote.Named("default")
 			w.eventually("it is connected", func() bool {
 				_, err := pool.Attach(w.ctx, ref(v), blockdev.Attachment{Keep: true})

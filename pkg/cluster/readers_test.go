@@ -100,28 +100,28 @@ func TestManyReaders(t *testing.T) {
 	v, err := s.Create(w.ctx, anyNode("v", a.name))
 	check.OK(t, err)
 
-	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
 	for _, node := range []string{a.name, c.name} {
-		fails(t, s.Claim(w.ctx, v.ID, manyOn(node)), errdefs.ErrInUse)
+		fails(t, second(s.Claim(w.ctx, v.ID, manyOn(node))), errdefs.ErrInUse)
 	}
-	fails(t, s.Claim(w.ctx, v.ID, manyOn(b.name)), errdefs.ErrExists)
+	fails(t, second(s.Claim(w.ctx, v.ID, manyOn(b.name))), errdefs.ErrExists)
 	check.OK(t, s.Release(w.ctx, v.ID, b.name))
 
 	for _, node := range []string{c.name, a.name, b.name} {
 		for range 2 {
-			check.OK(t, s.Claim(w.ctx, v.ID, manyOn(node)))
+			check.OK(t, second(s.Claim(w.ctx, v.ID, manyOn(node))))
 		}
 	}
 	if have := w.readersOf("v"); !slices.Equal(have, []string{"node-a 3", "node-b 4", "node-c 2"}) {
 		t.Errorf("read by %v", have)
 	}
-	if err := s.Claim(w.ctx, v.ID, manyOn(alone.name)); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "in no network") {
+	if err := second(s.Claim(w.ctx, v.ID, manyOn(alone.name))); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "in no network") {
 		t.Errorf("read on a node in no network: %v", err)
 	}
 	for _, node := range []string{a.name, b.name} {
-		fails(t, s.Claim(w.ctx, v.ID, on(node)), errdefs.ErrExists)
+		fails(t, second(s.Claim(w.ctx, v.ID, on(node))), errdefs.ErrExists)
 	}
-	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: alone.name, Mode: "mount,SINGLE_NODE_READER_ONLY"}), errdefs.ErrInUse)
+	fails(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: alone.name, Mode: "mount,SINGLE_NODE_READER_ONLY"})), errdefs.ErrInUse)
 	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 	listed, err := controller.New(s).ListVolumes(w.ctx, &csi.ListVolumesRequest{})
 	check.OK(t, err)
@@ -146,7 +146,7 @@ func TestManyReaders(t *testing.T) {
 	if o := w.object("v"); o.IsUsed() || len(w.readersOf("v")) > 0 {
 		t.Errorf("released, it is %+v, %+v", o.Spec, o.Status.Readers)
 	}
-	check.OK(t, s.Claim(w.ctx, v.ID, on(c.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(c.name))))
 	if have := w.generation("v"); have != 5 {
 		t.Errorf("claimed with generation %d", have)
 	}
@@ -165,7 +165,7 @@ func TestManyReadersAway(t *testing.T) {
 	v, err := s.Create(w.ctx, anyNode("v", a.name))
 	check.OK(t, err)
 	for i, m := range []*machine{b, c} {
-		check.OK(t, s.Claim(w.ctx, v.ID, manyOn(m.name)))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, manyOn(m.name))))
 		w.reads(home, "v", volume.Grant{Generation: int64(i + 1), Node: m.name})
 	}
 	var cut atomic.Bool
@@ -228,7 +228,7 @@ func TestManyReadersRace(t *testing.T) {
 		won := make([]error, len(claims))
 		var all sync.WaitGroup
 		for i, claim := range claims {
-			all.Go(func() { won[i] = stores[i%2].Claim(w.ctx, v.ID, claim) })
+			all.Go(func() { won[i] = second(stores[i%2].Claim(w.ctx, v.ID, claim)) })
 		}
 		all.Wait()
 		if one, many := won[0] == nil, won[1] == nil && won[2] == nil; one == many || one && (won[1] == nil || won[2] == nil) {
@@ -255,7 +255,7 @@ func TestManyReadersRefused(t *testing.T) {
 	secret.Status.Created, secret.Status.Encryption = w.object("v").Status.Created, string(volume.LUKS2)
 	check.OK(t, w.Status().Patch(w.ctx, secret, client.MergeFrom(before)))
 	w.eventually("the store knows it", func() bool { return second(s.Get(w.ctx, cluster.VolumeID(secret))) == nil })
-	if err := s.Claim(w.ctx, cluster.VolumeID(secret), manyOn(b.name)); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "encrypted") {
+	if err := second(s.Claim(w.ctx, cluster.VolumeID(secret), manyOn(b.name))); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "encrypted") {
 		t.Errorf("many read what is encrypted: %v", err)
 	}
 
@@ -275,7 +275,7 @@ func TestManyReadersRefused(t *testing.T) {
 	// A volume of one node has an ordinary claim.
 	own, err := s.Create(w.ctx, volume.Spec{Name: "own", Size: volume.Range{Required: mib}, Nodes: []string{a.name}})
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, own.ID, manyOn(a.name)))
+	check.OK(t, second(s.Claim(w.ctx, own.ID, manyOn(a.name))))
 	if o := w.object("own"); o.Spec.Claim == nil || o.Spec.Readers != nil {
 		t.Errorf("claimed as %+v", o.Spec)
 	}
@@ -324,7 +324,7 @@ func TestReadersHeld(t *testing.T) {
 	}
 
 	// A volume that is read does not move.
-	check.OK(t, s.Claim(w.ctx, v.ID, manyOn(b.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, manyOn(b.name))))
 	o := w.object("v")
 	if cluster.MayMove(o) || !o.IsUsed() {
 		t.Errorf("it may move while it is read: %+v", o.Spec)
@@ -337,8 +337,8 @@ func TestReadersHeld(t *testing.T) {
 // opened to be read, and such a call leaves no export.
 func TestReaderOpens(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
-	check.OK(t, s.Claim(w.ctx, v.ID, manyOn(b.name)))
-	check.OK(t, s.Claim(w.ctx, v.ID, manyOn(a.name)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, manyOn(b.name))))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, manyOn(a.name))))
 	w.eventually("its agent knows of the claim", func() bool { return b.agent.Elsewhere(func(blockdev.Ref) bool { return false }).Has(v.ID) })
 	if claim, known := b.agent.Claimed(w.ctx, v.ID, true); !known || claim.Node != b.name || claim.Generation != 1 {
 		t.Errorf("claimed as %+v, known %v", claim, known)

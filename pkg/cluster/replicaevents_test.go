@@ -31,7 +31,7 @@ func TestReplicaEvents(t *testing.T) {
 	check.OK(t, w.Status().Update(w.ctx, pv))
 	claim.Spec.VolumeName = pv.Name
 	check.OK(t, w.Update(w.ctx, claim))
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	object := cluster.ReplicatedNamed(v.ID.Key)
 	time.Sleep(time.Second) // creation times have whole seconds
 	told := func(reason, says string) { w.Helper(); w.told(reason, says, object, pv, claim) }

@@ -57,7 +57,7 @@ func TestBecomesReplicated(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-2"))))
 	claims := w.object("v").Spec.Claims
 	check.OK(t, w.ask("v", 2))
 	time.Sleep(300 * time.Millisecond)
@@ -85,7 +85,7 @@ func TestBecomesReplicated(t *testing.T) {
 	if r.Spec.ReplaceAfter != 600 || r.Spec.Pools != "default" || r.Spec.Claim != nil {
 		t.Errorf("its object is %+v", r.Spec)
 	}
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-2"))))
 	if have := w.whole("v").Spec.Claim.Generation; have <= claims {
 		t.Errorf("its claim is %d, and there were %d before", have, claims)
 	}
@@ -104,7 +104,7 @@ func TestBecomesReplicated(t *testing.T) {
 	if w.whole("v").Status.Made != nil {
 		t.Error("it can be used before its node knows that it is a leg")
 	}
-	fails(t, s.Claim(w.ctx, v.ID, on("node-2")), errdefs.ErrUnavailable)
+	fails(t, second(s.Claim(w.ctx, v.ID, on("node-2"))), errdefs.ErrUnavailable)
 	fails(t, second(s.Get(w.ctx, v.ID)), errdefs.ErrUnavailable)
 	if listed, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(listed) != 1 || listed[0].ID != v.ID {
 		t.Errorf("meanwhile listed are %+v, %v", listed, err)
@@ -144,7 +144,7 @@ func TestBecomesReplicatedUsed(t *testing.T) {
 	for _, user := range []string{"node-1", "node-2"} {
 		v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 		check.OK(t, err)
-		check.OK(t, s.Claim(w.ctx, v.ID, on(user)))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, on(user))))
 		claim := *w.object("v").Spec.Claim
 		check.OK(t, w.ask("v", 2))
 		w.eventually("it has replicas", func() bool { return w.became("v", 2) })
@@ -163,8 +163,8 @@ func TestBecomesReplicatedUsed(t *testing.T) {
 		if have, err := s.Get(w.ctx, v.ID); err != nil || have.Claim.Node != user || have.Claim.Generation != claim.Generation {
 			t.Errorf("it is %+v, %v", have, err)
 		}
-		check.OK(t, s.Claim(w.ctx, v.ID, on(user)))
-		fails(t, s.Claim(w.ctx, v.ID, on("node-3")), errdefs.ErrInUse)
+		check.OK(t, second(s.Claim(w.ctx, v.ID, on(user))))
+		fails(t, second(s.Claim(w.ctx, v.ID, on("node-3"))), errdefs.ErrInUse)
 		check.OK(t, s.Release(w.ctx, v.ID, user))
 		check.OK(t, s.Delete(w.ctx, v.ID))
 	}
@@ -184,7 +184,7 @@ func (w *environment) about(all []*machine, s *store.Store) (v volume.Volume, go
 	w.Helper()
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 	check.OK(w, err)
-	check.OK(w, s.Claim(w.ctx, v.ID, on("node-2")))
+	check.OK(w, second(s.Claim(w.ctx, v.ID, on("node-2"))))
 	all[0].stop()
 	check.OK(w, w.ask("v", 2))
 	w.eventually("it is about to have replicas", func() bool { return w.whole("v") != nil })
@@ -220,7 +220,7 @@ func TestReleasedWhileItBecomes(t *testing.T) {
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 	check.OK(t, err)
 	for range 10 {
-		w.eventually("it is claimed", func() bool { return s.Claim(w.ctx, v.ID, on("node-1")) == nil })
+		w.eventually("it is claimed", func() bool { return second(s.Claim(w.ctx, v.ID, on("node-1"))) == nil })
 		if w.object("v").Spec.ReplicaOf == "" {
 			_ = w.ask("v", 2) // it is refused if an earlier request was carried out
 		}
@@ -272,7 +272,7 @@ func TestBecomesReplicatedCutShort(t *testing.T) {
 			for ; ; n++ {
 				v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 				check.OK(t, err)
-				check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+				check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 				check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
 				cut.arm(n, after)
 				check.OK(t, w.ask("v", 2))
@@ -282,8 +282,8 @@ func TestBecomesReplicatedCutShort(t *testing.T) {
 				s, stop = w.store()
 				if !deleted {
 					w.eventually(fmt.Sprintf("write %d, done %v: the next one goes on", n, after), func() bool { return w.became("v", 2) })
-					check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
-					fails(t, s.Claim(w.ctx, v.ID, on("node-1")), errdefs.ErrInUse)
+					check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-2"))))
+					fails(t, second(s.Claim(w.ctx, v.ID, on("node-1"))), errdefs.ErrInUse)
 					check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
 				}
 				w.eventually("it is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil })
@@ -325,7 +325,7 @@ func TestTakenBackWhileItBecomes(t *testing.T) {
 		cut.mend()
 		s, stop = w.store()
 		w.eventually(fmt.Sprintf("write %d, taken back: %v; it has replicas", n, taken), func() bool { return w.became("v", 2) })
-		check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-2"))))
 		check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
 		w.eventually("it is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil })
 		stop()
@@ -342,7 +342,7 @@ func TestExpandRefusedWhileItBecomes(t *testing.T) {
 	all, s := w.mirroring(2)
 	v, err := s.Create(w.ctx, anyNode("v", "node-1"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	check.OK(t, w.ask("v", 2))
 	w.eventually("it has replicas", func() bool { return w.became("v", 2) })
 	check.OK(t, second(s.Create(w.ctx, volume.Spec{Name: "filler", Size: volume.Range{Required: storetest.Size - v.Size}, Nodes: []string{"node-2"}})))
@@ -418,7 +418,7 @@ func TestReplicatedWrittenAnew(t *testing.T) {
 	v, err := s.Create(w.ctx, replicas("v", 2))
 	check.OK(t, err)
 	for range 3 {
-		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 		check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
 	}
 	legs := w.whole("v").Spec.Legs
@@ -436,7 +436,7 @@ func TestReplicatedWrittenAnew(t *testing.T) {
 	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: "v", Pool: v.ID.Pool, Pools: v.ID.Pool, Replicas: 2, ReplaceAfter: 600, Size: v.Size, Legs: legs, Numbered: 2, Claims: 1000000}
 	check.OK(t, w.Create(w.ctx, r))
 	check.OK(t, w.Status().Patch(w.ctx, r, client.RawPatch(types.MergePatchType, []byte(`{"status":{"made":"2026-01-01T00:00:00.000000Z","legs":[{"name":"`+legs[0]+`","current":true},{"name":"`+legs[1]+`"}]}}`))))
-	w.eventually("it can be claimed", func() bool { return s.Claim(w.ctx, v.ID, on("node-2")) == nil })
+	w.eventually("it can be claimed", func() bool { return second(s.Claim(w.ctx, v.ID, on("node-2"))) == nil })
 	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-2 1000001", "node-2 1000001"}) {
 		t.Errorf("its legs are claimed for %q", claims)
 	}

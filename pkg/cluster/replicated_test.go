@@ -177,7 +177,7 @@ func TestReplicated(t *testing.T) {
 	leg := w.legsOf("v")[1]
 	other := volume.ID{Kind: v.ID.Kind, Pool: leg.Spec.Pool, Key: leg.Name}
 	fails(t, second(s.Get(w.ctx, other)), errdefs.ErrNotFound)
-	fails(t, s.Claim(w.ctx, other, on("node-1")), errdefs.ErrNotFound)
+	fails(t, second(s.Claim(w.ctx, other, on("node-1"))), errdefs.ErrNotFound)
 	fails(t, second(s.Expand(w.ctx, other, volume.Range{Required: 8 * mib})), errdefs.ErrNotFound)
 	check.OK(t, s.Delete(w.ctx, other)) // there is no volume of this ID
 	check.OK(t, s.Release(w.ctx, other, "node-1"))
@@ -185,14 +185,14 @@ func TestReplicated(t *testing.T) {
 		t.Error("a leg was deleted as a volume")
 	}
 
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 1", "node-1 1"}) || w.whole("v").Spec.Claim.Generation != 1 {
 		t.Errorf("its legs are claimed for %q", claims)
 	}
-	fails(t, s.Claim(w.ctx, v.ID, on("node-3")), errdefs.ErrInUse)
-	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "other"}), errdefs.ErrExists)
-	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "mount,MULTI_NODE_READER_ONLY"}), errdefs.ErrPrecondition)
+	fails(t, second(s.Claim(w.ctx, v.ID, on("node-3"))), errdefs.ErrInUse)
+	fails(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "other"})), errdefs.ErrExists)
+	fails(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "mount,MULTI_NODE_READER_ONLY"})), errdefs.ErrPrecondition)
 	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 
 	grown, err := s.Expand(w.ctx, v.ID, volume.Range{Required: 8 * mib})
@@ -500,7 +500,7 @@ func TestReplicatedCutShort(t *testing.T) {
 					r := w.whole("v")
 					return r != nil && len(r.Current()) == 3 && len(w.legsOf("v")) == 3
 				}},
-				{"claim", func() error { return s.Claim(w.ctx, id, on("node-1")) }, func() bool {
+				{"claim", func() error { return second(s.Claim(w.ctx, id, on("node-1"))) }, func() bool {
 					return w.whole("v").Spec.Claim != nil && !slices.Contains(w.claims("v"), "")
 				}},
 				{"expand", func() error { return second(s.Expand(w.ctx, id, volume.Range{Required: 4 * mib})) }, func() bool {
@@ -594,7 +594,7 @@ func TestReplicatedHomes(t *testing.T) {
 	check.OK(t, err)
 	user := map[string]string{"node-2": "node-3", "node-3": "node-2"}[w.homes("v")[1]]
 	alive, dead := w.legsOf("v")[0], w.legsOf("v")[1]
-	check.OK(t, s.Claim(w.ctx, v.ID, on(user)))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(user))))
 	opened := func(leg *v1alpha1.Volume, generation int64) {
 		all[leg.Spec.NodeName].gives(w.ctx, legID(leg), volume.Grant{Generation: generation, Node: user})
 		w.touched(leg.Spec.Name)
@@ -608,11 +608,11 @@ func TestReplicatedHomes(t *testing.T) {
 	if claims := w.claims("v"); w.whole("v").Spec.Claim != nil || !slices.Equal(claims, []string{"", ""}) {
 		t.Errorf("its legs are claimed for %q", claims)
 	}
-	fails(t, s.Claim(soon(t), v.ID, on("node-1")), errdefs.ErrUnavailable)
+	fails(t, second(s.Claim(soon(t), v.ID, on("node-1"))), errdefs.ErrUnavailable)
 	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
 	all["node-1"].fail(nil)
 	check.OK(t, s.Release(w.ctx, v.ID, user))
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 2", ""}) {
 		t.Errorf("its legs are claimed for %q", claims)
 	}
@@ -628,12 +628,12 @@ func TestReplicatedCounted(t *testing.T) {
 	for i := range storetest.Limit {
 		v, err := s.Create(w.ctx, replicas(fmt.Sprint("v", i), 2))
 		check.OK(t, err)
-		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	}
 	more, err := s.Create(w.ctx, replicas("more", 2))
 	check.OK(t, err)
-	fails(t, s.Claim(w.ctx, more.ID, on("node-1")), errdefs.ErrLimit)
-	check.OK(t, s.Claim(w.ctx, more.ID, on("node-2")))
+	fails(t, second(s.Claim(w.ctx, more.ID, on("node-1"))), errdefs.ErrLimit)
+	check.OK(t, second(s.Claim(w.ctx, more.ID, on("node-2"))))
 }
 
 // TestReplicatedCopies: a snapshot of a volume with replicas names the volume as its source, whichever leg it is taken of. A copy of it has one current
@@ -823,7 +823,7 @@ func TestReplicatorReplaces(t *testing.T) {
 		t.Errorf("with one leg lost its health is %+v, %v", problems, err)
 	}
 	w.eventually("it is to have another one", func() bool { return len(w.whole("v").Spec.Legs) == 3 })
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	w.replaced("v", lost.Name)
 
 	gone := w.legsOf("v")[1]
@@ -853,7 +853,7 @@ func TestReplicatorUnfit(t *testing.T) {
 	w, all, s := legCluster(t, 4)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	before := w.whole("v").Spec.Legs
 	w.becomes("v", before...)
 	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 3 })
@@ -903,7 +903,7 @@ func TestReplicatorNoneJoins(t *testing.T) {
 	w, _, s := legCluster(t, 5)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	before := w.whole("v").Spec.Legs
 	w.becomes("v", before...)
 	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas, r.Spec.ReplaceAfter = 3, 1 })
@@ -930,7 +930,7 @@ func TestReplicatorCounts(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 3 })
 	w.eventually("it has three", func() bool {
 		legs := w.legsOf("v")
@@ -957,7 +957,7 @@ func TestReplicatorCounts(t *testing.T) {
 		r := w.whole("v")
 		return len(w.legsOf("v")) == 1 && len(r.Status.Legs) == 1 && r.Status.Summary == "1 of 1" && r.Status.Legs[0].Name == r.Spec.Legs[0]
 	})
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-2"))))
 	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	for _, m := range all {
@@ -971,7 +971,7 @@ func TestReplicatedAway(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	all["node-2"].stop()
 	w.node("node-2", false)
 	w.eventually("the store knows it", func() bool {
@@ -1017,7 +1017,7 @@ func TestReplicatedStaleClaim(t *testing.T) {
 		v, err := s.Create(w.ctx, replicas(name, 2))
 		check.OK(t, err)
 		ids[name] = v.ID
-		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 		w.persistentVolume("pv-replicated-"+name, cluster.DefaultDriver, v.ID)
 	}
 	pv := "pv-replicated-attached"
@@ -1041,7 +1041,7 @@ func TestReplicatedRestored(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	r := w.whole("v")
 	copied := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
 	copied.Spec.Delete = "another" // as in a backup that was made while the object was being deleted
@@ -1064,11 +1064,11 @@ func TestReplicatedClaimsCountedOn(t *testing.T) {
 	w, _, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2))
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	check.OK(t, w.Patch(w.ctx, w.whole("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claims":9,"claim":{"generation":9}}}`))))
 	w.eventually("the legs are claimed by it", func() bool { return slices.Equal(w.claims("v"), []string{"node-1 9", "node-1 9"}) })
 	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
-	w.eventually("it is claimed anew", func() bool { return s.Claim(w.ctx, v.ID, on("node-1")) == nil })
+	w.eventually("it is claimed anew", func() bool { return second(s.Claim(w.ctx, v.ID, on("node-1"))) == nil })
 	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 10", "node-1 10"}) {
 		t.Errorf("its legs are claimed for %q", claims)
 	}
@@ -1077,7 +1077,7 @@ func TestReplicatedClaimsCountedOn(t *testing.T) {
 		t.Errorf("a claim of nobody: %v", err)
 	}
 	check.OK(t, w.Patch(w.ctx, w.whole("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claims":19}}`))))
-	w.eventually("it is claimed by a later claim", func() bool { return s.Claim(w.ctx, v.ID, on("node-1")) == nil })
+	w.eventually("it is claimed by a later claim", func() bool { return second(s.Claim(w.ctx, v.ID, on("node-1"))) == nil })
 	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 20", "node-1 20"}) {
 		t.Errorf("its legs are claimed for %q", claims)
 	}
@@ -1180,7 +1180,7 @@ func TestReplicatedForgotten(t *testing.T) {
 	}} {
 		v, err := s.Create(w.ctx, replicas(what, 3))
 		check.OK(t, err)
-		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 		check.OK(t, w.Delete(w.ctx, w.whole(what)))
 		if lacks != nil {
 			lacks(what)
@@ -1191,7 +1191,7 @@ func TestReplicatedForgotten(t *testing.T) {
 				check.OK(t, s.Delete(w.ctx, cluster.VolumeID(leg))) // there is no volume of this ID
 			}
 		}
-		for _, err := range []error{second(s.Get(w.ctx, v.ID)), s.Claim(w.ctx, v.ID, on("node-2"))} {
+		for _, err := range []error{second(s.Get(w.ctx, v.ID)), second(s.Claim(w.ctx, v.ID, on("node-2")))} {
 			if !errors.Is(err, errdefs.ErrNotFound) || !strings.Contains(err.Error(), "restore ReplicatedVolume "+volume.KeyOf(what)) {
 				t.Errorf("%s: %v", what, err)
 			}
@@ -1266,7 +1266,7 @@ func TestReplicatedAbandoned(t *testing.T) {
 		v, err := s.Create(w.ctx, one)
 		check.OK(t, err)
 		if name == "pvc-used" {
-			check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+			check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 			check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
 		}
 	}
@@ -1360,7 +1360,7 @@ func TestReplicatedDefinitionAway(t *testing.T) {
 	needDefinitions(t, map[string]func() error{
 		"list":    func() error { return second(s.List(w.ctx, volume.ID{}, 0)) },
 		"get":     func() error { return second(s.Get(w.ctx, v.ID)) },
-		"claim":   func() error { return s.Claim(w.ctx, v.ID, on("node-1")) },
+		"claim":   func() error { return second(s.Claim(w.ctx, v.ID, on("node-1"))) },
 		"release": func() error { return s.Release(w.ctx, v.ID, "node-1") },
 		"delete":  func() error { return s.Delete(w.ctx, v.ID) },
 		"create":  func() error { return second(s.Create(w.ctx, replicas("v", 2, "node-1"))) },

@@ -50,7 +50,7 @@ func TestReplicaMovesUsed(t *testing.T) {
 	spec.Replicas.TopologyKey = "zone"
 	v, err := s.Create(w.ctx, spec)
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	w.becomes("v", w.whole("v").Spec.Legs...)
 	old := w.legsOf("v")[1]
 	to := map[string]string{"node-2": "node-3", "node-3": "node-2"}[old.Spec.NodeName]
@@ -147,7 +147,8 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	if have, err := c.local.Get(w.ctx, legID(first)); err != nil || have.ReplicaOf != first.Spec.ReplicaOf {
 		t.Errorf("on its new node it is %+v, %v", have, err)
 	}
-	check.OK(t, s.Claim(w.ctx, v.ID, on(a.name)))
+	_, err := s.Claim(w.ctx, v.ID, on(a.name))
+	check.OK(t, err)
 	w.eventually("both are claimed", func() bool { return !slices.Contains(w.claims("v"), "") })
 	w.becomes("v", first.Name, second.Name)
 	w.legMovesTo(second, a.name)
@@ -228,7 +229,7 @@ func TestReplicaMovesIntoLittleRoom(t *testing.T) {
 	spec.Size.Required = 64 * mib
 	v, err := s.Create(w.ctx, spec)
 	check.OK(t, err)
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	w.becomes("v", w.whole("v").Spec.Legs...)
 	old := w.legsOf("v")[1]
 	to := map[string]string{"node-2": "node-3", "node-3": "node-2"}[old.Spec.NodeName]

@@ -180,7 +180,7 @@ func TestRestoredFromBeforeReplicas(t *testing.T) {
 	backup := w.objects()
 	check.OK(t, w.ask("v", 2))
 	w.eventually("it has replicas", func() bool { return w.became("v", 2) })
-	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
 	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
 	check.OK(t, w.Delete(w.ctx, w.whole("v")))
 	for _, leg := range w.legsOf("v") {
@@ -204,7 +204,7 @@ func TestRestoredFromBeforeReplicas(t *testing.T) {
 	}
 	check.OK(t, w.Create(w.ctx, r))
 	check.OK(t, w.Status().Patch(w.ctx, r, client.RawPatch(types.MergePatchType, []byte(`{"status":{"made":"2026-01-01T00:00:00.000000Z","legs":[`+status+`]}}`))))
-	w.eventually("it can be claimed", func() bool { return s.Claim(w.ctx, v.ID, on("node-2")) == nil })
+	w.eventually("it can be claimed", func() bool { return second(s.Claim(w.ctx, v.ID, on("node-2"))) == nil })
 	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
 	w.again("it is deleted", func(ctx context.Context) error { return s.Delete(ctx, v.ID) })
 	for _, m := range all {

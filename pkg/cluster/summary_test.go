@@ -111,7 +111,8 @@ func TestColumns(t *testing.T) {
 	w.row("pools", map[string]string{"Node": nodeName, "Pool": "default", "Kind": "memory", "Total": cluster.Bytes(m.capacity(t).Total), "Promised": "3Mi",
 		"Available": cluster.Bytes(m.capacity(t).Available), "Used": "0", "Health": "Healthy", "Default": "true", "Accounted": "True"})
 
-	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	_, err = s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"})
+	check.OK(t, err)
 	w.row("volumes", map[string]string{"Published": nodeName})
 	m.disks[0].Ail(blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}, blockdev.Problem{Severity: blockdev.Degraded, Reason: "FilesystemErrors", Message: "errors"},
 		blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "FilesystemReadOnly", Message: "read-only"})

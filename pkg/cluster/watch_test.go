@@ -362,7 +362,7 @@ func TestLaggingReplicaRefuses(t *testing.T) {
 	for _, name := range []string{"deleted", "claimed"} {
 		v, err := s.Create(w.ctx, spec(name))
 		check.OK(t, err)
-		check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
+		check.OK(t, second(s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true})))
 		w.eventually("it knows of the claim", func() bool {
 			v, err := behind.Get(w.ctx, v.ID)
 			return err == nil && v.Claim.ReadOnly
@@ -374,7 +374,7 @@ func TestLaggingReplicaRefuses(t *testing.T) {
 	for _, id := range ids {
 		check.OK(t, s.Release(w.ctx, id, nodeName))
 	}
-	check.OK(t, behind.Claim(w.ctx, ids["claimed"], volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, second(behind.Claim(w.ctx, ids["claimed"], volume.Claim{Node: nodeName, Mode: "m"})))
 	answer := make(chan error, 1)
 	go func() { answer <- behind.Delete(w.ctx, ids["deleted"]) }()
 	w.eventually("it is deleted", func() bool { return len(answer) > 0 || w.object("deleted") == nil })

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -279,15 +280,18 @@ func (s *Server) ControllerPublishVolume(ctx context.Context, r *csi.ControllerP
 	if _, err := s.store.Get(ctx, id); err != nil {
 		return nil, err
 	}
-	claim := volume.Claim{Node: r.GetNodeId(), ReadOnly: r.GetReadonly(), Mode: csimap.ModeOf(r.GetVolumeCapability())}
-	if err := s.store.Claim(ctx, id, claim); err != nil {
+	claim, err := s.store.Claim(ctx, id, volume.Claim{Node: r.GetNodeId(), ReadOnly: r.GetReadonly(), Mode: csimap.ModeOf(r.GetVolumeCapability())})
+	if err != nil {
 		return nil, err
 	}
-	response := &csi.ControllerPublishVolumeResponse{}
+	publishContext := map[string]string{}
 	if r.GetReadonly() {
-		response.PublishContext = map[string]string{csimap.ReadOnlyKey: "true"}
+		publishContext[csimap.ReadOnlyKey] = "true"
 	}
-	return response, nil
+	if claim.Generation > 0 {
+		publishContext[csimap.GenerationKey] = strconv.FormatInt(claim.Generation, 10)
+	}
+	return &csi.ControllerPublishVolumeResponse{PublishContext: publishContext}, nil
 }
 
 // ControllerUnpublishVolume releases the claim of a node, or without a node ID all claims. It succeeds for a volume that is gone.

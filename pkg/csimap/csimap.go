@@ -28,6 +28,8 @@ const (
 	NetworkKey = "topology.ashlar.dev/network"
 	// ReadOnlyKey is in the publish context of a volume that was claimed read-only.
 	ReadOnlyKey = "ashlar.dev/readOnly"
+	// GenerationKey is in the publish context of a volume that several nodes can use: the generation of the claim (volume.Claim).
+	GenerationKey = "ashlar.dev/claim"
 
 	coPrefix     = "csi.storage.k8s.io/"
 	ephemeral    = coPrefix + "ephemeral"

@@ -38,6 +38,9 @@ type Volumes interface {
 	// SetTarget and SetFlags record volume.Volume.Target and Flags durably.
 	SetTarget(ctx context.Context, id volume.ID, target string) error
 	SetFlags(ctx context.Context, id volume.ID, flags string) error
+	// AwaitClaim waits, not for long, until this node knows of its claim of a volume by that generation or a later one. It is called before Get, which goes by
+	// what is known. ErrUnavailable if there is a later claim than this node knows of, or that cannot be found out.
+	AwaitClaim(ctx context.Context, id volume.ID, generation int64) error
 	// Claimed returns the claim of a volume that is to be used on this node, for reading only or not; known is false if this node does not know it.
 	Claimed(ctx context.Context, v volume.Volume, readOnly bool) (claim volume.Claim, known bool)
 	// Attach attaches a volume to be mounted: its device goes with its last user. AttachRaw attaches a volume until Detach, to be handed out as it is; if

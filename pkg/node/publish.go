@@ -47,7 +47,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if err != nil {
 		return err
 	}
-	v, err := s.volumes.Get(ctx, id)
+	v, err := s.getClaimed(ctx, id, how)
 	if err != nil {
 		return err
 	}

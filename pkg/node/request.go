@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
@@ -37,7 +38,9 @@ type mountRequest struct {
 	many bool
 	// exclusive: the volume may be published at one target only.
 	exclusive bool
-	secret    secret
+	// generation of the claim, as the controller gave it; 0: it has none, or an older controller has not told.
+	generation int64
+	secret     secret
 }
 
 // PassphraseKey is the entry of a request's secrets that has the key of an encrypted volume.
@@ -78,10 +81,38 @@ func newMountRequest(c *csi.VolumeCapability, publishContext map[string]string, 
 	if err != nil {
 		return mountRequest{}, err
 	}
-	how := mountRequest{block: c.GetBlock() != nil, fs: fsType, options: c.GetMount().GetMountFlags(),
+	generation, err := generationOf(publishContext)
+	if err != nil {
+		return mountRequest{}, err
+	}
+	how := mountRequest{generation: generation, block: c.GetBlock() != nil, fs: fsType, options: c.GetMount().GetMountFlags(),
 		exclusive: c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER}
 	how.readOnly = readOnly || csimap.ReadOnly(c) || publishContext[csimap.ReadOnlyKey] == "true" || slices.Contains(mount.SplitOptions(how.options...), "ro")
 	return how, nil
+}
+
+// generationOf returns the generation of the claim in a publish context; 0 if it has none, ErrInvalid if that is no number.
+func generationOf(publishContext map[string]string) (int64, error) {
+	text, told := publishContext[csimap.GenerationKey]
+	if !told {
+		return 0, nil
+	}
+	generation, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || generation < 0 {
+		return 0, fmt.Errorf("%w: %s of the publish context is %q, not the number of a claim", errdefs.ErrInvalid, csimap.GenerationKey, text)
+	}
+	return generation, nil
+}
+
+// getClaimed returns a volume, once the claim is known here for which the call is. Until then what is known may be an earlier claim of this node, and so what
+// is mounted or connected by that would pass for the volume, though another node may have written to it since.
+func (s *Server) getClaimed(ctx context.Context, id volume.ID, how mountRequest) (volume.Volume, error) {
+	if s.options.Claims && how.generation > 0 {
+		if err := s.volumes.AwaitClaim(ctx, id, how.generation); err != nil {
+			return volume.Volume{}, err
+		}
+	}
+	return s.volumes.Get(ctx, id)
 }
 
 // readByMany sets many, if many nodes may read the volume and the capability is for that.

@@ -36,7 +36,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 	if err != nil {
 		return nil, err
 	}
-	v, err := s.volumes.Get(ctx, id)
+	v, err := s.getClaimed(ctx, id, how)
 	if err != nil {
 		return nil, err
 	}

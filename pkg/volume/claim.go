@@ -19,26 +19,26 @@ type Claim struct {
 }
 
 // Claim: see Store.
-func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
+func (l *Local) Claim(ctx context.Context, id ID, claim Claim) (Claim, error) {
 	if claim.Node != l.node {
-		return fmt.Errorf("%w: no node %q; volume %s is on node %s", errdefs.ErrNotFound, claim.Node, id, l.node)
+		return Claim{}, fmt.Errorf("%w: no node %q; volume %s is on node %s", errdefs.ErrNotFound, claim.Node, id, l.node)
 	}
 	v, err := l.Get(ctx, id)
 	if err != nil {
-		return err
+		return Claim{}, err
 	}
 	switch {
 	case v.Claim == claim:
-		return nil
+		return claim, nil
 	case v.Claim.Node == claim.Node:
-		return fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, v.Claim.Node, v.Claim.Mode, v.Claim.ReadOnly)
+		return Claim{}, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, v.Claim.Node, v.Claim.Mode, v.Claim.ReadOnly)
 	case v.Claim.Node != "":
-		return fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, v.Claim.Node)
+		return Claim{}, fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, v.Claim.Node)
 	}
 	l.mu.Lock()
 	if l.limit > 0 && l.claimed() >= l.limit {
 		l.mu.Unlock()
-		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", errdefs.ErrLimit, l.node, l.limit)
+		return Claim{}, fmt.Errorf("%w: node %s has %d volumes, the most it can have", errdefs.ErrLimit, l.node, l.limit)
 	}
 	l.claims[v.Pool]++
 	l.mu.Unlock()
@@ -50,9 +50,9 @@ func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 		return nil
 	}); err != nil {
 		l.unclaim(v.Pool)
-		return err
+		return Claim{}, err
 	}
-	return nil
+	return claim, nil
 }
 
 // claimed returns how many volumes of the node's pools are claimed. The caller holds mu.
@@ -94,3 +94,6 @@ func (l *Local) Release(ctx context.Context, id ID, node string) error {
 func (l *Local) Claimed(_ context.Context, v Volume, _ bool) (claim Claim, known bool) {
 	return v.Claim, true
 }
+
+// AwaitClaim does nothing: on a single node there are no generations to wait for.
+func (l *Local) AwaitClaim(context.Context, ID, int64) error { return nil }

@@ -50,7 +50,7 @@ func aLife(ctx context.Context, store volume.Store) error {
 	}
 	fmt.Printf("%s has %d MiB, and is the same again: %v\n", v.Name, v.Size>>20, again.ID == v.ID)
 
-	if err := store.Claim(ctx, v.ID, volume.Claim{Node: "node-1"}); err != nil {
+	if _, err := store.Claim(ctx, v.ID, volume.Claim{Node: "node-1"}); err != nil {
 		return err
 	}
 	fmt.Println("refused while it is claimed:", errors.Is(store.Delete(ctx, v.ID), errdefs.ErrInUse))

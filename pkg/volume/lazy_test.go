@@ -27,7 +27,7 @@ func TestPoolComesLater(t *testing.T) {
 	size := volume.Range{Required: 8 << 20}
 	a := made(t)(before.Create(t.Context(), volume.Spec{Name: "a", Size: size}))
 	b := made(t)(before.Create(t.Context(), volume.Spec{Name: "b", Pool: "second", Size: size}))
-	check.OK(t, before.Claim(t.Context(), b.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
+	check.OK(t, second(before.Claim(t.Context(), b.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"})))
 	group, err := before.CreateGroup(t.Context(), "g", []volume.ID{a.ID, b.ID})
 	check.OK(t, err)
 	unsure, err := before.CreateGroup(t.Context(), "h", []volume.ID{a.ID, b.ID}) // a group that no record says to be whole
@@ -59,7 +59,7 @@ func TestPoolComesLater(t *testing.T) {
 			t.Errorf("a volume of the other pool: %+v, %v", v, err)
 		}
 		c := made(t)(l.Create(ctx, volume.Spec{Name: "c", Size: size}))
-		check.OK(t, l.Claim(ctx, c.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
+		check.OK(t, second(l.Claim(ctx, c.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"})))
 		fails(t, second(l.Get(ctx, b.ID)), errdefs.ErrUnavailable, "Get of a volume of a missing pool")
 		fails(t, second(l.Create(ctx, volume.Spec{Name: "b", Pool: "second", Size: size})), errdefs.ErrUnavailable, "Create in a missing pool, again")
 		fails(t, l.Delete(ctx, b.ID), errdefs.ErrUnavailable, "Delete in a missing pool")
@@ -88,7 +88,7 @@ func TestPoolComesLater(t *testing.T) {
 		if problems := l.PoolHealth(ctx); len(problems) != 0 {
 			t.Errorf("health of a pool that came: %v", problems)
 		}
-		fails(t, l.Claim(ctx, a.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}), errdefs.ErrLimit, "a third claim, with one in the pool that came")
+		fails(t, second(l.Claim(ctx, a.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"})), errdefs.ErrLimit, "a third claim, with one in the pool that came")
 		list, err := l.List(ctx, volume.ID{}, 0)
 		if err != nil || len(list) != 3 {
 			t.Errorf("volumes %+v, %v; want a, b and c, and not that of the pod that is gone", list, err)

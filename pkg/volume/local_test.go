@@ -290,45 +290,45 @@ func TestClaim(t *testing.T) {
 		}
 	}
 	for range 2 {
-		check.OK(t, l.Claim(t.Context(), ids[0], claim))
+		check.OK(t, second(l.Claim(t.Context(), ids[0], claim)))
 		claimed(ids[0], claim)
 	}
 	readOnly, block := claim, claim
 	readOnly.ReadOnly, block.Mode = true, "block,SINGLE_NODE_WRITER"
 	for _, other := range []volume.Claim{readOnly, block} {
-		fails(t, l.Claim(t.Context(), ids[0], other), errdefs.ErrExists, "another claim of the same node")
+		fails(t, second(l.Claim(t.Context(), ids[0], other)), errdefs.ErrExists, "another claim of the same node")
 	}
-	fails(t, l.Claim(t.Context(), ids[1], volume.Claim{Node: "node-2"}), errdefs.ErrNotFound, "claim of another node")
-	fails(t, l.Claim(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, claim), errdefs.ErrNotFound, "claim of nothing")
+	fails(t, second(l.Claim(t.Context(), ids[1], volume.Claim{Node: "node-2"})), errdefs.ErrNotFound, "claim of another node")
+	fails(t, second(l.Claim(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, claim)), errdefs.ErrNotFound, "claim of nothing")
 	claimed(ids[0], claim)
 	fails(t, l.Delete(t.Context(), ids[0]), errdefs.ErrInUse, "Delete of what is claimed")
 
 	// A claim that could not be recorded does not count.
 	broken["SetLabels"] = 1
 	for range 3 {
-		fails(t, l.Claim(t.Context(), ids[1], readOnly), errBroken, "claim that cannot be written")
+		fails(t, second(l.Claim(t.Context(), ids[1], readOnly)), errBroken, "claim that cannot be written")
 	}
 	delete(broken, "SetLabels")
-	check.OK(t, l.Claim(t.Context(), ids[1], readOnly))
+	check.OK(t, second(l.Claim(t.Context(), ids[1], readOnly)))
 	claimed(ids[1], readOnly)
-	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit")
-	check.OK(t, l.Claim(t.Context(), ids[0], claim)) // the claim is there already
+	fails(t, second(l.Claim(t.Context(), ids[2], claim)), errdefs.ErrLimit, "one more than the limit")
+	check.OK(t, second(l.Claim(t.Context(), ids[0], claim))) // the claim is there already
 
 	// A restart counts the claims in the records.
 	l = start(t, 2, disk.Open("default", broken.hook))
-	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit, after a restart")
+	fails(t, second(l.Claim(t.Context(), ids[2], claim)), errdefs.ErrLimit, "one more than the limit, after a restart")
 	check.OK(t, l.Release(t.Context(), ids[1], "node-2")) // not its claim
 	claimed(ids[1], readOnly)
 	for range 3 { // a repeated release does not count twice
 		check.OK(t, l.Release(t.Context(), ids[1], node))
 		claimed(ids[1], volume.Claim{})
 	}
-	check.OK(t, l.Claim(t.Context(), ids[2], claim))
-	fails(t, l.Claim(t.Context(), ids[3], claim), errdefs.ErrLimit, "one more than the limit, after releases")
+	check.OK(t, second(l.Claim(t.Context(), ids[2], claim)))
+	fails(t, second(l.Claim(t.Context(), ids[3], claim)), errdefs.ErrLimit, "one more than the limit, after releases")
 	check.OK(t, l.Release(t.Context(), ids[0], "")) // the claim of any node
 	check.OK(t, l.Release(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, node))
 	check.OK(t, l.Delete(t.Context(), ids[0]))
-	check.OK(t, l.Claim(t.Context(), ids[3], claim))
+	check.OK(t, second(l.Claim(t.Context(), ids[3], claim)))
 
 	// The record has the claim of another node, as in a pool whose disk came from there.
 	_, err := disk.Open("default", nil).SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: ids[1].Key}, func(labels map[string]string) error {
@@ -336,7 +336,7 @@ func TestClaim(t *testing.T) {
 		return nil
 	})
 	check.OK(t, err)
-	fails(t, l.Claim(t.Context(), ids[1], claim), errdefs.ErrInUse, "claim of what another node has")
+	fails(t, second(l.Claim(t.Context(), ids[1], claim)), errdefs.ErrInUse, "claim of what another node has")
 }
 
 // listed returns the snapshots of a store.

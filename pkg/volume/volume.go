@@ -28,8 +28,9 @@ type Store interface {
 	List(ctx context.Context, after ID, limit int) ([]Volume, error)
 	// Claim gives a volume to a node, for its use (ControllerPublishVolume). Beside it there are at most claims of many readers (Claim.Many), if it is one
 	// itself. ErrInUse if another node has a claim that does not allow this one; ErrExists if the node itself has one that differs; ErrPrecondition if the
-	// node cannot use the volume; ErrNotFound if there is no such node; ErrLimit if the node has as many volumes as it can.
-	Claim(ctx context.Context, id ID, claim Claim) error
+	// node cannot use the volume; ErrNotFound if there is no such node; ErrLimit if the node has as many volumes as it can. It returns the claim with its
+	// generation.
+	Claim(ctx context.Context, id ID, claim Claim) (Claim, error)
 	// Release ends the claim of a node, or with an empty node all claims, and the exports for them.
 	Release(ctx context.Context, id ID, node string) error
 	// Expand grows a volume to a size within the range. One that is large enough stays as it is. ErrOutOfRange if the volume is larger than the limit, or no

@@ -19,23 +19,23 @@ import (
 )
 
 // Claim: see volume.Store. It waits for no node: a claim is a write of the object.
-func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) error {
+func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) (volume.Claim, error) {
 	if r, err := s.replicated(ctx, id); r != nil || err != nil {
 		if err != nil {
-			return err
+			return volume.Claim{}, err
 		}
 		return s.claimReplicated(ctx, r, claim)
 	}
 	if _, err := s.volume(ctx, id); err != nil {
-		return err
+		return volume.Claim{}, err
 	}
 	count, end, err := s.counted(ctx, id.Key, claim.Node)
 	if err != nil {
-		return err
+		return volume.Claim{}, err
 	}
 	defer end()
 	want := newClaim(claim)
-	_, err = s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
+	v, err := s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
 		doubted := v.Annotations[v1alpha1.DoubtAnnotation] != ""
 		delete(v.Annotations, v1alpha1.DoubtAnnotation)
 		many := claim.Many() && volume.Access(v.Spec.Access) == volume.AccessAny
@@ -61,7 +61,10 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 		}
 		return true, nil
 	})
-	return err
+	if err != nil {
+		return volume.Claim{}, err
+	}
+	return cluster.ClaimOn(v, want.Node), nil
 }
 
 // beside returns an error unless a further claim of a volume is possible. With many, for one of many readers, nobody may have a claim for writing; otherwise

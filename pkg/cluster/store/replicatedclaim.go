@@ -18,14 +18,14 @@ import (
 
 // claimReplicated is Claim for a volume with several legs. It claims the ReplicatedVolume, then each leg that can be claimed now; package replicator claims
 // the others later. ErrUnavailable if no current leg can be claimed yet.
-func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, claim volume.Claim) error {
+func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, claim volume.Claim) (volume.Claim, error) {
 	id := cluster.ReplicatedID(r)
 	if claim.Many() {
-		return fmt.Errorf("%w: volume %s has replicas, and can be used on one node at a time: publish it with another access mode than that of many readers (ReadOnlyMany)", errdefs.ErrPrecondition, id)
+		return volume.Claim{}, fmt.Errorf("%w: volume %s has replicas, and can be used on one node at a time: publish it with another access mode than that of many readers (ReadOnlyMany)", errdefs.ErrPrecondition, id)
 	}
 	count, end, err := s.counted(ctx, id.Key, claim.Node)
 	if err != nil {
-		return err
+		return volume.Claim{}, err
 	}
 	defer end()
 	want := newClaim(claim)
@@ -59,19 +59,19 @@ func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolum
 		return true, nil
 	})
 	if err != nil {
-		return err
+		return volume.Claim{}, err
 	}
 	legs, err := s.syncLegs(ctx, r)
 	if err != nil {
-		return fmt.Errorf("claim the replicas of volume %s for node %s: %w", id, claim.Node, err)
+		return volume.Claim{}, fmt.Errorf("claim the replicas of volume %s for node %s: %w", id, claim.Node, err)
 	}
 	current := currentLegs(r, legs)
 	for _, v := range current {
 		if v.Spec.Claim != nil {
-			return nil
+			return cluster.ToClaim(r.Spec.Claim), nil
 		}
 	}
-	return fmt.Errorf("%w: volume %s is claimed for node %s, and none of its %d replicas that have all that was written can be yet: their nodes have not ended what they gave before", errdefs.ErrUnavailable, id, claim.Node, len(current))
+	return volume.Claim{}, fmt.Errorf("%w: volume %s is claimed for node %s, and none of its %d replicas that have all that was written can be yet: their nodes have not ended what they gave before", errdefs.ErrUnavailable, id, claim.Node, len(current))
 }
 
 // mayUseAny returns ErrPrecondition if a node can use none of the current legs of a volume, and ErrUnavailable if no current leg is there.

@@ -228,7 +228,7 @@ func deleted(f fixture) {
 	v := f.create(sized("v", mib))
 	f.must(f.Delete(f.ctx, volume.ID{Kind: blockdev.Volume, Pool: f.Pools[1], Key: v.ID.Key})) // not v, so nothing is deleted
 	f.must(f.Delete(f.ctx, volume.ID{Kind: blockdev.Snapshot, Pool: v.ID.Pool, Key: v.ID.Key}))
-	f.must(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "m"}))
+	f.must(second(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "m"})))
 	f.fails(f.Delete(f.ctx, v.ID), errdefs.ErrInUse)
 	f.must(f.Release(f.ctx, v.ID, f.Node))
 	for range 2 {
@@ -251,7 +251,7 @@ func notFound(f fixture) {
 		s.ID,
 	} {
 		f.fails(second(f.Get(f.ctx, id)), errdefs.ErrNotFound)
-		f.fails(f.Claim(f.ctx, id, volume.Claim{Node: f.Node, Mode: "m"}), errdefs.ErrNotFound)
+		f.fails(second(f.Claim(f.ctx, id, volume.Claim{Node: f.Node, Mode: "m"})), errdefs.ErrNotFound)
 		f.must(f.Release(f.ctx, id, ""))
 		f.fails(second(f.Expand(f.ctx, id, volume.Range{Required: mib})), errdefs.ErrNotFound)
 		f.fails(f.Modify(f.ctx, id, map[string]string{"readAheadKiB": "0"}), errdefs.ErrNotFound)
@@ -270,7 +270,7 @@ func unknownPool(f fixture) {
 	v := volume.ID{Kind: blockdev.Volume, Pool: "no-such-pool", Key: volume.KeyOf("v")}
 	s := volume.ID{Kind: blockdev.Snapshot, Pool: v.Pool, Key: v.Key}
 	for what, err := range map[string]error{
-		"get": second(f.Get(f.ctx, v)), "claim": f.Claim(f.ctx, v, volume.Claim{Node: f.Node, Mode: "m"}),
+		"get": second(f.Get(f.ctx, v)), "claim": second(f.Claim(f.ctx, v, volume.Claim{Node: f.Node, Mode: "m"})),
 		"expand": second(f.Expand(f.ctx, v, volume.Range{Required: mib})), "modify": f.Modify(f.ctx, v, map[string]string{"readAheadKiB": "0"}),
 		"health": second(f.Health(f.ctx, v)), "snapshot": second(f.CreateSnapshot(f.ctx, "x", v)), "get snapshot": second(f.GetSnapshot(f.ctx, s)),
 		"clone":  second(f.Create(f.ctx, volume.Spec{Name: "x", Pool: f.Pools[0], Source: v})),
@@ -343,17 +343,17 @@ func list(f fixture) {
 func claim(f fixture) {
 	v := f.create(sized("v", mib))
 	c := volume.Claim{Node: f.Node, ReadOnly: true, Mode: "mount,X"}
-	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: "elsewhere", Mode: "m"}), errdefs.ErrNotFound)
+	f.fails(second(f.Claim(f.ctx, v.ID, volume.Claim{Node: "elsewhere", Mode: "m"})), errdefs.ErrNotFound)
 	for range 2 {
-		f.must(f.Claim(f.ctx, v.ID, c))
+		f.must(second(f.Claim(f.ctx, v.ID, c)))
 		have, err := f.Get(f.ctx, v.ID)
 		f.must(err)
 		if have.Claim != c {
 			f.t.Fatalf("claim %+v", have.Claim)
 		}
 	}
-	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "mount,X"}), errdefs.ErrExists)
-	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, ReadOnly: true, Mode: "block,X"}), errdefs.ErrExists)
+	f.fails(second(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "mount,X"})), errdefs.ErrExists)
+	f.fails(second(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, ReadOnly: true, Mode: "block,X"})), errdefs.ErrExists)
 	f.must(f.Release(f.ctx, v.ID, "elsewhere")) // that node has no claim
 	if have, err := f.Get(f.ctx, v.ID); err != nil || have.Claim != c {
 		f.t.Fatalf("claim %+v, error %v", have.Claim, err)
@@ -364,7 +364,7 @@ func claim(f fixture) {
 			f.t.Fatalf("claim %+v, error %v", have.Claim, err)
 		}
 	}
-	f.must(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "block,X"}))
+	f.must(second(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "block,X"})))
 	f.must(f.Release(f.ctx, v.ID, ""))
 }
 
@@ -375,12 +375,12 @@ func claimLimit(f fixture) {
 	}
 	c := volume.Claim{Node: f.Node, Mode: "m"}
 	for _, v := range volumes[:Limit] {
-		f.must(f.Claim(f.ctx, v.ID, c))
+		f.must(second(f.Claim(f.ctx, v.ID, c)))
 	}
-	f.fails(f.Claim(f.ctx, volumes[Limit].ID, c), errdefs.ErrLimit)
-	f.must(f.Claim(f.ctx, volumes[0].ID, c)) // the claim is there already
+	f.fails(second(f.Claim(f.ctx, volumes[Limit].ID, c)), errdefs.ErrLimit)
+	f.must(second(f.Claim(f.ctx, volumes[0].ID, c))) // the claim is there already
 	f.must(f.Release(f.ctx, volumes[0].ID, f.Node))
-	f.must(f.Claim(f.ctx, volumes[Limit].ID, c))
+	f.must(second(f.Claim(f.ctx, volumes[Limit].ID, c)))
 }
 
 func expand(f fixture) {
@@ -410,7 +410,7 @@ func expand(f fixture) {
 	if have.Size != 3*mib || have.ID != v.ID {
 		f.t.Errorf("have %+v", have)
 	}
-	f.must(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "m"}))
+	f.must(second(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "m"})))
 	if grown, err := f.Expand(f.ctx, v.ID, volume.Range{Required: 4 * mib}); err != nil || grown.Size != 4*mib || grown.Claim.Node != f.Node {
 		f.t.Errorf("claimed: %+v, %v", grown, err)
 	}

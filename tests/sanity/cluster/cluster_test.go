@@ -119,6 +119,10 @@ type claims struct {
 	agent *agent.Agent
 }
 
+func (c claims) AwaitClaim(ctx context.Context, id volume.ID, generation int64) error {
+	return c.agent.AwaitClaim(ctx, id, generation)
+}
+
 func (c claims) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {
 	return c.agent.Claimed(ctx, v.ID, readOnly)
 }
