@@ -27,6 +27,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -604,6 +606,43 @@ func TestStrays(t *testing.T) {
 			p.Status.StrayCount == 1 && len(p.Status.Strays) == 1 && p.Status.Strays[0].ID == stray.ID.String() && p.Status.Strays[0].Name == "stray"
 	})
 	check.OK(t, second(m.local.Get(w.ctx, stray.ID)))
+}
+
+// TestDeleteUntold: all objects of the driver are lost, as its definitions were removed, and a volume is deleted before its node has told what its pool keeps. It
+// does not count as deleted: neither while there is no Pool at all, nor while the pool is not there. When the node is gone for good, it does.
+func TestDeleteUntold(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, _, pv := w.claimed(s, "data")
+	pv.Spec.NodeAffinity = boundTo(m.name)
+	check.OK(t, w.Update(w.ctx, pv))
+	lose := func() {
+		t.Helper()
+		m.stop()
+		if v := w.object(v.Name); v != nil {
+			check.OK(t, w.Delete(w.ctx, v))
+		}
+		check.OK(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
+		w.eventually("the store has heard of it", func() bool { return second(s.Capacity(w.ctx, "b", volume.NotEncrypted, m.name)) != nil })
+	}
+	lose()
+	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
+	m.wrap = func(*memory.Pool) blockdev.Pool {
+		return lazy.New("default", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
+	}
+	w.start(m)
+	w.pooled(s, m)
+	w.eventually("the pool is reported", func() bool { return w.pool(m.name, "default").Status.Measured != nil })
+	if c := meta.FindStatusCondition(w.pool(m.name, "default").Status.Conditions, v1alpha1.Accounted); c != nil {
+		t.Errorf("of a pool that is not there it says %+v", c)
+	}
+	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
+	m.stop()
+	m.wrap = nil
+	w.start(m)
+	w.waits(func() error { return s.Delete(soon(t), v.ID) }, "its bytes are still on node "+m.name)
+	lose()
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.name}}))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
 // TestBusy: while a call of the node holds the lock of a volume, the agent waits.

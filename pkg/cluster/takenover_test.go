@@ -287,14 +287,19 @@ func TestLostTakenOver(t *testing.T) {
 	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
 }
 
+// boundTo returns the affinity of a PersistentVolume whose volume is on a node.
+func boundTo(node string) *corev1.VolumeNodeAffinity {
+	return &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
+		MatchExpressions: []corev1.NodeSelectorRequirement{{Key: v1alpha1.TopologyKey, Operator: corev1.NodeSelectorOpIn, Values: []string{node}}}}}}}
+}
+
 // TestStraysTakenOver: an attacker reports strays with the IDs of volumes and groups of other nodes. Deletions of these succeed all the same, also
 // repeated ones.
 func TestStraysTakenOver(t *testing.T) {
 	w, _, s := newCluster(t)
 	x := w.takenOver(t, "node-2")
 	v, _, pv := w.claimed(s, "data")
-	pv.Spec.NodeAffinity = &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
-		MatchExpressions: []corev1.NodeSelectorRequirement{{Key: v1alpha1.TopologyKey, Operator: corev1.NodeSelectorOpIn, Values: []string{nodeName}}}}}}}
+	pv.Spec.NodeAffinity = boundTo(nodeName)
 	check.OK(t, w.Update(w.ctx, pv))
 	group, err := s.CreateGroup(w.ctx, "group", []volume.ID{v.ID})
 	check.OK(t, err)

@@ -189,7 +189,8 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	before := o.DeepCopy()
 	var strays []stray
 	var refused error
-	if blockdev.Unwrap(pool.Pool) != nil {
+	open := blockdev.Unwrap(pool.Pool) != nil
+	if open {
 		if strays, err = a.strays(ctx, pool); err != nil {
 			return err
 		}
@@ -197,7 +198,9 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	}
 	m.report(o, before.Status, exact)
 	o.Status.Agent, o.Status.Network, o.Status.Encryption, o.Status.Limits = a.options.Endpoint, a.network(), a.schemes(), a.limits()
-	reportStrays(o, strays)
+	if open { // else what was reported last stays: nobody can look
+		reportStrays(o, strays)
+	}
 	cluster.SummarizePool(o)
 	if !m.isNews(before.Status, o.Status) {
 		return refused

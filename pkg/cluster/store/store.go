@@ -14,6 +14,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/rest"
@@ -304,20 +305,23 @@ func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 	return v, err
 }
 
-// checkStrays returns ErrUnavailable if a pool reports a stray with an ID: its bytes are there, and only an operator can decide about them. home is the node
-// that the volume, snapshot or group was on; empty: the node that its PersistentVolume is bound to. If either is known, strays of other nodes do not count:
-// any node can report a stray of any ID.
+// checkStrays returns ErrUnavailable if a pool reports a stray with an ID: its bytes are there, and only an operator can decide about them. It is ErrUnavailable
+// too until the pool that may have it has told of its strays. home is the node that the volume, snapshot or group was on; empty: the node that its PersistentVolume
+// is bound to. If either is known, strays of other nodes do not count: any node can report a stray of any ID.
 func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list pools", err)
 	}
 	if len(pools.Items) == 0 {
-		return s.defined(ctx, &v1alpha1.Pool{})
+		return s.checkUntold(ctx, id, home)
 	}
+	of, _ := volume.ParseID(id) // a group has no pool
 	for i := range pools.Items {
 		p := &pools.Items[i]
-		if !slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
+		stray := slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id })
+		untold := p.Spec.Pool == of.Pool && meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted) == nil
+		if !stray && !untold {
 			continue
 		}
 		if home == "" {
@@ -326,12 +330,35 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 				return err
 			}
 		}
-		if home == "" || home == p.Spec.NodeName {
+		switch here := home == p.Spec.NodeName; {
+		case stray && (here || home == ""):
 			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
 				errdefs.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
+		case untold && here:
+			return fmt.Errorf("%w: there is no object of %s, and pool %s of node %s, where it may be, has not told yet what it keeps: see that its disk and the driver there are up; if nothing of that pool is needed any more, delete its object (kubectl delete pools.ashlar.dev %s)",
+				errdefs.ErrUnavailable, id, p.Spec.Pool, p.Spec.NodeName, p.Name)
 		}
 	}
 	return nil
+}
+
+// checkUntold is checkStrays while no pool is told of at all: ErrUnavailable, unless the node that has, or had, what an ID names is gone for good.
+func (s *Store) checkUntold(ctx context.Context, id, home string) (err error) {
+	untold := s.told(ctx)
+	if untold == nil {
+		return fmt.Errorf("%w: pools are told of just now, and perhaps %s among what they keep; ask again", errdefs.ErrUnavailable, id)
+	}
+	if home == "" {
+		if home, err = s.boundTo(ctx, id); err != nil {
+			return err
+		}
+	}
+	if home != "" {
+		if gone, err := s.isGone(ctx, home); gone || err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("whether %s is gone is not known: %w", id, untold)
 }
 
 // boundTo returns the node that the PersistentVolume with a handle is bound to by its node affinity; empty if there is none.
