@@ -49,7 +49,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	if err != nil {
 		return nil, err
 	}
-	how := volume.Exporting{Boot: strings.TrimSpace(string(boot)), Locks: locks}
+	how := volume.Exporting{Boot: strings.TrimSpace(string(boot)), Locks: locks, Given: nvmet.Given}
 	if network == nil {
 		local.ServeExports(ctx, how)
 		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}, func() []metrics.Sample { return nil }, usesNothing}, nil

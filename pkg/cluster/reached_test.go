@@ -979,6 +979,47 @@ func TestReachedPoolGone(t *testing.T) {
 	}
 }
 
+// TestReachedPoolGoneAlone: the same with a home that is in no network when it is back, as its kernel lacks what that needs.
+func TestReachedPoolGoneAlone(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, spec("v"))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on(b.name))))
+	w.eventually("it is connected", func() bool {
+		_, err := b.uses.remote.Named("default").Attach(w.ctx, ref(v), blockdev.Attachment{Keep: true})
+		return err == nil
+	})
+	network := a.network
+	a.stop()
+	a.network = nil
+	a.wrap = func(*memory.Pool) blockdev.Pool {
+		return lazy.New("default", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
+	}
+	a.with = func(o *agent.Options) { // as cmd/driver does
+		o.Exporter = a.local
+		a.local.ServeExports(w.ctx, volume.Exporting{Boot: "2", Locks: a.locks, Given: func(prefix string) (bool, error) {
+			return slices.ContainsFunc(network.Exported(), func(nqn string) bool { return strings.HasPrefix(nqn, prefix) }), nil
+		}})
+	}
+	w.start(a)
+	w.eventually("that the pool is gone is reported", func() bool {
+		return slices.ContainsFunc(w.object(v.Name).Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == "PoolUnavailable" })
+	})
+	w.touched(v.Name)
+	time.Sleep(time.Second) // nothing shows that the agent has looked at it
+	if to := w.exportedTo(v.ID); to != b.name {
+		t.Fatalf("while the kernel exports it, the object says that it is given to %q", to)
+	}
+	for _, nqn := range network.Exported() { // the machine starts anew
+		check.OK(t, network.Remove(w.ctx, nqn))
+	}
+	w.touched(v.Name)
+	w.eventually("the object says that it is given to nobody", func() bool { return w.exportedTo(v.ID) == "" })
+	check.OK(t, b.uses.remote.DropEnded(w.ctx))
+	if b.uses.remote.Has(ref(v)) {
+		t.Error("its user is still connected")
+	}
+	check.OK(t, s.Release(soon(t), v.ID, b.name))
+}
+
 // TestReachedDeleted: a volume that is to be deleted, and is still exported, is deleted after its export has ended, if the object has counted that claim.
 func TestReachedDeleted(t *testing.T) {
 	w, a, b, _, v, _ := reached(t, spec("v"))

@@ -91,6 +91,9 @@ type Exporting struct {
 	// Open returns the exporter. It is called when the exporter is first needed, and again after an error. Nil for a node that exports nothing: with Boot
 	// it still ends the exports of earlier starts of the machine.
 	Open func() (Exporter, error)
+	// Given reports whether the kernel exports anything whose name begins with a text, for a node without Open: it may still have what an earlier driver has
+	// exported. Nil: that is not known.
+	Given func(prefix string) (bool, error)
 	// Key is the node's own: 32 random bytes, the same at each start. The consumers' names and secrets are derived from it, so no record has them: lvm2
 	// copies records to its tools, archives and support bundles.
 	Key []byte
@@ -233,9 +236,12 @@ func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
 }
 
 // Gives reports whether the kernel exports a volume to anybody, or is to, as far as this process knows. It does not ask the record: so it can be told while
-// the pool does not answer. ErrUnavailable if the node exports nothing.
+// the pool does not answer. A node that exports nothing goes by Exporting.Given; ErrUnavailable without that.
 func (l *Local) Gives(ctx context.Context, id ID) (bool, error) {
-	exporter, _, err := l.exporter()
+	exporter, how, err := l.exporter()
+	if how.Open == nil && how.Given != nil {
+		return how.Given(exportsOf(id))
+	}
 	if err != nil {
 		return false, err
 	}
@@ -457,12 +463,15 @@ func (l *Local) unexportUnread(ctx context.Context, pool blockdev.Pool, record b
 	return changeLabel(ctx, pool, record.Ref, labelExport, "")
 }
 
+// exportsOf returns how the names of all exports of a volume begin.
+func exportsOf(id ID) string { return nvmet.Prefix + id.Key + ":" }
+
 // exportedOf returns the names of the exports of a volume: those that the kernel has, and those that it should have. Another tool may have removed the
 // latter, and left parts.
 func (l *Local) exportedOf(ctx context.Context, exporter Exporter, id ID) (nqns []string, err error) {
 	all, err := exporter.Exports(ctx)
 	for _, e := range all {
-		if strings.HasPrefix(e.NQN, nvmet.Prefix+id.Key+":") {
+		if strings.HasPrefix(e.NQN, exportsOf(id)) {
 			nqns = append(nqns, e.NQN)
 		}
 	}

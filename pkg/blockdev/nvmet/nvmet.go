@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -96,6 +97,20 @@ func Available() (authenticated bool, err error) {
 	}
 	defer unlock()
 	return authenticates()
+}
+
+// Given reports whether this kernel has a subsystem whose name begins with a prefix, whoever made it and at whatever address. It needs no target: a kernel
+// without one gives nothing.
+func Given(prefix string) (bool, error) {
+	err := present()
+	if errors.Is(err, errdefs.ErrUnsupported) {
+		return false, nil
+	}
+	var names []string
+	if err == nil {
+		names, err = list(filepath.Join(root, "subsystems"))
+	}
+	return slices.ContainsFunc(names, func(nqn string) bool { return strings.HasPrefix(nqn, prefix) }), err
 }
 
 // TLS returns an error unless the target can encrypt new exports now: errdefs.ErrUnsupported if this kernel never can, errdefs.ErrUnavailable if no tlshd

@@ -298,8 +298,16 @@ func TestOthers(t *testing.T) {
 	if want := (nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: e.Device}); err != nil || !slices.Equal(found, []nvmet.Export{want}) {
 		t.Errorf("the exports are %+v, %v; want %+v", found, err, want)
 	}
+	given := func(want bool) {
+		t.Helper()
+		if is, err := nvmet.Given(e.NQN); is != want || err != nil {
+			t.Errorf("given: %v, %v", is, err)
+		}
+	}
+	given(true)
 	check.OK(t, target.Remove(t.Context(), e.NQN))
 	check.OK(t, target.Remove(t.Context(), e.NQN))
+	given(false)
 	again(t) // Open sweeps
 	same(t, "after an export", before)
 
@@ -646,4 +654,14 @@ func newPSK() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.PSK(key)
+}
+
+// TestGivenWithout: a kernel without a target gives nothing.
+func TestGivenWithout(t *testing.T) {
+	if _, err := nvmet.Available(); !errors.Is(err, errdefs.ErrUnsupported) {
+		t.Skip("this kernel has the target")
+	}
+	if is, err := nvmet.Given(nvmet.Prefix); is || err != nil {
+		t.Errorf("given: %v, %v", is, err)
+	}
 }

@@ -116,9 +116,10 @@ func (a *Agent) endExportOfMissing(ctx context.Context, v *v1alpha1.Volume) erro
 // dropUngiven takes off the status what was given of a volume whose record cannot be read, as the pool does not answer or the record is damaged, if the kernel
 // gives nothing of it: so the machine has started anew, or another tool has cleared the kernel's target. The nodes that used it find out by that, and what
 // waits there fails (homes.Ended). Else they would wait for as long as nobody can read the record, and so would the releases of their claims. Should it be
-// back, it says what there is to give again or to end (volume.Local.ServeExports). A node without a network does not know what its kernel gives.
+// back, it says what there is to give again or to end (volume.Local.ServeExports). A node without a network does the same: its kernel may have come up without
+// what a network needs, and its pool too.
 func (a *Agent) dropUngiven(ctx context.Context, v *v1alpha1.Volume) error {
-	if a.options.Exporter == nil || a.options.Network == nil || len(v.Given()) == 0 {
+	if a.options.Exporter == nil || len(v.Given()) == 0 {
 		return nil
 	}
 	id := cluster.VolumeID(v)
@@ -128,7 +129,7 @@ func (a *Agent) dropUngiven(ctx context.Context, v *v1alpha1.Volume) error {
 			return nil // it can be read again
 		}
 		if gives, err := a.options.Exporter.Gives(ctx, id); gives || err != nil {
-			return err
+			return a.ignoreWithoutNetwork(err)
 		}
 		klog.FromContext(ctx).Info("The record of a volume cannot be read, and the kernel does not give the volume to other nodes any more; who used it there gets errors, and has to stage it again",
 			"volume", id.String(), "given", v.Given())
