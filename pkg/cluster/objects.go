@@ -17,6 +17,9 @@ import (
 // ReasonNotConfigured is the reason of the condition Healthy for a pool that the node was started without.
 const ReasonNotConfigured = "NotConfigured"
 
+// ReasonCreated is the reason of the condition Ready of what was made for its object, as long as it was never lost meanwhile.
+const ReasonCreated = "Created"
+
 // ReasonStrays is the reason of the condition Accounted for a pool with volumes or snapshots that have no object.
 const ReasonStrays = "Strays"
 

@@ -41,6 +41,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -326,9 +327,13 @@ func TestReached(t *testing.T) {
 // TestReachedEarlierClaim: a node that was cut off still has the mount of an earlier claim, and its agent has not heard of its new one yet. Another node may
 // have written to the volume between the two. What is mounted is not taken for the volume: neither while the agent does not know, nor later.
 func TestReachedEarlierClaim(t *testing.T) {
-	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
 	lag := w.restartLagging(t, b)
-	w.claimFor(v.ID, b.name)
+	answer, err := controller.New(s).ControllerPublishVolume(w.ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.ID.String(), NodeId: b.name, VolumeCapability: mounted})
+	check.OK(t, err)
+	if have := answer.GetPublishContext(); have[csimap.GenerationKey] != "1" {
+		t.Errorf("the first claim has the publish context %q", have)
+	}
 	target := w.staged(b, dir, v.ID, mounted)
 	check.OK(t, second(b.uses.node.NodeUnpublishVolume(w.ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.ID.String(), TargetPath: target})))
 	catchUp := lag.hold()

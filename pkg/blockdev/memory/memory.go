@@ -32,6 +32,7 @@ type Disk struct {
 	objects map[blockdev.Ref]*object
 	loops   map[blockdev.Ref][]loop // some may be gone already
 	ills    map[blockdev.Ref][]blockdev.Problem
+	behind  time.Duration // see SetBehind
 }
 
 type object struct {
@@ -74,6 +75,13 @@ var (
 	_ blockdev.Measurer   = (*Pool)(nil)
 	_ blockdev.Differ     = (*Pool)(nil)
 )
+
+// SetBehind sets how far the clock of the disk's machine is behind.
+func (d *Disk) SetBehind(by time.Duration) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.behind = by
+}
 
 // Open opens the pool that is on a disk; hook may be nil.
 func (d *Disk) Open(name string, hook Hook) *Pool {
@@ -204,7 +212,7 @@ func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 		return none, nil, errors.Join(err, image.Close())
 	}
 	o = &object{image: image, record: blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == blockdev.Thin,
-		Origin: spec.Origin, Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)}}
+		Origin: spec.Origin, Created: time.Now().Add(-p.behind).UTC(), Labels: maps.Clone(spec.Labels)}}
 	p.objects[spec.Ref] = o
 	return o, origin, nil
 }

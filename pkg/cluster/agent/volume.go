@@ -110,7 +110,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	if err := clearIntent(ctx, a, v); err != nil {
 		return errors.Join(err, a.removeUnwanted(ctx, v))
 	}
-	return a.reportVolume(ctx, v, made, "Created")
+	return a.reportVolume(ctx, v, made, cluster.ReasonCreated)
 }
 
 // removeUnwanted removes the blank volume that was made for an object which the controller has withdrawn meanwhile: it is gone, or names another node or

@@ -8,6 +8,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -147,10 +148,18 @@ func (c *Collector) wasUsed(ctx context.Context, whole *v1alpha1.ReplicatedVolum
 	return slices.ContainsFunc(legs.Items, func(v v1alpha1.Volume) bool { return v.Spec.Claims > 0 || isYounger(&v) }), nil
 }
 
-// isYounger reports whether the object of a volume is younger than its bytes: it was adopted or restored, and does not tell whether anybody used these.
+// clocks is how far the clock of a node may be behind that of the API server.
+const clocks = time.Minute
+
+// isYounger reports whether the object of a volume is younger than its bytes: it was adopted or restored, and does not tell whether anybody used these. Of an
+// adopted one its node says that it was found. One that was restored with its status tells when its bytes were made, by the clock of the node.
 func isYounger(v *v1alpha1.Volume) bool {
 	made := v.Status.Created
-	return made != nil && made.Time.Before(v.CreationTimestamp.Time)
+	if made == nil {
+		return false
+	}
+	ready := meta.FindStatusCondition(v.Status.Conditions, v1alpha1.Ready)
+	return ready == nil || ready.Reason != cluster.ReasonCreated || made.Time.Before(v.CreationTimestamp.Add(-clocks))
 }
 
 // NeverUsed reports whether nobody can have used a volume that CreateVolume asks for: its PersistentVolumeClaim exists and is bound to nothing, and no
