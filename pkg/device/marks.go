@@ -251,12 +251,12 @@ func (s Stack) marks() (name string, err error) {
 	return name, err
 }
 
-// BeginEra begins an era of the marks of a volume: see era.Begin.
-func (s Stack) BeginEra() (number uint32, err error) {
+// BeginEra begins an era of the marks of a volume: see era.Begin. errdefs.ErrUnavailable if the disk does not answer; the era may begin all the same.
+func (s Stack) BeginEra(ctx context.Context) (number uint32, err error) {
 	err = s.moving("begin an era", func() error {
 		name, err := s.marks()
 		if err == nil {
-			number, err = era.Begin(name)
+			number, err = s.stacks.beginEra(ctx, name)
 		}
 		return err
 	})

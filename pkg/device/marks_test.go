@@ -124,7 +124,7 @@ func TestMarked(t *testing.T) {
 		f.kept(true, "attached")
 		writeBlocks(f, d.Path, 3, 5)
 		f.written(1, 3, 5)
-		begun, err := f.stack().BeginEra()
+		begun, err := f.stack().BeginEra(context.Background())
 		check.OK(f, err)
 		writeBlocks(f, d.Path, 5, 6)
 		again := f.attach(f.options)
@@ -249,7 +249,7 @@ func TestMarkedDiscards(t *testing.T) {
 	overMarked(t, func(f *markedFixture) {
 		d := f.mark(true)
 		writeBlocks(f, d.Path, 1, 2, 3, 4, 5, 6)
-		begun, err := f.stack().BeginEra()
+		begun, err := f.stack().BeginEra(context.Background())
 		check.OK(f, err)
 		user, err := os.OpenFile(d.Path, os.O_RDWR, 0)
 		check.OK(f, err)
@@ -293,7 +293,7 @@ func TestMarkedMoves(t *testing.T) {
 			func() error { return p.stack().Unmirror(p.Context()) },
 			func() error { return p.stack().Switch(p.Context(), p.moved()) },
 		} {
-			begun, err := p.stack().BeginEra()
+			begun, err := p.stack().BeginEra(context.Background())
 			check.OK(p, err)
 			p.mirror(p.all())
 			w.goesOn(t)
@@ -348,15 +348,17 @@ func TestMarkedHung(t *testing.T) {
 		wrote := make(chan struct{})
 		go func() { defer close(wrote); writeBlocks(f, top.Path, 2) }() // the mark waits
 		time.Sleep(time.Second)
-		asked := make(chan error, 2)
+		asked := make(chan error, 3)
 		stack := f.stack()
 		go func() {
 			_, err := stack.Marked(context.Background())
 			asked <- err
 			_, err = stack.Written(context.Background(), 1)
 			asked <- err
+			_, err = stack.BeginEra(context.Background())
+			asked <- err
 		}()
-		for _, what := range []string{"marked", "written"} {
+		for _, what := range []string{"marked", "written", "an era begun"} {
 			select {
 			case err := <-asked:
 				pooltest.Fails(f, err, errdefs.ErrUnavailable, what)

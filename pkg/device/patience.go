@@ -57,9 +57,19 @@ func inTime[T any](ctx context.Context, s *Stacks, name string, patience time.Du
 
 // stateOf is era.StateOf of a device that marks. errdefs.ErrUnavailable if the kernel does not tell it within marksPatience, as its disk does not answer.
 func (s *Stacks) stateOf(ctx context.Context, name string) (era.State, error) {
-	state, known, err := inTime(ctx, s, name, marksPatience, func() (era.State, error) { return era.StateOf(name) })
+	return marksInTime(ctx, s, name, name, func() (era.State, error) { return era.StateOf(name) })
+}
+
+// beginEra is era.Begin of a device that marks. errdefs.ErrUnavailable if that has not ended within marksPatience. Who asks while it is under way gets its
+// era: the writes after that call are in it, too.
+func (s *Stacks) beginEra(ctx context.Context, name string) (uint32, error) {
+	return marksInTime(ctx, s, name+" era", name, func() (uint32, error) { return era.Begin(name) })
+}
+
+func marksInTime[T any](ctx context.Context, s *Stacks, key, name string, do func() (T, error)) (T, error) {
+	found, known, err := inTime(ctx, s, key, marksPatience, do)
 	if !known && err == nil {
-		err = fmt.Errorf("%w: device %s has not told the state of its marks for %v: the disk does not answer", errdefs.ErrUnavailable, name, marksPatience)
+		err = fmt.Errorf("%w: device %s, which marks what is written, has not answered for %v: its disk does not", errdefs.ErrUnavailable, name, marksPatience)
 	}
-	return state, err
+	return found, err
 }

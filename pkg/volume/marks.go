@@ -340,7 +340,7 @@ func (l *Local) BeginEra(ctx context.Context, id ID) (number uint32, err error) 
 		}
 		return 0, fmt.Errorf("%w: there is no room for more of them", errdefs.ErrUnsupported)
 	}
-	begun, err := stack.BeginEra()
+	begun, err := stack.BeginEra(ctx)
 	if err != nil {
 		return 0, err
 	}
