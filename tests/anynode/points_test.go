@@ -232,7 +232,8 @@ func (s *scene) expanded() {
 	s.again("grow it", s.expand)
 }
 
-// rebooted takes the home's exports out of the kernel, and has its machine look as one that has started anew.
+// rebooted takes the home's exports out of the kernel, and has its machine look as one that has started anew. Once the scene is over it is what it was, and its
+// driver, which has read that only once, is started again: else the next start would end what this one has exported.
 func (s *scene) rebooted() {
 	s.Helper()
 	s.agents[home].Kill()
@@ -240,7 +241,11 @@ func (s *scene) rebooted() {
 	boot := filepath.Join(s.dir, "boot_id")
 	check.OK(s, os.WriteFile(boot, fmt.Appendf(nil, "11111111-2222-3333-4444-%012d\n", newTag()), 0o600))
 	check.OK(s, unix.Mount(boot, "/proc/sys/kernel/random/boot_id", "", unix.MS_BIND, ""))
-	s.Cleanup(func() { drivertest.Unmount(s, "/proc/sys/kernel/random/boot_id") })
+	s.Cleanup(func() {
+		drivertest.Unmount(s, "/proc/sys/kernel/random/boot_id")
+		s.agents[home].Kill()
+		s.started(s.agents[home])
+	})
 }
 
 var acts = slices.Concat(stages, unstages, moves, becoming, []act{
@@ -446,7 +451,7 @@ func (s *scene) startTraced(agent *process.Driver, decide func(n int, c trace.Ca
 func (s *scene) started(agent *process.Driver) {
 	s.Helper()
 	check.OK(s, agent.Start())
-	ctx, cancel := context.WithTimeout(s.Context(), patient)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(s.Context()), patient) // a cleanup calls it, too
 	defer cancel()
 	check.OK(s, agent.Ready(ctx))
 }
