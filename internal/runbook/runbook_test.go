@@ -16,7 +16,7 @@ import (
 const root = "../.."
 
 // well are the reasons of conditions that are no problems, and need no page.
-var well = map[string]bool{"AgentHeard": true, "AllKnown": true, "Blank": true, "Copied": true, "Copying": true, "Cut": true, "Found": true, "HomeBack": true, "Moved": true, "Moving": true, "NodeReady": true, "NoProblems": true, "NotBlank": true, "Recovered": true, "ReplicaAdded": true, "ReplicaCurrent": true, "ReplicaJoining": true, "ReplicaRemoved": true, "ReplicasEqual": true}
+var well = map[string]bool{"AgentHeard": true, "AllKnown": true, "Blank": true, "Copied": true, "Copying": true, "Created": true, "Cut": true, "Found": true, "HomeBack": true, "Moved": true, "Moving": true, "NodeReady": true, "NoProblems": true, "NotBlank": true, "Recovered": true, "ReplicaAdded": true, "ReplicaCurrent": true, "ReplicaJoining": true, "ReplicaRemoved": true, "ReplicasEqual": true}
 
 // TestReasons: each reason of a problem, condition or failure in the source has a page, with a section there; and each reason with a page is in the source.
 func TestReasons(t *testing.T) {

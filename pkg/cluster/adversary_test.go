@@ -1263,7 +1263,6 @@ func (w *environment) persistentVolume(name, driver string, id volume.ID) {
 // TestStaleClaim: a claim whose VolumeAttachment was removed by hand is released after some time.
 func TestStaleClaim(t *testing.T) {
 	w, m, s := newCluster(t)
-	check.OK(t, storagev1.AddToScheme(w.Scheme()))
 	ids := map[string]volume.ID{}
 	for _, name := range []string{"stale", "attached"} {
 		v, err := s.Create(w.ctx, spec(name))
@@ -1304,7 +1303,6 @@ func TestStaleClaimAnew(t *testing.T) {
 	}{{"first look", 1, false}, {"first write", 2, false}, {"second look", 3, false}, {"first look, and it dies", 1, true}} {
 		t.Run(after.what, func(t *testing.T) {
 			w, _, s := newCluster(t)
-			check.OK(t, storagev1.AddToScheme(w.Scheme()))
 			v, err := s.Create(w.ctx, spec("v"))
 			check.OK(t, err)
 			claim := volume.Claim{Node: nodeName, Mode: "m"}

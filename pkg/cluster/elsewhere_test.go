@@ -630,7 +630,6 @@ func (w *environment) scheduled(name, class string, m *machine) volume.Spec {
 func TestCopyWithoutClassOrNode(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	v, snapshot := w.snapshotOf(s, a, "v", 3)
-	check.OK(t, storagev1.AddToScheme(w.Scheme()))
 	class := &storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: "copies"}, Provisioner: cluster.DefaultDriver}
 	waits := func(what string, of volume.Spec, says string) {
 		t.Helper()

@@ -1011,7 +1011,6 @@ func TestReplicatedAway(t *testing.T) {
 // of the legs of an attached volume stay.
 func TestReplicatedStaleClaim(t *testing.T) {
 	w, _, s := legCluster(t, 2)
-	check.OK(t, storagev1.AddToScheme(w.Scheme()))
 	ids := map[string]volume.ID{}
 	for _, name := range []string{"stale", "attached"} {
 		v, err := s.Create(w.ctx, replicas(name, 2))

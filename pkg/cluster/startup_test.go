@@ -49,7 +49,6 @@ func (w *environment) taint(node string, keys ...string) {
 // controller without the option leaves it.
 func TestStartupTaint(t *testing.T) {
 	w := newEnvironment(t)
-	check.OK(t, storagev1.AddToScheme(w.Scheme()))
 	csiNode := func(node, driver string) *storagev1.CSINode {
 		return &storagev1.CSINode{ObjectMeta: metav1.ObjectMeta{Name: node}, Spec: storagev1.CSINodeSpec{Drivers: []storagev1.CSINodeDriver{{Name: driver, NodeID: node}}}}
 	}
