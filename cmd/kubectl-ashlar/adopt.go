@@ -275,7 +275,7 @@ func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) erro
 	}
 	err := a.revise(ctx, p, func() (bool, error) {
 		was := p.Annotations[v1alpha1.AdoptAnnotation]
-		metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.AdoptAnnotation, together(was, ids))
+		metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.AdoptAnnotation, together(p.Adopting(), ids))
 		return p.Annotations[v1alpha1.AdoptAnnotation] != was, nil
 	}, nil)
 	if err != nil {
@@ -285,14 +285,13 @@ func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) erro
 }
 
 // together returns the annotation that asks for strays beside those that it asks for already, which the agent has not made objects for yet.
-func together(asked string, ids []string) string {
-	all := strings.FieldsFunc(asked, func(c rune) bool { return c == ',' || c == ' ' })
+func together(asked, ids []string) string {
 	for _, id := range ids {
-		if !slices.Contains(all, id) {
-			all = append(all, id)
+		if !slices.Contains(asked, id) {
+			asked = append(asked, id)
 		}
 	}
-	return strings.Join(all, ",")
+	return strings.Join(asked, ",")
 }
 
 // wait waits until the agent of a pool has taken the annotation off, and none of the strays is left; for a.timeout at most.

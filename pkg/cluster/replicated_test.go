@@ -1114,30 +1114,44 @@ func TestReplicatedOlder(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// beforeThirdLeg restores the object of a volume with three legs, with its status, to before the third was made, with a number of replicas that it is to have. It
+// returns the object that there was.
+func (w *environment) beforeThirdLeg(name string, replicas int) *v1alpha1.ReplicatedVolume {
+	w.Helper()
+	r := w.whole(name)
+	check.OK(w, w.Delete(w.ctx, r))
+	older := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
+	older.Spec.Legs, older.Spec.Numbered, older.Spec.Replicas = r.Spec.Legs[:2], 2, replicas
+	check.OK(w, w.Create(w.ctx, older))
+	w.says(name, func(r *v1alpha1.ReplicatedVolume) { cluster.SetLegs(r, false) })
+	return r
+}
+
+// haveAllLegs checks that all legs of an object are there, and that a deletion of the volume leaves none.
+func (w *environment) haveAllLegs(s *store.Store, id volume.ID, r *v1alpha1.ReplicatedVolume) {
+	w.Helper()
+	for _, leg := range r.Spec.Legs {
+		now := &v1alpha1.Volume{}
+		if err := w.Get(w.ctx, client.ObjectKey{Name: leg}, now); err != nil || now.Deleting() {
+			w.Errorf("leg %s: %v, it is to be deleted: %v", leg, err, now.Deleting())
+		}
+	}
+	check.OK(w, s.Delete(w.ctx, id))
+	if left := w.legsOf(r.Spec.Name); len(left) > 0 {
+		w.Errorf("%d legs are left of a volume that was deleted", len(left))
+	}
+}
+
 // TestReplicatedOlderInPart: an object is restored, with its status, to before one of its legs was made. That leg stays, as it may alone have what was written
 // since, though another leg is current by the object.
 func TestReplicatedOlderInPart(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 3))
 	check.OK(t, err)
-	r := w.whole("v")
-	check.OK(t, w.Delete(w.ctx, r))
-	older := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
-	older.Spec.Legs, older.Spec.Numbered, older.Spec.Replicas = r.Spec.Legs[:2], 2, 2
-	check.OK(t, w.Create(w.ctx, older))
-	w.says("v", func(r *v1alpha1.ReplicatedVolume) { cluster.SetLegs(r, false) })
+	r := w.beforeThirdLeg("v", 2)
 	w.eventually("the store knows it", func() bool { return second(s.Get(w.ctx, v.ID)) == nil })
 	time.Sleep(time.Second)
-	for _, leg := range r.Spec.Legs {
-		now := &v1alpha1.Volume{}
-		if err := w.Get(w.ctx, client.ObjectKey{Name: leg}, now); err != nil || now.Deleting() {
-			t.Errorf("leg %s: %v, it is to be deleted: %v", leg, err, now.Deleting())
-		}
-	}
-	check.OK(t, s.Delete(w.ctx, v.ID))
-	if left := w.legsOf("v"); len(left) > 0 {
-		t.Errorf("%d legs are left of a volume that was deleted", len(left))
-	}
+	w.haveAllLegs(s, v.ID, r)
 }
 
 // TestReplicatedOlderAndLacks: an object is restored, with its status, to before one of its legs was made, and the volume lacks a leg. When the object comes to
@@ -1146,27 +1160,13 @@ func TestReplicatedOlderAndLacks(t *testing.T) {
 	w, _, s := legCluster(t, 3)
 	v, err := s.Create(w.ctx, replicas("v", 3))
 	check.OK(t, err)
-	r := w.whole("v")
-	check.OK(t, w.Delete(w.ctx, r))
-	older := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
-	older.Spec.Legs, older.Spec.Numbered = r.Spec.Legs[:2], 2
-	check.OK(t, w.Create(w.ctx, older))
-	w.says("v", func(r *v1alpha1.ReplicatedVolume) { cluster.SetLegs(r, false) })
+	r := w.beforeThirdLeg("v", 3)
 	w.eventually("it has a third leg", func() bool { return len(w.whole("v").Spec.Legs) == 3 })
 	time.Sleep(time.Second)
 	if now := w.whole("v").Spec.Legs; !slices.Equal(now, r.Spec.Legs) {
 		t.Errorf("its legs are %v, and were %v", now, r.Spec.Legs)
 	}
-	for _, leg := range r.Spec.Legs {
-		now := &v1alpha1.Volume{}
-		if err := w.Get(w.ctx, client.ObjectKey{Name: leg}, now); err != nil || now.Deleting() {
-			t.Errorf("leg %s: %v, it is to be deleted: %v", leg, err, now.Deleting())
-		}
-	}
-	check.OK(t, s.Delete(w.ctx, v.ID))
-	if left := w.legsOf("v"); len(left) > 0 {
-		t.Errorf("%d legs are left of a volume that was deleted", len(left))
-	}
+	w.haveAllLegs(s, v.ID, r)
 }
 
 // TestReplicatedForgotten: the object of a volume with replicas was deleted by hand. Errors say what to restore. Its legs can be released and deleted by

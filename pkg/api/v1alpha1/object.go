@@ -3,6 +3,7 @@ package v1alpha1
 import (
 	"cmp"
 	"slices"
+	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
@@ -146,4 +147,9 @@ func (s *Snapshot) Of(v *Volume) bool {
 // InGroup reports whether a snapshot has the label of the group that it says it belongs to.
 func (s *Snapshot) InGroup() bool {
 	return s.Spec.Group != nil && s.Labels[GroupLabel] == s.Spec.Group.Key
+}
+
+// Adopting returns what AdoptAnnotation of a pool asks for.
+func (p *Pool) Adopting() []string {
+	return strings.FieldsFunc(p.Annotations[AdoptAnnotation], func(c rune) bool { return c == ',' || c == ' ' })
 }

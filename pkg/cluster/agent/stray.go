@@ -328,11 +328,10 @@ func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*
 // adopt creates the objects of the strays that v1alpha1.AdoptAnnotation of the pool's object names, and returns the other strays. If the API server refuses
 // some, the rest is adopted all the same; the annotation stays until none fails, and if it asks for more meanwhile.
 func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) ([]stray, error) {
-	asked := pool.Annotations[v1alpha1.AdoptAnnotation]
-	if asked == "" {
+	if pool.Annotations[v1alpha1.AdoptAnnotation] == "" {
 		return strays, nil
 	}
-	wanted := strings.FieldsFunc(asked, func(c rune) bool { return c == ',' || c == ' ' })
+	wanted := pool.Adopting()
 	all := slices.Contains(wanted, adoptAll)
 	var left []stray
 	var failures []error
