@@ -135,7 +135,7 @@ func TestMoveCopyLost(t *testing.T) {
 					continue
 				}
 				check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
-				check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9)))
+				check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9, "node-2")))
 				want = w.content(a, v.ID)
 			}
 			s := w.flipped("v", b)
@@ -159,7 +159,7 @@ func TestMoveBroughtAgain(t *testing.T) {
 			for _, left := range w.leftovers(b) {
 				check.OK(t, b.local.DropLeftover(w.ctx, left))
 			}
-			check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9)))
+			check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9, "node-2")))
 			w.flipped("v", b)
 			cut := &breaking{}
 			wrap(t, cut.of(b.name))
@@ -187,7 +187,7 @@ func TestMoveHomeDies(t *testing.T) {
 	if have := w.content(b, v.ID); string(have) != string(want) {
 		t.Error("its bytes are others")
 	}
-	check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9))) // as for another move, which the API server does not know any more
+	check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9, "node-2"))) // as for another move, which the API server does not know any more
 	w.start(a)
 	w.movesays("v", "its bytes stay here")
 	check.OK(t, second(a.local.Get(w.ctx, v.ID)))
@@ -331,7 +331,7 @@ func TestMoveNodeGoneOnlyCopy(t *testing.T) {
 					delete(labels, "sealed")
 					return nil
 				})))
-				check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9)))
+				check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9, "node-2")))
 			}
 			w.comesBack(a)
 			time.Sleep(time.Second) // so that the agent can do what is wrong

@@ -266,6 +266,10 @@ func (h fakeHomes) Sealed(context.Context, volume.ID) (time.Time, error) {
 
 func (h fakeHomes) Arrived(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
 
+func (h fakeHomes) Took(context.Context, volume.ID, time.Time) (bool, error) {
+	return false, errdefs.ErrUnsupported
+}
+
 func (h fakeHomes) Prepare(_ context.Context, of move.Of, _ volume.Origin) (export.Opened, error) {
 	return export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: newHomeNQN + ":" + of.ID.Key, Host: "host", Size: movingSize},
 		h.of(of.ID.Key).do("prepare", func() {})

@@ -666,7 +666,7 @@ func TestSnapshotMoveOldAgents(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	_, snapshot := w.snapshotOf(s, a, "v", 3)
 	// An old agent takes the request for one for the volume of that key, which it does not have.
-	from := errors.Join(second(a.local.Seal(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: snapshot.ID.Key}, 1)))
+	from := errors.Join(second(a.local.Seal(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: snapshot.ID.Key}, 1, "node-2")))
 	fails(t, from, errdefs.ErrNotFound)
 	b.stop()
 	w.cutMovesTo(snapshot.ID, b.name)

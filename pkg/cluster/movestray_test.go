@@ -5,13 +5,16 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
@@ -46,7 +49,7 @@ func TestMoveNewerStray(t *testing.T) {
 			check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
 			want := w.content(b, v.ID)
 			b.stop()
-			check.OK(t, second(b.local.Seal(w.ctx, v.ID, 1)))
+			check.OK(t, second(b.local.Seal(w.ctx, v.ID, 1, "node-2")))
 			if how == "adopted" {
 				check.OK(t, w.Delete(w.ctx, w.object("v")))
 				w.comesBack(a)
@@ -127,7 +130,7 @@ func TestMoveRolledBack(t *testing.T) {
 			_, err = a.local.Attach(w.ctx, here, nil)
 			fails(t, err, errdefs.ErrPrecondition)
 			fails(t, second(a.local.CreateSnapshot(w.ctx, "cut", v.ID)), errdefs.ErrPrecondition)
-			fails(t, second(a.local.Seal(w.ctx, v.ID, generation)), errdefs.ErrPrecondition)
+			fails(t, second(a.local.Seal(w.ctx, v.ID, generation, "node-2")), errdefs.ErrPrecondition)
 			w.saysMovedAway()
 			w.claimFor(v.ID, "")
 			check.OK(t, w.Delete(w.ctx, w.object("v")))
@@ -155,6 +158,86 @@ func TestMoveRolledBack(t *testing.T) {
 			w.forgets(a, v.ID)
 		})
 	}
+}
+
+// TestMoveRolledBackUnseen: the same, and the old node was away while the volume moved, so its record does not say that. It asks the new node before it uses
+// what it has. While that one does not answer, it waits, if the agent there is alive; one that is down it does not wait for.
+func TestMoveRolledBackUnseen(t *testing.T) {
+	back := func(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want []byte) {
+		w, a, b, v, want = atHome(t)
+		b.stop()
+		a.every, b.every = time.Second, time.Second
+		w.start(b)
+		w.eventually("the port of node-2 is known, also after the restore", func() bool {
+			at := w.pool(b.name, "default").Status.Agent
+			return at != nil && at.Address == b.port.Addr().String()
+		})
+		rollback := w.backup(v)
+		w.movesTo("v", b.name)
+		w.copied("v")
+		a.stop()
+		w.flipped("v", b)
+		w.eventually("node-2 has taken it over", func() bool { s := w.object("v").Status.Move; return s != nil && s.Arrived })
+		check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
+		rollback()
+		return w, a, b, v, want
+	}
+	attach := func(m *machine, id volume.ID) error {
+		here, err := m.local.Get(t.Context(), id)
+		check.OK(t, err)
+		_, err = m.local.Attach(t.Context(), here, nil)
+		return err
+	}
+	t.Run("the new node answers", func(t *testing.T) {
+		w, a, _, v, want := back(t)
+		w.start(a)
+		w.saysMovedAway()
+		w.claimFor(v.ID, a.name)
+		fails(t, attach(a, v.ID), errdefs.ErrPrecondition)
+		w.claimFor(v.ID, "")
+		check.OK(t, w.Delete(w.ctx, w.object("v")))
+		w.strays("default", 1)
+		w.adoptOn(a.name, "default", v.ID.String())
+		w.hasObject(a)
+		w.claimFor(v.ID, a.name)
+		w.attaches(a, v.ID)
+		if have := w.content(a, v.ID); string(have) != string(want) {
+			t.Error("its bytes are others")
+		}
+	})
+	t.Run("adopted before anybody asks", func(t *testing.T) {
+		w, a, b, v, want := back(t)
+		b.stop()
+		check.OK(t, w.Delete(w.ctx, w.object("v")))
+		w.start(a)
+		w.strays("default", 1)
+		w.adoptOn(a.name, "default", v.ID.String())
+		w.hasObject(a)
+		w.start(b)
+		w.claimFor(v.ID, a.name)
+		w.attaches(a, v.ID)
+		if have := w.content(a, v.ID); string(have) != string(want) {
+			t.Error("its bytes are others")
+		}
+	})
+	t.Run("the new node is silent", func(t *testing.T) {
+		w, a, b, v, _ := back(t)
+		b.stop()
+		lease := cluster.Lease(leases, b.name)
+		check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
+		now := metav1.NowMicro()
+		lease.Spec.RenewTime = &now
+		check.OK(t, w.Update(w.ctx, lease))
+		w.start(a)
+		w.claimFor(v.ID, a.name)
+		if err := attach(a, v.ID); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "node node-2 has to say") {
+			t.Errorf("its agent is alive: %v", err)
+		}
+		before := metav1.NewMicroTime(now.Add(-cluster.SilentAfter))
+		lease.Spec.RenewTime = &before
+		check.OK(t, w.Update(w.ctx, lease))
+		w.attaches(a, v.ID)
+	})
 }
 
 // TestMoveInUseRolledBack: the same with a volume that has moved in use, which its new node has not taken over yet. The new node keeps what was written

@@ -276,7 +276,7 @@ func TestMoveToOtherPoolInUse(t *testing.T) {
 // copy was sealed after some claims, and has other bytes.
 func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, claims int64) {
 	w.Helper()
-	sealed, err := from.local.Seal(w.ctx, v.ID, volume.AnyClaims)
+	sealed, err := from.local.Seal(w.ctx, v.ID, volume.AnyClaims, "node-2")
 	check.OK(w, err)
 	mounts, err := mount.LoadTable()
 	check.OK(w, err)
@@ -285,7 +285,7 @@ func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, cla
 	check.OK(w, err)
 	check.OK(w, errors.Join(was.CopyIn(w.ctx, pool, v.Name, blockdev.Thin, sealed), was.Arrive(w.ctx, v.ID)))
 	check.OK(w, storetest.WriteTo(in)(w.ctx, v.ID, 64<<10, []byte("old")))
-	left, err := was.Seal(w.ctx, v.ID, claims)
+	left, err := was.Seal(w.ctx, v.ID, claims, "node-2")
 	check.OK(w, err)
 	check.OK(w, second(from.disks[0].Open("default", nil).SetLabels(w.ctx, ref(v), func(labels map[string]string) error {
 		labels["came"] = left.Created.UTC().Format(time.RFC3339Nano)
@@ -333,9 +333,9 @@ func TestMoveToOtherPoolLeftGoes(t *testing.T) {
 // TestMoveToOtherPoolLeft: an old copy that was used since it was sealed stays. It is not taken for the volume, and its seal is not taken off.
 func TestMoveToOtherPoolLeft(t *testing.T) {
 	w, b, v, want := cameWithout(t, 7)
-	fails(t, b.agent.Stays(w.ctx, v.ID, "b", 0), errdefs.ErrPrecondition)
-	fails(t, b.agent.IsHere(w.ctx, v.ID, "b"), errdefs.ErrPrecondition)
-	check.OK(t, errors.Join(b.agent.Stays(w.ctx, v.ID, "default", 0), b.agent.IsHere(w.ctx, v.ID, "default")))
+	fails(t, b.agent.Stays(w.ctx, v.ID, "b", volume.Sealing{}), errdefs.ErrPrecondition)
+	fails(t, b.agent.IsHere(w.ctx, v.ID, "b", volume.Sealing{}), errdefs.ErrPrecondition)
+	check.OK(t, errors.Join(b.agent.Stays(w.ctx, v.ID, "default", volume.Sealing{}), b.agent.IsHere(w.ctx, v.ID, "default", volume.Sealing{})))
 	pool := &v1alpha1.Pool{}
 	w.eventually("the pool says that what it has is a stray", func() bool {
 		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + ".b"}, pool))

@@ -98,8 +98,8 @@ func coarser(ranges []blockdev.Extent, most int) []blockdev.Extent {
 
 // SealFor is Seal for a volume in use, whose consumer goes on: the volume is exported to it, or attached on this node if that is the consumer.
 // Origin.Created is the time of the seal, the same each time. Origin.Labels are those that move with the volume; they do not change from then on. The seal
-// stays until the API server says that the volume stays. ErrPrecondition if another node uses the volume, or nobody.
-func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Origin, error) {
+// stays until the API server says that the volume stays, or it moves to another home than this one. ErrPrecondition if another node uses the volume, or nobody.
+func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant, home string) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
@@ -108,11 +108,11 @@ func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Ori
 		return Origin{}, err
 	}
 	s, err := sealOf(record)
-	if err != nil || s.used != to.Generation {
-		s = seal{sealTime(record), claims, to.Generation}
-		if record, err = setSeal(ctx, pool, record, s); err != nil {
-			return Origin{}, err
-		}
+	if record, err = sealFor(ctx, pool, record, home, err != nil || s.used != to.Generation, seal{claims: claims, used: to.Generation}); err != nil {
+		return Origin{}, err
+	}
+	if s, err = sealOf(record); err != nil {
+		return Origin{}, err
 	}
 	from, err := l.describe(ctx, pool, record)
 	from.Created, from.Claims = s.since, s.claims

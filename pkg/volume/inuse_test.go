@@ -111,12 +111,13 @@ func moveInUse(t *testing.T, pool string) {
 		t.Errorf("after a start it exports %v", m.kb.exports)
 	}
 
-	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
-	if again, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c")); err != nil || !reflect.DeepEqual(again, sealed) {
+	if again, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2"); err != nil || !reflect.DeepEqual(again, sealed) {
 		t.Errorf("sealed again it is %+v, %v; it was %+v", again, err, sealed)
 	}
 	exportedTo(t, m.a, m.ka, m.v.ID, grant(3, "c")) // the consumer goes on
+	sealed.Object, sealed.Generation = "uid", 7
 	fails(t, m.b.Complete(t.Context(), "c", sealed, to, room.NQN), errdefs.ErrPrecondition, "Complete of what is in another pool")
 	for range 2 {
 		check.OK(t, m.b.Complete(t.Context(), pool, sealed, to, room.NQN))
@@ -125,6 +126,15 @@ func moveInUse(t *testing.T, pool string) {
 		}
 	}
 	m.restart()
+	for _, of := range []struct {
+		object     string
+		generation int64
+		taken      bool
+	}{{"uid", 7, false}, {"uid", 6, true}, {"another", 7, true}} { // the object that names the old home: as it was, restored, made anew
+		if taken, err := m.b.HasTaken(t.Context(), m.v.ID, sealed.Created, of.object, of.generation); err != nil || taken != of.taken {
+			t.Errorf("taken over, as object %s of generation %d is asked for: %v, %v", of.object, of.generation, taken, err)
+		}
+	}
 	for range 2 {
 		check.OK(t, m.b.Arrive(t.Context(), m.v.ID))
 	}
@@ -163,7 +173,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	check.OK(t, err)
 	first := prepare(former)
 	m.mirror(t, first, []blockdev.Extent{{Length: mib}})
-	late, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	late, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
 	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
@@ -180,7 +190,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 		t.Error("it does not read as zeros")
 	}
 	fails(t, second(m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, former, to)), errdefs.ErrPrecondition, "Prepare of an earlier description")
-	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
 	if !sealed.Created.After(late.Created) {
 		t.Errorf("it was described anew, and is sealed as it was at %v", late.Created)
@@ -220,7 +230,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	room = prepare(from)
 	m.kb.reboot()
 	m.b.ServeExports(t.Context(), volume.Exporting{Boot: "2", Open: func() (volume.Exporter, error) { return m.kb, nil }, Key: nodeKey, Locks: &keylock.Table{}})
-	sealed, err = m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	sealed, err = m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
 	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete after the machine's start")
 	from, err = m.a.Describe(t.Context(), m.v.ID, 3)
@@ -249,7 +259,7 @@ func TestMoveInUseOtherObject(t *testing.T) {
 	check.OK(t, second(prepare(describe("other")))) // not completed, so it may be replaced
 	room, err := prepare(describe("one"))
 	check.OK(t, err)
-	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
 	sealed.Object = "one"
 	check.OK(t, m.b.Complete(t.Context(), "a", sealed, grant(4, "c"), room.NQN))
@@ -272,7 +282,7 @@ func TestMoveInUseHere(t *testing.T) {
 	if room.NQN != "" || room.Size != m.v.Size || len(m.kb.exports) != 0 {
 		t.Errorf("it is %v, and exports %v", room, m.kb.exports)
 	}
-	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
 	check.OK(t, m.b.Complete(t.Context(), "a", sealed, grant(4, node), ""))
 	check.OK(t, m.b.Arrive(t.Context(), m.v.ID))
@@ -287,7 +297,7 @@ func TestSealedForUser(t *testing.T) {
 	m := newMoving(t, "a")
 	user := grant(3, "c")
 	for name, other := range map[string]volume.Grant{"another claim": grant(4, "c"), "another node": grant(3, "d"), "its own node": grant(3, node)} {
-		fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 3, other)), errdefs.ErrPrecondition, "SealFor of "+name)
+		fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 3, other, "node-2")), errdefs.ErrPrecondition, "SealFor of "+name)
 	}
 	target := 0
 	for name, change := range map[string]func(ctx context.Context) error{
@@ -318,12 +328,12 @@ func TestSealedForUser(t *testing.T) {
 		"its user, who opens it anew": func(ctx context.Context) error { return second(m.a.Export(ctx, m.v.ID, user)) },
 		"its move, begun anew":        func(ctx context.Context) error { return second(m.a.Describe(ctx, m.v.ID, 3)) },
 	} {
-		sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, user)
+		sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, user, "node-2")
 		check.OK(t, err)
 		m.cluster.err, m.cluster.used = fmt.Errorf("%w: it is about to move", errdefs.ErrUnavailable), nil
 		fails(t, change(t.Context()), errdefs.ErrUnavailable, name)
 		same(t, name+": asked for claims", m.cluster.used, []int64{3})
-		if again, err := m.a.SealFor(t.Context(), m.v.ID, 3, user); err != nil || !reflect.DeepEqual(again, sealed) {
+		if again, err := m.a.SealFor(t.Context(), m.v.ID, 3, user, "node-2"); err != nil || !reflect.DeepEqual(again, sealed) {
 			t.Errorf("%s: it is %+v, %v; it was %+v", name, again, err, sealed)
 		}
 		m.cluster.err = nil
@@ -334,19 +344,19 @@ func TestSealedForUser(t *testing.T) {
 			t.Errorf("%s: it is sealed since %v, %v", name, since, err)
 		}
 	}
-	used, err := m.a.SealFor(t.Context(), m.v.ID, 3, user)
+	used, err := m.a.SealFor(t.Context(), m.v.ID, 3, user, "node-2")
 	check.OK(t, err)
 	check.OK(t, m.a.Unexport(t.Context(), m.v.ID, 0))
-	fails(t, second(m.a.Seal(t.Context(), m.v.ID, volume.AnyClaims)), errdefs.ErrPrecondition, "Seal of what has moved, and whose user went on")
-	if unused, err := m.a.Seal(t.Context(), m.v.ID, 3); err != nil || !unused.Created.After(used.Created) {
+	fails(t, second(m.a.Seal(t.Context(), m.v.ID, volume.AnyClaims, "node-2")), errdefs.ErrPrecondition, "Seal of what has moved, and whose user went on")
+	if unused, err := m.a.Seal(t.Context(), m.v.ID, 3, "node-2"); err != nil || !unused.Created.After(used.Created) {
 		t.Errorf("not used any more it is sealed at %v, %v; its user had it sealed at %v", unused.Created, err, used.Created)
 	}
 
 	// If the consumer is the home itself, the volume has to be attached there.
-	fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 4, grant(4, node))), errdefs.ErrPrecondition, "SealFor of what nobody has attached")
+	fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 4, grant(4, node), "node-2")), errdefs.ErrPrecondition, "SealFor of what nobody has attached")
 	device, err := m.a.AttachRaw(t.Context(), m.v, nil, true)
 	check.OK(t, err)
-	check.OK(t, second(m.a.SealFor(t.Context(), m.v.ID, 4, grant(4, node))))
+	check.OK(t, second(m.a.SealFor(t.Context(), m.v.ID, 4, grant(4, node), "node-2")))
 	m.cluster.err = fmt.Errorf("%w: it is about to move", errdefs.ErrUnavailable)
 	fails(t, second(m.a.AttachRaw(t.Context(), m.v, nil, true)), errdefs.ErrUnavailable, "AttachRaw of what is about to move")
 	check.OK(t, errors.Join(device.Close(), m.a.Detach(t.Context(), m.v.ID)))
@@ -401,12 +411,12 @@ func TestMoveInUseLeft(t *testing.T) {
 	room, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, grant(4, "c"))
 	check.OK(t, err)
 	m.mirror(t, room, ranges)
-	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
 	check.OK(t, m.b.Complete(t.Context(), "a", sealed, grant(4, "c"), room.NQN))
 	check.OK(t, errors.Join(m.b.Arrive(t.Context(), m.v.ID), m.b.Unexport(t.Context(), m.v.ID, 0)))
 
-	back, err := m.b.Seal(t.Context(), m.v.ID, 4)
+	back, err := m.b.Seal(t.Context(), m.v.ID, 4, "node-2")
 	check.OK(t, err)
 	check.OK(t, m.a.CopyIn(t.Context(), "a", "source", blockdev.Thin, back))
 	check.OK(t, errors.Join(m.a.Arrive(t.Context(), m.v.ID), m.b.Depart(t.Context(), m.v.ID, back.Created)))

@@ -26,16 +26,31 @@ type Moves interface {
 	// Stays returns nil if a volume that is sealed in a pool of this node will not move before its use has ended. ErrPrecondition if the volume is at
 	// another home now; ErrUnavailable if that cannot be found out now, or the volume is about to move. used is the generation of the consumer's claim if
 	// the volume is sealed for its consumer (SealFor), else 0. With used, the consumer can no longer pin the volume after success.
-	Stays(ctx context.Context, id ID, pool string, used int64) error
+	Stays(ctx context.Context, id ID, pool string, s Sealing) error
 	// IsHere returns nil if a volume that is sealed in a pool of this node is still there: it may move right after that. Errors are those of Stays.
-	IsHere(ctx context.Context, id ID, pool string) error
+	IsHere(ctx context.Context, id ID, pool string, s Sealing) error
+}
+
+// Sealing is how a volume is sealed, as its record says.
+type Sealing struct {
+	Since time.Time // zero if the record's seal cannot be read
+	Used  int64     // generation of the claim of the consumer that it is sealed for (SealFor); 0: nobody uses it
+	// For is the node that it is sealed for, which copies the bytes. Empty if it was sealed by a driver that did not note it, or a person has decided since
+	// that the volume is here (Readopt).
+	For string
+}
+
+// sealingOf returns how a record is sealed. A seal that cannot be read counts as without a consumer.
+func sealingOf(r blockdev.Record) Sealing {
+	s, _ := sealOf(r)
+	return Sealing{Since: s.since, Used: s.used, For: r.Labels[labelSealedFor]}
 }
 
 // SetMoves sets the Moves. It has to be called before anything uses a volume. Without it no sealed volume can be used.
 func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are the labels of a record that are about its use on its node. They do not move.
-var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
+var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed, labelSealedFor,
 	labelPool, labelCarried, labelLeft, labelTold, labelObject}
 
 // usedLabels are the homeLabels that do move with a volume in use, as its use goes on.
@@ -49,12 +64,13 @@ var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelD
 const AnyClaims = -1
 
 // Seal seals a volume, unless it is sealed, and returns it as the origin of its move. Origin.Created is the time of the seal: as long as that is the same,
-// so are the bytes. A seal is for a count of claims. After a further claim it is made anew, as an older driver, which knows no seals, may have written.
-// The caller holds the lock of the volume, now and while it reads the origin.
+// so are the bytes. A seal is for a count of claims, and for a node. After a further claim it is made anew, as an older driver, which knows no seals, may have
+// written; and for another node, so that it is known who has the bytes by that seal. The caller holds the lock of the volume, now and while it reads the
+// origin.
 //
 // ErrInUse while the volume is attached or exported. ErrPrecondition if it has left this node (Left); and with AnyClaims, if it is sealed for its consumer
 // (SealFor), who has written elsewhere since.
-func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
+func (l *Local) Seal(ctx context.Context, id ID, claims int64, to string) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
@@ -77,11 +93,12 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	if err == nil && claims == AnyClaims && s.used != 0 {
 		return Origin{}, fmt.Errorf("%w: volume %s was used while it moved from node %s, which has nothing of what was written since", errdefs.ErrPrecondition, id, l.node)
 	}
-	if err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
-		s = seal{since: sealTime(record), claims: claims}
-		if record, err = setSeal(ctx, pool, record, s); err != nil {
-			return Origin{}, err
-		}
+	anew := err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0)
+	if !anew && claims == AnyClaims { // the volume has moved
+		to = record.Labels[labelSealedFor]
+	}
+	if record, err = sealFor(ctx, pool, record, to, anew, seal{claims: claims}); err != nil {
+		return Origin{}, err
 	}
 	from, err := l.sealed(ctx, pool, record)
 	if err == nil {
@@ -145,11 +162,21 @@ func setTold(labels map[string]string, at time.Time) {
 	labels[labelTold] = at.UTC().Format(time.RFC3339Nano)
 }
 
-// setSeal writes a seal into the record of a volume.
-func setSeal(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s seal) (blockdev.Record, error) {
+// sealFor writes a seal for a node into the record of a volume, with the time of now, if there is none for that node, or it is to be made anew. Whom a seal
+// is for is added if a driver that did not note it has made it.
+func sealFor(ctx context.Context, pool blockdev.Pool, record blockdev.Record, to string, anew bool, s seal) (blockdev.Record, error) {
+	is := record.Labels[labelSealedFor]
+	if !anew && is == to {
+		return record, nil
+	}
+	anew = anew || is != ""
+	s.since = sealTime(record)
 	return pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-		labels[labelSealed] = s.label()
-		setTold(labels, s.since)
+		setLabel(labels, labelSealedFor, to)
+		if anew {
+			labels[labelSealed] = s.label()
+			setTold(labels, s.since)
+		}
 		return nil
 	})
 }
@@ -253,11 +280,15 @@ func (l *Local) unseal(ctx context.Context, pool blockdev.Pool, record blockdev.
 	if err != nil {
 		return err
 	}
-	s, _ := sealOf(record) // a seal that cannot be read counts as without a consumer
-	if err := moves.Stays(ctx, id, pool.Name(), s.used); err != nil {
+	if err := moves.Stays(ctx, id, pool.Name(), sealingOf(record)); err != nil {
 		return fmt.Errorf("use volume %s, which is about to move: %w", id, err)
 	}
-	return changeLabel(ctx, pool, record.Ref, labelSealed, "")
+	_, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+		delete(labels, labelSealed)
+		delete(labels, labelSealedFor)
+		return nil
+	})
+	return err
 }
 
 // stillHere returns an error if a sealed record may be of a volume that has moved: then its bytes lack what was written since. A seal for a consumer is
@@ -274,7 +305,7 @@ func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockd
 	}
 	moves, err := l.movesOf(id)
 	if err == nil {
-		err = moves.IsHere(ctx, id, pool)
+		err = moves.IsHere(ctx, id, pool, sealingOf(record))
 	}
 	if err != nil {
 		return fmt.Errorf("copy volume %s, which may have moved: %w", id, err)
@@ -315,14 +346,19 @@ func (l *Local) Left(ctx context.Context, id ID, sealed time.Time, to string) er
 	return changeLabel(ctx, pool, record.Ref, labelLeft, to)
 }
 
-// Readopt lifts Left from what a pool has of a volume: if the cluster says so, it is the volume again. A person has decided that, knowing that the volume
-// had left this node. The caller holds the lock of the volume.
+// Readopt lifts Left from what a pool has of a volume: if the cluster says so, it is the volume again, and the node that it was sealed for is not asked whether
+// it has taken it over. A person has decided that, knowing that the volume had left this node, or might have. The caller holds the lock of the volume.
 func (l *Local) Readopt(ctx context.Context, in string, id ID) error {
 	pool, record, err := l.recordAt(ctx, place{id, in})
-	if err != nil || record.Labels[labelLeft] == "" {
+	if err != nil || record.Labels[labelLeft] == "" && record.Labels[labelSealedFor] == "" {
 		return err
 	}
-	return changeLabel(ctx, pool, record.Ref, labelLeft, "")
+	_, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+		delete(labels, labelLeft)
+		delete(labels, labelSealedFor)
+		return nil
+	})
+	return err
 }
 
 // notLeft returns ErrPrecondition if a record is of a volume that has left this node (Left).
@@ -631,6 +667,38 @@ func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, erro
 		return false, err
 	}
 	return cameFrom(record.Labels[labelCame], sealed), nil
+}
+
+// HasTaken reports whether this node may have the only bytes of a volume of another node, which was sealed there for this one since a time: the volume has arrived here
+// by that seal, or its user has completed the copy and may have gone on with it alone. An API server that says that the volume never left that node was
+// restored to before the move. object and generation are the UID and the generation of the volume's object there. What is in a pool that is not open, or in a
+// record that cannot be read, is not known, and does not count: a disk that fails here while a volume is about to move would keep it from being used there.
+func (l *Local) HasTaken(ctx context.Context, id ID, sealed time.Time, object string, generation int64) (bool, error) {
+	for _, pool := range l.openPools() {
+		record, err := pool.Get(ctx, id.ref())
+		switch {
+		case errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrDataLoss):
+			continue
+		case err != nil:
+			return false, fmt.Errorf("look what pool %s has of volume %s: %w", pool.Name(), id, err)
+		}
+		if tookOver(record, sealed, object, generation) {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// tookOver is HasTaken for a record.
+func tookOver(record blockdev.Record, sealed time.Time, object string, generation int64) bool {
+	if unfinished(record) {
+		since, is := copiedInSeal(record)
+		by, last := carriedBy(record)
+		return is && since.Equal(sealed) && by != "" && (by != object || last > generation)
+	}
+	s, err := sealOf(record)
+	kept := err == nil && s.claims == keptClaims && s.since.Equal(sealed)
+	return kept || cameFrom(record.Labels[labelCame], sealed)
 }
 
 // DropMoved removes what pool in has left of a volume that has moved to another node. It first calls has with the time of the seal, and returns its error:

@@ -25,12 +25,12 @@ type stays struct {
 	used []int64 // the generations of the claims that Stays was asked about
 }
 
-func (s *stays) Stays(_ context.Context, _ volume.ID, _ string, used int64) error {
-	s.used = append(s.used, used)
+func (s *stays) Stays(_ context.Context, _ volume.ID, _ string, sealed volume.Sealing) error {
+	s.used = append(s.used, sealed.Used)
 	return s.err
 }
 
-func (s *stays) IsHere(context.Context, volume.ID, string) error { return s.err }
+func (s *stays) IsHere(context.Context, volume.ID, string, volume.Sealing) error { return s.err }
 
 // twoHomes is two nodes with one pool each. That of the first is called a, that of the second other. restart starts their drivers, the first time or again.
 func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) {
@@ -63,7 +63,7 @@ func TestMoveGoesOn(t *testing.T) {
 	v, _ := withContents(t, a)
 	read, sealed := int64(0), time.Time{}
 	for _, used := range []bool{false, true} {
-		from, err := a.Seal(t.Context(), v.ID, 3)
+		from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 		check.OK(t, err)
 		if !used {
 			fails(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
@@ -74,11 +74,11 @@ func TestMoveGoesOn(t *testing.T) {
 			a.SetMoves(&stays{})
 			device, err := a.AttachRaw(t.Context(), v, nil, true)
 			check.OK(t, err)
-			fails(t, second(a.Seal(t.Context(), v.ID, 3)), errdefs.ErrInUse, "Seal of what is attached")
+			fails(t, second(a.Seal(t.Context(), v.ID, 3, "node-2")), errdefs.ErrInUse, "Seal of what is attached")
 			check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
 			fails(t, from.Read(t.Context(), 0, func(int64, []byte) error { return nil }), errdefs.ErrUnavailable, "to read what was used meanwhile")
 		}
-		from, err = a.Seal(t.Context(), v.ID, 3)
+		from, err = a.Seal(t.Context(), v.ID, 3, "node-2")
 		check.OK(t, err)
 		if !sealed.IsZero() && from.Created.Equal(sealed) != !used {
 			t.Errorf("used meanwhile: %v; it was sealed at %v, and is at %v", used, sealed, from.Created)
@@ -129,7 +129,7 @@ func TestOpenLegMoves(t *testing.T) {
 				*s = volume.LegState{Sound: 1, Opened: 1, Boot: c.boot}
 				return nil
 			}))
-			from, err := a.Seal(t.Context(), v.ID, 1)
+			from, err := a.Seal(t.Context(), v.ID, 1, "node-2")
 			check.OK(t, err)
 			b, _ := home(disk, "2")
 			check.OK(t, b.CopyIn(t.Context(), "default", "leg", blockdev.AnyProvisioning, from))
@@ -153,7 +153,7 @@ func TestMoveGrows(t *testing.T) {
 	v, _ := withContents(t, a)
 	read := int64(0)
 	for _, far := range []struct{ until, grown int64 }{{6 * mib, 1}, {2 * gib, 2}} {
-		from, err := a.Seal(t.Context(), v.ID, 3)
+		from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 		check.OK(t, err)
 		if err := b.CopyIn(t.Context(), "a", "source", blockdev.Thin, stopping(from, far.until, errdefs.ErrUnavailable, &read)); far.until < gib {
 			fails(t, err, errdefs.ErrUnavailable, "an origin that goes away")
@@ -162,7 +162,7 @@ func TestMoveGrows(t *testing.T) {
 		}
 		larger, err := a.Expand(t.Context(), v.ID, volume.Range{Required: v.Size + far.grown*64*mib})
 		check.OK(t, err)
-		again, err := a.Seal(t.Context(), v.ID, 3)
+		again, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 		check.OK(t, err)
 		if !again.Created.Equal(from.Created) || again.Size != larger.Size {
 			t.Errorf("sealed at %v it was of %d bytes, at %v it is of %d", from.Created, from.Size, again.Created, again.Size)
@@ -190,11 +190,11 @@ func TestMoveLeft(t *testing.T) {
 	a.SetMoves(&stays{})
 	v, _ := withContents(t, a)
 	check.OK(t, a.Left(t.Context(), v.ID, time.Time{}, "node-2"))
-	from, err := a.Seal(t.Context(), v.ID, 3)
+	from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 	check.OK(t, err)
 	check.OK(t, a.Left(t.Context(), v.ID, from.Created.Add(-time.Microsecond), "node-2"))
 	check.OK(t, a.Unseal(t.Context(), v.ID))
-	from, err = a.Seal(t.Context(), v.ID, 3)
+	from, err = a.Seal(t.Context(), v.ID, 3, "node-2")
 	check.OK(t, err)
 	for range 2 {
 		check.OK(t, a.Left(t.Context(), v.ID, from.Created, "node-2"))
@@ -210,12 +210,12 @@ func TestMoveLeft(t *testing.T) {
 		"AttachRaw":      second(a.AttachRaw(t.Context(), v, nil, true)),
 		"CreateSnapshot": second(a.CreateSnapshot(t.Context(), "late", v.ID)),
 		"a clone":        second(a.Create(t.Context(), volume.Spec{Name: "clone", Pool: v.ID.Pool, Source: v.ID})),
-		"Seal":           second(a.Seal(t.Context(), v.ID, 3)),
+		"Seal":           second(a.Seal(t.Context(), v.ID, 3, "node-2")),
 	} {
 		fails(t, err, errdefs.ErrPrecondition, name+" of what has left")
 	}
 	// It can still be copied to its new node, where the record does not say so.
-	again, err := a.Seal(t.Context(), v.ID, volume.AnyClaims)
+	again, err := a.Seal(t.Context(), v.ID, volume.AnyClaims, "node-2")
 	check.OK(t, err)
 	if !again.Created.Equal(from.Created) {
 		t.Errorf("it is sealed at %v, before at %v", again.Created, from.Created)
@@ -237,7 +237,7 @@ func TestMoveSealed(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
 	fails(t, a.Depart(t.Context(), v.ID, time.Time{}), errdefs.ErrPrecondition, "Depart of what is not sealed")
-	from, err := a.Seal(t.Context(), v.ID, 3)
+	from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 	check.OK(t, err)
 	fails(t, second(a.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrUnavailable, "AttachRaw where nobody knows whether it moves")
 	does := &stays{err: fmt.Errorf("%w: it is on node-2 now", errdefs.ErrPrecondition)}
@@ -246,10 +246,10 @@ func TestMoveSealed(t *testing.T) {
 	fails(t, second(a.Attach(t.Context(), v, nil)), errdefs.ErrPrecondition, "Attach of what has moved")
 	fails(t, second(a.CreateSnapshot(t.Context(), "late", v.ID)), errdefs.ErrPrecondition, "CreateSnapshot of what has moved")
 	fails(t, second(a.Create(t.Context(), volume.Spec{Name: "clone", Pool: v.ID.Pool, Source: v.ID})), errdefs.ErrPrecondition, "Create of a copy of what has moved")
-	if again, err := a.Seal(t.Context(), v.ID, 3); err != nil || !again.Created.Equal(from.Created) {
+	if again, err := a.Seal(t.Context(), v.ID, 3, "node-2"); err != nil || !again.Created.Equal(from.Created) {
 		t.Errorf("sealed again it is of %v, %v; it was of %v", again.Created, err, from.Created)
 	}
-	if anew, err := a.Seal(t.Context(), v.ID, 4); err != nil || !anew.Created.After(from.Created) {
+	if anew, err := a.Seal(t.Context(), v.ID, 4, "node-2"); err != nil || !anew.Created.After(from.Created) {
 		t.Errorf("sealed after another claim it is of %v, %v; it was of %v", anew.Created, err, from.Created)
 	}
 	fails(t, a.Depart(t.Context(), v.ID, from.Created), errdefs.ErrPrecondition, "Depart of what was sealed at another time")
@@ -260,7 +260,7 @@ func TestMoveSealed(t *testing.T) {
 	check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
 
 	// What another node tells of a volume would go into the record.
-	from, err = a.Seal(t.Context(), v.ID, 3)
+	from, err = a.Seal(t.Context(), v.ID, 3, "node-2")
 	check.OK(t, err)
 	for name, change := range map[string]func(*volume.Origin){
 		"another volume": func(o *volume.Origin) { o.ID.Key = volume.KeyOf("another") },
@@ -299,7 +299,7 @@ func TestLVMMove(t *testing.T) {
 	check.OK(t, text.Write(device.Path))
 	check.OK(t, errors.Join(device.Close(), homes[at].Detach(t.Context(), v.ID)))
 	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
-		from, err := homes[at].Seal(t.Context(), v.ID, 3)
+		from, err := homes[at].Seal(t.Context(), v.ID, 3, "node-2")
 		check.OK(t, err)
 		check.OK(t, homes[to].CopyIn(t.Context(), to, "v", "", from))
 		check.OK(t, homes[to].Arrive(t.Context(), v.ID))
@@ -332,13 +332,13 @@ func TestLVMMove(t *testing.T) {
 func TestMoveBack(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
-	from, err := a.Seal(t.Context(), v.ID, 3)
+	from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 	check.OK(t, err)
 	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from))
 	check.OK(t, b.Arrive(t.Context(), v.ID))
 	for _, claims := range []int64{2, 4} {
 		want := map[int64]error{2: errdefs.ErrExists}[claims]
-		back, err := b.Seal(t.Context(), v.ID, claims)
+		back, err := b.Seal(t.Context(), v.ID, claims, "node-2")
 		check.OK(t, err)
 		if err := a.CopyIn(t.Context(), "a", "source", blockdev.Thin, back); !errors.Is(err, want) {
 			t.Errorf("back after %d claims: %v, want %v", claims, err, want)
@@ -347,6 +347,68 @@ func TestMoveBack(t *testing.T) {
 	check.OK(t, a.Arrive(t.Context(), v.ID))
 	check.OK(t, second(a.Get(t.Context(), v.ID)))
 	holds(t, a, v)
+}
+
+// TestSealedFor: a seal is for one node. It stays for that one, and is made anew for another one, so that only one node has the bytes by a seal. Who is about
+// to break it learns for whom it is, until a person has decided (Readopt).
+func TestSealedFor(t *testing.T) {
+	a, _ := twoHomes(t, "a")()
+	v, _ := withContents(t, a)
+	var asked []volume.Sealing
+	refused := fmt.Errorf("%w: not now", errdefs.ErrUnavailable)
+	a.SetMoves(movesFunc(func(s volume.Sealing) error { asked = append(asked, s); return refused }))
+	first, err := a.Seal(t.Context(), v.ID, 3, "node-2")
+	check.OK(t, err)
+	if again, err := a.Seal(t.Context(), v.ID, 3, "node-2"); err != nil || !again.Created.Equal(first.Created) {
+		t.Errorf("for the same node: %v, %v", again.Created, err)
+	}
+	other, err := a.Seal(t.Context(), v.ID, 3, "node-3")
+	if err != nil || !other.Created.After(first.Created) {
+		t.Errorf("for another node: %v, %v", other.Created, err)
+	}
+	if late, err := a.Seal(t.Context(), v.ID, volume.AnyClaims, "node-2"); err != nil || !late.Created.Equal(other.Created) {
+		t.Errorf("once it has moved: %v, %v", late.Created, err)
+	}
+	fails(t, a.Unseal(t.Context(), v.ID), errdefs.ErrUnavailable, "Unseal")
+	check.OK(t, a.Readopt(t.Context(), "a", v.ID))
+	fails(t, a.Unseal(t.Context(), v.ID), errdefs.ErrUnavailable, "Unseal")
+	same(t, "asked", asked, []volume.Sealing{{Since: other.Created, For: "node-3"}, {Since: other.Created}})
+	refused = nil
+	check.OK(t, a.Unseal(t.Context(), v.ID))
+	if record, err := a.Get(t.Context(), v.ID); err != nil || record.Sealed {
+		t.Errorf("unsealed: %+v, %v", record, err)
+	}
+}
+
+// movesFunc is a Moves.
+type movesFunc func(volume.Sealing) error
+
+func (f movesFunc) Stays(_ context.Context, _ volume.ID, _ string, s volume.Sealing) error {
+	return f(s)
+}
+
+func (f movesFunc) IsHere(_ context.Context, _ volume.ID, _ string, s volume.Sealing) error {
+	return f(s)
+}
+
+// TestHasTaken: a node has taken a volume over once that has arrived there by the seal that is asked about.
+func TestHasTaken(t *testing.T) {
+	a, b := twoHomes(t, "a")()
+	v, _ := withContents(t, a)
+	from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
+	check.OK(t, err)
+	taken := func(sealed time.Time, want bool) {
+		t.Helper()
+		if has, err := b.HasTaken(t.Context(), v.ID, sealed, "uid", 1); err != nil || has != want {
+			t.Errorf("taken over: %v, %v, want %v", has, err, want)
+		}
+	}
+	taken(from.Created, false)
+	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from))
+	taken(from.Created, false)
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	taken(from.Created, true)
+	taken(from.Created.Add(time.Microsecond), false)
 }
 
 // TestDropMoved: a node removes its old copy of a volume that has moved on, also several times, if the node that has the volume now confirms that it came by
@@ -366,7 +428,7 @@ func TestDropMoved(t *testing.T) {
 			t.Errorf("it came from there: %v, %v", has, err)
 		}
 	}
-	left, err := a.Seal(t.Context(), v.ID, 3)
+	left, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 	check.OK(t, err)
 	came(b, left.Created, false)
 	check.OK(t, b.CopyIn(t.Context(), "default", "v", blockdev.Thin, left))
@@ -416,7 +478,12 @@ func TestSealTime(t *testing.T) {
 		return nil
 	})))
 	for claims := range int64(4) {
-		for what, tell := range map[string]func(*volume.Local, context.Context, volume.ID, int64) (volume.Origin, error){"described": (*volume.Local).Describe, "sealed": (*volume.Local).Seal} {
+		for what, tell := range map[string]func(*volume.Local, context.Context, volume.ID, int64) (volume.Origin, error){
+			"described": (*volume.Local).Describe,
+			"sealed": func(l *volume.Local, ctx context.Context, id volume.ID, claims int64) (volume.Origin, error) {
+				return l.Seal(ctx, id, claims, "node-2")
+			},
+		} {
 			a := start(t, 0, pool)
 			a.SetMoves(&stays{})
 			from, err := tell(a, t.Context(), v.ID, claims)
@@ -435,12 +502,12 @@ func TestSealTime(t *testing.T) {
 func TestSealTimeMoves(t *testing.T) {
 	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
-	from, err := a.Seal(t.Context(), v.ID, 1)
+	from, err := a.Seal(t.Context(), v.ID, 1, "node-2")
 	check.OK(t, err)
 	from.Created = from.Created.Add(time.Hour) // as that node's clock says
 	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from))
 	check.OK(t, b.Arrive(t.Context(), v.ID))
-	again, err := b.Seal(t.Context(), v.ID, 2)
+	again, err := b.Seal(t.Context(), v.ID, 2, "node-2")
 	check.OK(t, err)
 	if !again.Created.After(from.Created) {
 		t.Errorf("it came by a seal of %v, and is sealed at %v", from.Created, again.Created)

@@ -58,7 +58,7 @@ func otherPools(t *testing.T) (restart func() (first, second *volume.Local, b bl
 // move moves a volume from one node to a pool of another node.
 func move(t *testing.T, name string, id volume.ID, from, to *volume.Local, pool string) {
 	t.Helper()
-	sealed, err := from.Seal(t.Context(), id, 3)
+	sealed, err := from.Seal(t.Context(), id, 3, "node-2")
 	check.OK(t, err)
 	check.OK(t, to.CopyIn(t.Context(), pool, name, blockdev.Thin, sealed))
 	check.OK(t, to.Arrive(t.Context(), id))
@@ -169,7 +169,7 @@ func TestOnePlace(t *testing.T) {
 	a, b, pool := otherPools(t)()
 	v, _ := withContents(t, a)
 	read := int64(0)
-	from, err := a.Seal(t.Context(), v.ID, 3)
+	from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 	check.OK(t, err)
 	fails(t, b.CopyIn(t.Context(), "b", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
 	check.OK(t, b.CopyIn(t.Context(), "a", "source", blockdev.Thin, from)) // now pool a is asked for
@@ -179,13 +179,13 @@ func TestOnePlace(t *testing.T) {
 	check.OK(t, b.Arrive(t.Context(), v.ID))
 	check.OK(t, a.Depart(t.Context(), v.ID, from.Created))
 
-	left, err := b.Seal(t.Context(), v.ID, 3) // it moves away, and what is here is not removed
+	left, err := b.Seal(t.Context(), v.ID, 3, "node-2") // it moves away, and what is here is not removed
 	check.OK(t, err)
 	check.OK(t, a.CopyIn(t.Context(), "a", "source", blockdev.Thin, left))
 	check.OK(t, a.Arrive(t.Context(), v.ID))
 	for _, claims := range []int64{2, 4} {
 		want := map[int64]error{2: errdefs.ErrExists}[claims]
-		from, err := a.Seal(t.Context(), v.ID, claims)
+		from, err := a.Seal(t.Context(), v.ID, claims, "node-2")
 		check.OK(t, err)
 		if err := b.CopyIn(t.Context(), "b", "source", blockdev.Thin, from); !errors.Is(err, want) {
 			t.Errorf("after %d claims: %v, want %v", claims, err, want)
@@ -289,12 +289,12 @@ func leaveInSecond(t *testing.T, way string) (id volume.ID, first, late *memory.
 	switch way {
 	case "sealed":
 		move(t, "v", v.ID, a, before, "second")
-		left, err := before.Seal(t.Context(), v.ID, 3)
+		left, err := before.Seal(t.Context(), v.ID, 3, "node-2")
 		check.OK(t, err)
 		check.OK(t, a.CopyIn(t.Context(), "first", "v", blockdev.Thin, left))
 		check.OK(t, a.Arrive(t.Context(), v.ID))
 	case "unfinished":
-		from, err := a.Seal(t.Context(), v.ID, 3)
+		from, err := a.Seal(t.Context(), v.ID, 3, "node-2")
 		check.OK(t, err)
 		from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
 		fails(t, before.CopyIn(t.Context(), "second", "v", blockdev.Thin, from), errdefs.ErrUnavailable, "an origin that goes away")
@@ -410,7 +410,7 @@ func TestDropLeft(t *testing.T) {
 	was := reseal("2020-01-02T03:04:05Z/1")
 	fails(t, l.DropLeft(t.Context(), "second", id, 3), errdefs.ErrExists, "DropLeft of what the volume did not come from")
 	reseal(was)
-	check.OK(t, second(l.Seal(t.Context(), id, 3)))
+	check.OK(t, second(l.Seal(t.Context(), id, 3, "node-2")))
 	fails(t, l.DropLeft(t.Context(), "second", id, 3), errdefs.ErrPrecondition, "DropLeft while the volume may have moved")
 	check.OK(t, l.Unseal(t.Context(), id))
 	if in, err := l.InPool(t.Context(), "second"); err != nil || len(in) != 1 {

@@ -43,6 +43,7 @@ const (
 	labelExport     = "export"      // its export, until that has ended: see export
 	labelRead       = "read"        // read by many nodes: see reading
 	labelSealed     = "sealed"      // its seal, while it moves to another node: see Seal
+	labelSealedFor  = "sealed.for"  // the node that it was sealed for: see Sealing
 	labelLeft       = "left"        // the node that it has moved to: see Left
 	labelTold       = "told"        // the last time of a seal or a description that others were told: see sealTime
 	labelCarried    = "carried"     // of a copy that was completed while the volume was in use: see carriedLabel

@@ -82,6 +82,7 @@ type ReplicatedVolumeSpec struct {
 	Legs []string `json:"legs"`
 	// Numbered is how many legs there ever were: the name of the next one follows from it.
 	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=100000
 	Numbered int64 `json:"numbered"`
 	// Removed are the legs that were taken out of spec.legs last, the latest one last.
 	// +optional

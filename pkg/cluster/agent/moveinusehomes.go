@@ -98,6 +98,12 @@ func (o otherHome) Arrived(ctx context.Context, id volume.ID) error {
 	return o.new(ctx, func(next move.New) error { return next.Arrived(ctx, id) })
 }
 
+// Took: see move.New.
+func (o otherHome) Took(ctx context.Context, id volume.ID, sealed time.Time) (took bool, err error) {
+	err = o.new(ctx, func(next move.New) (err error) { took, err = next.Took(ctx, id, sealed); return err })
+	return took, err
+}
+
 // ownHome is this node as the old or the new home. The caller of Ranges, Seal and Complete has the lock of the volume; the other methods take it.
 type ownHome struct{ *Moving }
 

@@ -126,7 +126,7 @@ func (m *Moving) Ranges(ctx context.Context, of move.Of) (ranges []blockdev.Exte
 // Seal: see move.Old.
 func (m *Moving) Seal(ctx context.Context, of move.Of) (from volume.Origin, err error) {
 	err = m.leaving(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
-		from, err = m.local.SealFor(ctx, of.ID, v.Spec.Claims, to)
+		from, err = m.local.SealFor(ctx, of.ID, v.Spec.Claims, to, v.Spec.Move.Node)
 		return err
 	})
 	return from, err
@@ -228,6 +228,18 @@ func (m *Moving) Arrived(ctx context.Context, id volume.ID) error {
 		return fmt.Errorf("%w: volume %s on node %s: %s", errdefs.ErrDataLoss, id, m.local.Node(), problems[i].Message)
 	}
 	return err
+}
+
+// Took: see move.New.
+func (m *Moving) Took(ctx context.Context, id volume.ID, sealed time.Time) (bool, error) {
+	v := &v1alpha1.Volume{}
+	if err := m.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+		return false, kube.APIError("read volume "+id.Key, err)
+	}
+	if caller := port.CallerNode(ctx); caller == "" || v.Spec.NodeName != caller || cluster.VolumeID(v) != id {
+		return false, fmt.Errorf("%w: volume %s is on node %s, and node %q asks for it", errdefs.ErrUnavailable, id, v.Spec.NodeName, caller)
+	}
+	return m.local.HasTaken(ctx, id, sealed, string(v.UID), v.Generation)
 }
 
 // Has: see move.Home.

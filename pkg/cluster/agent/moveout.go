@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -34,7 +35,7 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 	var from volume.Origin
 	lock := keylock.Volume(key)
 	switch err := a.withLocks([]string{lock}, func() (err error) {
-		from, err = a.local.Seal(ctx, cluster.VolumeID(v), claims)
+		from, err = a.local.Seal(ctx, cluster.VolumeID(v), claims, port.CallerNode(ctx))
 		return err
 	}); {
 	case err != nil && v.Spec.Move.Left:
@@ -73,8 +74,8 @@ func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volu
 // Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes written by then. Without a claim
 // it is refused: the new node may be about to report that it has everything. The claim of the consumer that copies the volume itself is not enough, as that
 // may be about to pin it: so its pin is taken away, which refuses that write.
-func (a *Agent) Stays(ctx context.Context, id volume.ID, pool string, used int64) error {
-	v, err := a.hereNow(ctx, id, pool)
+func (a *Agent) Stays(ctx context.Context, id volume.ID, pool string, s volume.Sealing) error {
+	v, err := a.hereNow(ctx, id, pool, s)
 	if err != nil || v.Spec.Move == nil || len(v.Spec.Readers) > 0 {
 		return err
 	}
@@ -83,34 +84,39 @@ func (a *Agent) Stays(ctx context.Context, id volume.ID, pool string, used int64
 		return fmt.Errorf("%w: it is asked for on node %s, and no claim keeps it here", errdefs.ErrUnavailable, v.Spec.Move.Node)
 	case pinned(v):
 		return fmt.Errorf("%w: all of it is on node %s, which is about to have it", errdefs.ErrUnavailable, v.Spec.Move.Node)
-	case used == c.Generation:
+	case s.Used == c.Generation:
 		return a.undo(ctx, v)
 	}
 	return nil
 }
 
-// unsealStaying unseals a volume whose move was taken back, so that its next use does not have to ask the API server.
+// unsealStaying unseals a volume whose move was taken back, so that its next use does not have to ask the API server and the node that it was sealed for.
+// errAwaited while one of these does not answer.
 func (a *Agent) unsealStaying(ctx context.Context, v *v1alpha1.Volume, have volume.Volume) error {
 	if !have.Sealed || v.Spec.Move != nil {
 		return nil
 	}
 	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Unseal(ctx, cluster.VolumeID(v)) })
-	if errors.Is(err, errdefs.ErrPrecondition) || errors.Is(err, errdefs.ErrUnavailable) { // the cache is behind, or the API server does not answer
+	switch {
+	case errors.Is(err, errdefs.ErrUnavailable):
 		klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed for now", "volume", v.Name, "err", err.Error())
+		return errAwaited
+	case errors.Is(err, errdefs.ErrPrecondition): // it has left this node; the cache may be behind
+		klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed", "volume", v.Name, "err", err.Error())
 		return nil
 	}
 	return err
 }
 
 // IsHere: see volume.Moves.
-func (a *Agent) IsHere(ctx context.Context, id volume.ID, pool string) error {
-	_, err := a.hereNow(ctx, id, pool)
+func (a *Agent) IsHere(ctx context.Context, id volume.ID, pool string, s volume.Sealing) error {
+	_, err := a.hereNow(ctx, id, pool, s)
 	return err
 }
 
 // hereNow returns the object of a volume of a pool of this node, from the API server. ErrPrecondition if the volume is on another node or in another pool:
-// then what this pool has was left there. ErrUnavailable if the object cannot be read, or does not exist.
-func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alpha1.Volume, error) {
+// then what this pool has was left there. ErrUnavailable if the object cannot be read, or does not exist. Errors are also those of notTaken.
+func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string, s volume.Sealing) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
 		return nil, errdefs.Recast(errdefs.ErrUnavailable, err, "read volume %s", id.Key)
@@ -118,7 +124,45 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alph
 	if v.Spec.NodeName != a.local.Node() || v.In() != pool || cluster.VolumeID(v) != id {
 		return nil, fmt.Errorf("%w: it is on node %s now, in pool %s", errdefs.ErrPrecondition, v.Spec.NodeName, v.In())
 	}
-	return v, nil
+	return v, a.notTaken(ctx, id, s)
+}
+
+// notTaken asks the node that a volume of this node was sealed for, whether it has taken the volume over. It has if the API server was restored to before the
+// move, and this node was away when the volume moved, so that its record does not say that yet: ErrPrecondition, and the record says so from now on.
+// ErrUnavailable if that node does not answer, but its agent is alive. One that is down is not waited for: it would take a volume with it that was only about
+// to move there. The caller holds the lock of the volume.
+func (a *Agent) notTaken(ctx context.Context, id volume.ID, s volume.Sealing) error {
+	if s.For == "" || s.For == a.local.Node() || s.Since.IsZero() || a.options.Agents == nil {
+		return nil
+	}
+	asking, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	took, err := otherHome{a, s.For}.Took(asking, id, s.Since)
+	switch {
+	case err == nil && took:
+		return cmp.Or(a.local.Left(ctx, id, s.Since, s.For), fmt.Errorf("%w: it has moved to node %s, and the API server went back to before that", errdefs.ErrPrecondition, s.For))
+	case err == nil || errors.Is(err, errdefs.ErrUnknownCall): // an older driver does not know
+		return nil
+	}
+	alive, failure := a.isAlive(ctx, s.For)
+	if failure == nil && !alive {
+		klog.FromContext(ctx).Info("A volume that was about to move is used, though its new node does not say that it has not moved: that node is down", "id", id.String(), "node", s.For, "err", err.Error())
+		return nil
+	}
+	return errdefs.Recast(errdefs.ErrUnavailable, cmp.Or(failure, err), "node %s has to say that volume %s has not moved there; if it is gone for good, delete its Node object", s.For, id)
+}
+
+// isAlive reports whether the agent of a node has renewed its Lease of late; false where agents have none.
+func (a *Agent) isAlive(ctx context.Context, node string) (bool, error) {
+	if a.options.Namespace == "" {
+		return false, nil
+	}
+	lease := cluster.Lease(a.options.Namespace, node)
+	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(lease), lease)
+	if client.IgnoreNotFound(err) != nil {
+		return false, kube.APIError("read the Lease of node "+node, err)
+	}
+	return err == nil && lease.Spec.RenewTime != nil && time.Since(lease.Spec.RenewTime.Time) < cluster.SilentAfter, nil
 }
 
 // giveBack deletes the bytes of a volume that has left this node, once the new node has taken it over. Before that it notes in the record that the volume has

@@ -52,8 +52,8 @@ const (
 	makers  = 64
 )
 
-// errAwaited is the error of a step that needs an object which is not there yet.
-var errAwaited = errors.New("an object is not there yet")
+// errAwaited is the error of a step that needs an object, or an answer of another node, which is not there yet.
+var errAwaited = errors.New("something is not there yet")
 
 // requestOf returns the request of an object; of a member of a group, that of the group.
 func requestOf(o client.Object) request {

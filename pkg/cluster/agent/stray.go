@@ -366,10 +366,10 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 	return left, nil
 }
 
-// readopt makes what is here of a volume that has moved to another node usable again, because somebody adopts it by its ID (volume.Readopt).
+// readopt makes what is here of a volume that has moved to another node, or may have, usable again, because somebody adopts it by its ID (volume.Readopt).
 func (a *Agent) readopt(ctx context.Context, one stray) error {
 	v, is := one.object.(*v1alpha1.Volume)
-	if !is || one.left == "" || one.taken != "" {
+	if !is || !one.sealed || one.taken != "" {
 		return nil
 	}
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Readopt(ctx, v.In(), cluster.VolumeID(v)) })

@@ -329,14 +329,17 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case err != nil:
 		return err
 	}
-	if err := errors.Join(a.syncExport(ctx, v), a.reportReaders(ctx, v, have.Read), a.unsealStaying(ctx, v, have)); err != nil {
+	if err := errors.Join(a.syncExport(ctx, v), a.reportReaders(ctx, v, have.Read)); err != nil {
 		if errors.Is(err, errdefs.ErrDataLoss) { // the record can be read, but not which exports it has
 			err = errors.Join(err, a.endExportOfDamaged(ctx, v))
 		}
 		return err
 	}
 	refused := v.Common().Refused(v.Generation) != nil
-	awaited := a.becomeLeg(ctx, v, &have)
+	awaited := a.unsealStaying(ctx, v, have)
+	if awaited == nil {
+		awaited = a.becomeLeg(ctx, v, &have)
+	}
 	if awaited != nil && !errors.Is(awaited, errAwaited) {
 		return awaited
 	}

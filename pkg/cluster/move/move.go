@@ -63,6 +63,10 @@ type New interface {
 	// Arrived is called by the old home before it deletes its bytes. It is nil if the volume has moved from there, and the new home has all of it; else
 	// errdefs.ErrNotFound or errdefs.ErrDataLoss.
 	Arrived(ctx context.Context, id volume.ID) error
+	// Took is called by the node that the volume is on, as the API server says, before it breaks the seal that it made for this node at a time. It reports
+	// whether the volume has moved here by that seal all the same, so that only this node has what was written since: the API server was restored
+	// (volume.HasTaken). errdefs.ErrUnknownCall from an older driver.
+	Took(ctx context.Context, id volume.ID, sealed time.Time) (bool, error)
 }
 
 // Home is the node that has a volume. It is asked by a node that the volume has left, and that counted as gone while the move ended.
@@ -82,6 +86,7 @@ const (
 	methodDrop     = "Drop"
 	methodArrived  = "Arrived"
 	methodHas      = "Has"
+	methodTook     = "Took"
 )
 
 // request is the request of each call.
@@ -92,7 +97,7 @@ type request struct {
 	NQN    string  `json:"nqn,omitempty"`
 	Origin *origin `json:"origin,omitempty"`
 
-	Sealed time.Time `json:"sealed,omitzero"` // of Has
+	Sealed time.Time `json:"sealed,omitzero"` // of Has and Took
 }
 
 // Of: see call.Request.
@@ -107,7 +112,7 @@ type answer struct {
 	Opened *export.Wire `json:"opened,omitempty"`
 	Ranges []extent     `json:"ranges,omitempty"`
 	Since  time.Time    `json:"since,omitzero"` // of Sealed
-	Has    bool         `json:"has,omitempty"`  // of Has
+	Has    bool         `json:"has,omitempty"`  // of Has and Took
 }
 
 type extent struct {
@@ -193,6 +198,10 @@ func Register(r grpc.ServiceRegistrar, from Old, to New, at Home) {
 		methodDrop: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			return answer{}, to.Drop(ctx, r.of(id), r.NQN)
 		},
+		methodTook: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			took, err := to.Took(ctx, id, r.Sealed)
+			return answer{Has: took}, err
+		},
 		methodArrived: func(ctx context.Context, id volume.ID, _ request) (answer, error) {
 			return answer{}, to.Arrived(ctx, id)
 		},
@@ -275,6 +284,12 @@ func (c client) Drop(ctx context.Context, of Of, nqn string) error {
 func (c client) Arrived(ctx context.Context, id volume.ID) error {
 	_, err := c.call(ctx, methodArrived, Of{ID: id}, request{})
 	return err
+}
+
+// Took: see New.
+func (c client) Took(ctx context.Context, id volume.ID, sealed time.Time) (bool, error) {
+	out, err := c.call(ctx, methodTook, Of{ID: id}, request{Sealed: sealed})
+	return out.Has, err
 }
 
 // Has: see Home.

@@ -322,8 +322,8 @@ func (m *model) wrong(s state) string {
 		switch has := func(d int8) bool { return s.disks[d].there && s.disks[d].kind != prepared && s.acknowledged(d) }; {
 		case !has(home) && !has(1-home):
 			return "what was written last is gone"
-		case s.again && s.disks[home].gone && !has(home):
-			return "the old home, which knows that it is that, is used"
+		case s.again && !has(home) && (s.disks[home].gone || !s.down):
+			return "the old home, which knows that it is that or can ask, is used"
 		}
 		return ""
 	}

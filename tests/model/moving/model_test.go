@@ -12,7 +12,7 @@
 //
 // Not modelled: the steps within one act of a driver (ioctls, renames: pkg/device tests those), regions and ranges beyond two blocks, growth and snapshots,
 // disks that are lost before a volume has arrived, nodes that never come back. Of an API server that goes back to before the flip only what the homes do then by themselves, until somebody decides:
-// an old home that does not know yet that the volume has left it is used.
+// an old home that does not know yet that the volume has left it is used if the new one is down.
 package moving
 
 import (
@@ -116,7 +116,7 @@ const (
 	stuck   = "nobody can end this"
 	last    = "the last bytes are given back"
 	newest  = "what was written last is gone"
-	older   = "the old home, which knows that it is that, is used"
+	older   = "the old home, which knows that it is that or can ask, is used"
 )
 
 // TestEachRule shows that the model finds what is wrong: without any of the rules something is lost, or stuck.
@@ -138,7 +138,8 @@ func TestEachRule(t *testing.T) {
 		"SealWrite":     {"2 0 1  2 1 0 0", lacks},
 		"DepartAsks":    {"2 0 1  1 0 0 0", last},
 		"BackKept":      {"2 0 1  1 1 0 0", newest},
-		"BackLeft":      {"2 0 1  1 1 0 0", older},
+		"BackAsks":      {"2 0 1  1 1 0 0", older},
+		"BackLeft":      {"2 0 1  2 1 0 0", older},
 		"GarbageLive":   {"2 0 1  1 0 0 0", missing},
 		"Pin":           {"2 0 1  1 0 0 0", missing},
 		"PinVersion":    {"2 0 1  2 1 0 0", missing},

@@ -489,7 +489,14 @@ func (x *next) back() {
 	if fresh.there && fresh.kind != whole && !(x.BackKept && carried) {
 		x.do(names[1-home], "removes what is unfinished, and not asked for", func(t *state) { t.remove(1 - home) })
 	}
-	if old.there && !(x.BackLeft && old.gone) && !x.s.again {
+	taken := fresh.there && (fresh.kind == whole || carried)
+	if old.there && taken && x.BackAsks && !x.s.down && !old.gone {
+		x.do(names[home], "asks the new home, which has taken it over, and notes that", func(t *state) { t.disks[home].gone = true })
+	}
+	if !x.s.down {
+		x.fault(names[1-home], "is down, and does not answer", func(t *state) { t.down = true })
+	}
+	if old.there && !(x.BackLeft && old.gone) && !(x.BackAsks && taken && !x.s.down) && !x.s.again {
 		x.do(names[home], "has what it has used", func(t *state) { t.again = true })
 	}
 }

@@ -20,6 +20,7 @@ type rules struct {
 	SealOpen      bool // Open breaks a seal for the same grant too
 	SealWrite     bool // a seal of SealFor breaks with a write of the object
 	DepartAsks    bool // the old home gives its bytes back if the new one says that it has all of them
+	BackAsks      bool // after the API server went back, the old home asks the new one, if that is up, whether it has taken the volume over
 	BackKept      bool // after the API server went back, the new home keeps what its user has completed
 	BackLeft      bool // and the old home uses nothing of what it knows that the volume has left
 	GarbageLive   bool // what is unfinished is removed if the API server itself says that the volume does not come

@@ -21,6 +21,7 @@ type state struct {
 	truth [blocks]truth
 	lost  bool // the new home has lost what had arrived: there is nothing but what the old one has
 	back  bool // the API server went back to before the flip
+	down  bool // and then the new home does not answer
 	again bool // and the old home has what it has used
 	user  int8 // who read the volume last, when it staged it; none: nobody
 	left  budget
