@@ -465,6 +465,20 @@ func ended(d *process.Driver) bool {
 	}
 }
 
+// again is nodes.again. As a kubelet does, it starts a driver again that has ended by itself: one that could not reach the network when it started ends once it
+// can.
+func (s *scene) again(what string, call func(ctx context.Context) error) {
+	s.Helper()
+	s.nodes.again(what, func(ctx context.Context) error {
+		for _, agent := range s.agents {
+			if ended(agent) {
+				s.started(agent)
+			}
+		}
+		return call(ctx)
+	})
+}
+
 // goOn goes on after a call that was cut short, up to the end of the volume.
 func (s *scene) goOn(a act, back bool) {
 	s.Helper()
