@@ -52,7 +52,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	how := volume.Exporting{Boot: strings.TrimSpace(string(boot)), Locks: locks, Given: nvmet.Given}
 	if network == nil {
 		local.ServeExports(ctx, how)
-		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}, func() []metrics.Sample { return nil }, usesNothing}, nil
+		return &reached{local, o.keepingNothing, answering(a, nil), func() []metrics.Sample { return nil }, usesNothing}, nil
 	}
 	at, err := netip.ParseAddrPort(network.Address)
 	if err != nil {
@@ -100,12 +100,18 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 				return run(ctx)
 			}
 		},
-		services: func(r grpc.ServiceRegistrar) {
-			export.Register(r, a.Exports(), a.Uses(others))
-			move.Register(r, a.Moving(), a.Moving(), a.Moving())
-		},
-		samples: remote.Samples, uses: everywhere.Uses,
+		services: answering(a, others),
+		samples:  remote.Samples, uses: everywhere.Uses,
 	}, nil
+}
+
+// answering registers what other nodes ask an agent about volumes that are exported, or move. others are the volumes of other nodes; nil without a network. An
+// agent without one answers, too: that it has none, and what it knows of volumes that have moved.
+func answering(a *agent.Agent, others agent.UsedVolumes) func(grpc.ServiceRegistrar) {
+	return func(r grpc.ServiceRegistrar) {
+		export.Register(r, a.Exports(), a.Uses(others))
+		move.Register(r, a.Moving(), a.Moving(), a.Moving())
+	}
 }
 
 // replicate lets this node use volumes with several legs too, if its kernel can mirror. It returns a function that looks after their mirrors until its context

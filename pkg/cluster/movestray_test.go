@@ -205,6 +205,16 @@ func TestMoveRolledBackUnseen(t *testing.T) {
 			t.Error("its bytes are others")
 		}
 	})
+	t.Run("the new node is in no network now", func(t *testing.T) {
+		w, a, b, v, _ := back(t)
+		b.stop()
+		b.network = nil
+		w.start(b)
+		w.start(a)
+		w.saysMovedAway()
+		w.claimFor(v.ID, a.name)
+		fails(t, attach(a, v.ID), errdefs.ErrPrecondition)
+	})
 	t.Run("adopted before anybody asks", func(t *testing.T) {
 		w, a, b, v, want := back(t)
 		b.stop()

@@ -27,6 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
@@ -43,13 +44,14 @@ import (
 func (w *environment) served(m *machine) func(context.Context) error {
 	server := port.Server{Node: m.name, Namespace: apitest.Namespace, Config: wrapped(apitest.Get(w).Agent(w, m.name))}
 	server.Config.QPS = 0 // the default, as in a pod
-	agent, uses := m.agent, m.uses
+	on, uses := m.agent, agent.UsedVolumes(nil)
+	if m.network != nil {
+		uses = m.uses.others
+	}
 	services := rpc.Services{SnapshotMetadata: controller.New(m.local), Locks: m.locks, Others: func(r grpc.ServiceRegistrar) {
-		transfer.Register(r, agent.OpenCopy, nil)
-		if uses != nil {
-			export.Register(r, agent.Exports(), agent.Uses(uses.others))
-			move.Register(r, agent.Moving(), agent.Moving(), agent.Moving())
-		}
+		transfer.Register(r, on.OpenCopy, nil)
+		export.Register(r, on.Exports(), on.Uses(uses))
+		move.Register(r, on.Moving(), on.Moving(), on.Moving())
 	}}
 	listener := m.port
 	return func(ctx context.Context) error { return server.Serve(ctx, listener, services) }
@@ -191,6 +193,30 @@ func TestPortKey(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	check.OK(t, s.Allocated(w.ctx, snapshot.ID, 0, nothing))
+}
+
+// TestPortWithoutNetwork: an agent that is in no network now, as its driver started without one, answers that it cannot export and use volumes now. It is not
+// taken for one of an older version, which would not keep marks of what is written to a replica.
+func TestPortWithoutNetwork(t *testing.T) {
+	w := newEnvironment(t)
+	m, other := w.begin(&machine{name: nodeName, ported: true}), w.begin(&machine{name: "node-2", ported: true})
+	callers, err := port.NewCallers(apitest.Get(w).Agent(w, other.name))
+	check.OK(t, err)
+	defer callers.Close()
+	c, err := callers.Agent(nodeName, *m.port.Endpoint())
+	check.OK(t, err)
+	id := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")}
+	for call, err := range map[string]error{
+		"Open":     second(export.HomeAt(c).Open(w.ctx, id, 1)),
+		"BeginEra": second(export.HomeAt(c).BeginEra(w.ctx, id, 1)),
+		"Close":    export.HomeAt(c).Close(w.ctx, id, 1),
+		"Modified": export.UserAt(c).Modified(w.ctx, id, 1, nil),
+		"Hold":     second(export.UserAt(c).Hold(w.ctx, id, 1)),
+	} {
+		if !errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, errdefs.ErrUnknownCall) || !strings.Contains(fmt.Sprint(err), "--remote-address") {
+			t.Errorf("%s: %v", call, err)
+		}
+	}
 }
 
 // TestPortRestart: an agent that was restarted has another key at another address, which later calls find. While it is stopped, or has no port, calls fail

@@ -33,11 +33,13 @@ type WriteHolder interface {
 }
 
 // Uses answers the agents of the nodes whose volumes are used here: it is an export.User. A node may ask for its own volumes only. others works on these
-// volumes; the agent sets their limits by it too.
+// volumes; the agent sets their limits by it too. It is nil while this node is in no network: then all answers are ErrUnavailable.
 func (a *Agent) Uses(others UsedVolumes) export.User {
-	select {
-	case a.others.using <- others:
-	default: // it has them
+	if others != nil {
+		select {
+		case a.others.using <- others:
+		default: // it has them
+		}
 	}
 	return users{a, others}
 }
@@ -49,6 +51,9 @@ type users struct {
 
 // checkUsed is ErrPrecondition unless a volume is the caller's, and claimed for this node with a generation.
 func (u users) checkUsed(ctx context.Context, id volume.ID, generation int64) error {
+	if u.others == nil {
+		return fmt.Errorf("%w: node %s cannot use volumes of other nodes now (--remote-address); its driver's log says why", errdefs.ErrUnavailable, u.local.Node())
+	}
 	v, is := u.usedHere(id.Key)
 	if !is || cluster.VolumeID(v) != id || u.generation(v) != generation {
 		var err error
