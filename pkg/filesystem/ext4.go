@@ -208,7 +208,7 @@ func guarded(device, as string, tool func() error) error {
 	return clearCopy(device)
 }
 
-// checkExt4 is Check. It has the kernel replay the journal, puts back a superblock that a tool has torn, ends a growth that was cut short (endGrowth), and runs
+// checkExt4 is Check without the look at what it leaves. It has the kernel replay the journal, puts back a superblock that a tool has torn, ends a growth that was cut short (endGrowth), and runs
 // e2fsck, first without repairs if the filesystem is clean.
 func checkExt4(ctx context.Context, device string) error {
 	boot, super, err := readExt4(device)
@@ -219,6 +219,9 @@ func checkExt4(ctx context.Context, device string) error {
 		// If the kernel cannot, e2fsck may, or it says what is wrong.
 		if err := mount.Recover(device, string(Ext4), Ext4.MountOptions()); err != nil {
 			klog.FromContext(ctx).Info("The kernel did not replay the journal of an ext4; leaving it to e2fsck", "device", device, "err", err)
+		}
+		if err := Inspect(Ext4, device); err != nil { // the journal may have had another superblock in it
+			return err
 		}
 		if boot, super, err = readExt4(device); err != nil {
 			return err

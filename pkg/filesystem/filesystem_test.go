@@ -2,7 +2,9 @@ package filesystem_test
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
+	"hash/crc32"
 	"os"
 	"path/filepath"
 	"strings"
@@ -318,6 +320,50 @@ func TestReplay(t *testing.T) {
 	}
 	if err := mount.Recover("/nowhere", "ext4", nil); err == nil {
 		t.Error("what is not there was opened")
+	}
+}
+
+// replayed writes to the journal of an ext4 that its first block is to be another one, with an edited superblock.
+func replayed(t testing.TB, path string, edit func(super []byte)) {
+	t.Helper()
+	all, err := os.ReadFile(path)
+	check.OK(t, err)
+	block := all[:4096]
+	super := block[1024:2048]
+	edit(super)
+	binary.LittleEndian.PutUint32(super[1020:], ^crc32.Checksum(super[:1020], crc32.MakeTable(crc32.Castagnoli)))
+	dir := t.TempDir()
+	with, commands := filepath.Join(dir, "block"), filepath.Join(dir, "commands")
+	check.OK(t, os.WriteFile(with, block, 0o600))
+	check.OK(t, os.WriteFile(commands, []byte("jo\njw -b 0 "+with+"\njc\n"), 0o600))
+	drivertest.Run(t, "debugfs", "-w", "-f", commands, path)
+}
+
+// TestReplayedSuperblock: what a volume must not carry is not mounted either if it comes with the journal, whoever replays that: the kernel, or e2fsck, as the
+// kernel cannot (here: no device).
+func TestReplayedSuperblock(t *testing.T) {
+	for name, edit := range map[string]func(super []byte){
+		"multi-mount protection":                        func(super []byte) { super[97] |= 1 },
+		"mount options of its own that are not allowed": func(super []byte) { copy(super[512:576], "journal_path=/dev/null") },
+		"its journal on another device":                 func(super []byte) { super[228] = 8 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			paths := map[string]string{"kernel": newDisk(t, 16*miB).device}
+			if name != "multi-mount protection" { // of which e2fsck has something to say itself
+				paths["e2fsck"] = sparse(t, 16*miB)
+			}
+			for by, path := range paths {
+				check.OK(t, filesystem.Make(t.Context(), filesystem.Ext4, path, true))
+				replayed(t, path, edit)
+				check.OK(t, filesystem.Inspect(filesystem.Ext4, path))
+				if err := filesystem.Check(t.Context(), filesystem.Ext4, path); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), name) {
+					t.Errorf("%s: got %v", by, err)
+				}
+				if err := filesystem.Inspect(filesystem.Ext4, path); !errors.Is(err, errdefs.ErrPrecondition) { // what a retry finds
+					t.Errorf("%s: nothing was replayed: %v", by, err)
+				}
+			}
+		})
 	}
 }
 

@@ -132,7 +132,30 @@ func TestMultiMountProtection(t *testing.T) {
 	check.OK(t, v.claim())
 	check.Code(t, v.stage(), codes.FailedPrecondition, "multi-mount protection")
 	check.OK(t, v.down())
+	// Here it comes with the journal, which is replayed before the mount.
+	v = d.crafted("replayed", "ext4", smallest["ext4"], func(device string) { craftReplayedProtection(t, device) })
+	check.Code(t, v.stage(), codes.FailedPrecondition, "multi-mount protection")
+	check.Code(t, v.stage(), codes.FailedPrecondition, "multi-mount protection")
+	check.OK(t, v.down())
 	d.nothingLeft()
+}
+
+// craftReplayedProtection makes an ext4 whose superblock has multi-mount protection once the journal is replayed, by which a mount then waits 21 s.
+func craftReplayedProtection(t testing.TB, device string) {
+	t.Helper()
+	drivertest.Run(t, "mkfs.ext4", "-q", "-b", "4096", "-O", "mmp,^metadata_csum", device)
+	block := make([]byte, 4096)
+	f, err := os.Open(device)
+	check.OK(t, err)
+	_, err = io.ReadFull(f, block)
+	check.OK(t, errors.Join(err, f.Close()))
+	with, commands := filepath.Join(t.TempDir(), "block"), filepath.Join(t.TempDir(), "commands")
+	check.OK(t, os.WriteFile(with, block, 0o600))
+	check.OK(t, os.WriteFile(commands, []byte("feature -mmp\njo\njw -b 0 "+with+"\njc\n"), 0o600))
+	drivertest.Run(t, "debugfs", "-w", "-f", commands, device)
+	at := int64(binary.LittleEndian.Uint64(block[1024+360:])) * 4096 // struct mmp_struct of fs/ext4/ext4.h
+	put(t, device, at, "PMM\x00\x01\x00\x00\x00")
+	put(t, device, at+112, "\x0a\x00")
 }
 
 // TestFilesystemsOfSeveralDevices: a filesystem that says it has parts elsewhere is not opened, by no
