@@ -93,14 +93,15 @@ func Recover(device, fstype string, options []string) error {
 		return fmt.Errorf("recover %s as %s: %w", device, fstype, err)
 	}
 	defer waitUnclaimed(device)
-	defer holdForks()() // otherwise a program that is being started would have the descriptor too
 	return unix.Close(fsfd)
 }
 
-// waitUnclaimed waits until a filesystem that was opened and closed does not hold its device any more. A program that was being started may still have its
-// descriptors: in execve(2) the kernel lets the parent of a vfork(2) go on before it closes them (begin_new_exec). It waits for 250 ms at most: after that
-// somebody else has the device.
+// waitUnclaimed waits until a filesystem that was opened, mounted nowhere, and closed does not hold its device any more. Forks are not held back while it is
+// open, nor while the kernel closes it: that takes as long as the disk takes for what there is to write, and all other volumes would wait too. So a program that
+// was being started may have its descriptors until it executes, which is waited for first. In execve(2) the kernel lets the parent of a vfork(2) go on before it
+// closes them (begin_new_exec). So then it looks whether the device is free, for 250 ms at most: after that somebody else has it.
 func waitUnclaimed(device string) {
+	holdForks()()
 	_ = Unclaimed(context.Background(), device, busyTries, busyPause)
 }
 
@@ -127,8 +128,7 @@ func claim(device string) error {
 }
 
 // WithRoot opens the filesystem on a device for reading only, mounts it nowhere, and calls visit with its root directory. The kernel replays a journal, unless
-// the options keep it from that. When it returns, it does not hold the device any more. visit must not start a program, nor call At or whatever else holds
-// forks back (holdForks).
+// the options keep it from that. When it returns, it does not hold the device any more.
 func WithRoot(device, fstype string, options []string, visit func(root *os.File) error) error {
 	return withRoot(device, fstype, options, true, visit)
 }
@@ -144,7 +144,6 @@ func withRoot(device, fstype string, options []string, readOnly bool, visit func
 		return fmt.Errorf("open the %s of %s: %w", fstype, device, err)
 	}
 	defer waitUnclaimed(device)
-	defer holdForks()() // otherwise a program that is being started would have the descriptors too
 	defer unix.Close(fsfd)
 	attr := unix.MOUNT_ATTR_NODEV
 	if readOnly {
@@ -275,7 +274,8 @@ func Bind(source, target string, readOnly bool) error {
 
 // holdForks keeps this process from starting programs until release is called. A child has copies of all file descriptors until it executes its program; with
 // a descriptor into a mount it would keep that mount busy. So this package opens descriptors into mounts only under holdForks, and only for a moment. The
-// one of legacy is only closed under it. Calls do not nest: a second one would wait for ever if somebody waits to fork (sync.RWMutex).
+// one of legacy is only closed under it, and those into what is mounted nowhere are waited for (waitUnclaimed). Calls do not nest: a second one would wait for
+// ever if somebody waits to fork (sync.RWMutex).
 func holdForks() (release func()) {
 	syscall.ForkLock.RLock()
 	return syscall.ForkLock.RUnlock

@@ -204,6 +204,61 @@ func TestOpenBesidePrograms(t *testing.T) {
 	stop()
 }
 
+// TestProgramsBesideOpen: while a filesystem is open, and while the kernel closes it on a disk that hangs, this process starts programs and looks at other mounts.
+func TestProgramsBesideOpen(t *testing.T) {
+	disk := newDisk(t, "xfs") // of the image
+	path := disk.mounted(t, "xfs", "nouuid")
+	image := filepath.Join(path, "image")
+	check.OK(t, os.WriteFile(image, nil, 0o600))
+	check.OK(t, os.Truncate(image, sizes["ext4"]))
+	drivertest.Run(t, "mkfs.ext4", "-q", image)
+	device := drivertest.Loop(t, image)
+	defer drivertest.Run(t, "losetup", "-d", device)
+	goOn := func(when string) {
+		done := make(chan error, 1)
+		go func() {
+			_, err := mount.At(disk.dir)
+			done <- errors.Join(err, exec.Command("true").Run())
+		}()
+		select {
+		case err := <-done:
+			check.OK(t, err)
+		case <-time.After(10 * time.Second):
+			t.Errorf("%s: nothing goes on", when)
+		}
+	}
+	opened, leave, closed := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	go func() {
+		closed <- mount.WithWritableRoot(device, "ext4", nil, func(root *os.File) error {
+			err := os.WriteFile(fmt.Sprintf("/proc/self/fd/%d/file", root.Fd()), []byte("text"), 0o600)
+			close(opened)
+			<-leave
+			return err
+		})
+	}()
+	select {
+	case <-opened:
+	case err := <-closed:
+		t.Fatal(err)
+	}
+	goOn("open")
+	hangs := !t.Failed() // otherwise no program can be started
+	if hangs {
+		drivertest.Run(t, "fsfreeze", "-f", path)
+	}
+	close(leave)
+	if hangs {
+		time.Sleep(100 * time.Millisecond) // by then it is being closed
+		goOn("closing")
+		if len(closed) > 0 {
+			t.Error("it was closed on a disk that hangs")
+		}
+		drivertest.Run(t, "fsfreeze", "-u", path)
+	}
+	check.OK(t, <-closed)
+	check.OK(t, mount.Unclaimed(t.Context(), device, 0, 0))
+}
+
 // TestScannedElsewhere: a mounted btrfs was scanned by another path of its device, which is gone now. Its mount is found and unmounted all the same.
 func TestScannedElsewhere(t *testing.T) {
 	d := newDisk(t, "btrfs")
