@@ -219,6 +219,44 @@ func TestHogSnapshots(t *testing.T) {
 	}
 }
 
+// TestOldExtents: what a volume on btrfs keeps of old extents, after snapshots that are deleted, comes back by what docs/runbooks/pool-full.md says, while the
+// volume is in use.
+func TestOldExtents(t *testing.T) {
+	mnt := mountNew(t, "btrfs")
+	dir := filepath.Join(mnt, "pool")
+	pool := reserved(t, "btrfs", dir)
+	const size, extent, kept, rounds = 64 * pooltest.MiB, 512 << 10, 4096, 3
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size})
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+	defer func() { check.OK(t, errors.Join(device.Close(), pool.Detach(t.Context(), pooltest.Vol("a")))) }()
+	before := takenOf(t, "btrfs", mnt)
+	for round := range int64(rounds) {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("1"), Size: size, Origin: pooltest.Vol("a")})
+		for at := int64(0); at < size; at += extent {
+			check.OK(t, direct(t, device.Path, at+round*kept, extent-round*kept, byte(round+1)))
+		}
+		check.OK(t, pool.Delete(t.Context(), pooltest.Snap("1")))
+	}
+	image := path(dir, pooltest.Vol("a"), ".img")
+	if now := takenOf(t, "btrfs", mnt); now < before+size {
+		t.Fatalf("%d MiB are taken, and %d were at first: this test shows nothing", now/pooltest.MiB, before/pooltest.MiB)
+	}
+	run(t, "btrfs", "filesystem", "defragment", "-f", "-t", "1G", image)
+	if now := takenOf(t, "btrfs", mnt); now > before+4*pooltest.MiB {
+		t.Errorf("%d MiB are taken, and %d were at first", now/pooltest.MiB, before/pooltest.MiB)
+	}
+	have, err := os.ReadFile(image)
+	check.OK(t, err)
+	for at, is := range have {
+		if want := byte(min(at%extent/kept, rounds-1) + 1); is != want {
+			t.Fatalf("byte %d is %d, not %d", at, is, want)
+		}
+	}
+	if problems, err := pool.Health(t.Context(), pooltest.Vol("a")); err != nil || len(problems) > 0 || !strings.Contains(attributes(t, image), "C") {
+		t.Errorf("health: %v, %v; attributes %s", problems, err, attributes(t, image))
+	}
+}
+
 // older turns files of a pool on btrfs into those of drivers before this one.
 func older(t testing.TB, dir string) {
 	t.Helper()
