@@ -378,3 +378,14 @@ func TestWantedElsewhereAsItIsMade(t *testing.T) {
 		t.Errorf("it is %+v, %v", v, err)
 	}
 }
+
+// TestLostTakesNoRoom: the object of a volume was restored without its status, and its bytes are lost. As nothing is made for it, no room is kept for it.
+func TestLostTakesNoRoom(t *testing.T) {
+	w, _, s := newCluster(t)
+	free := w.available(s, nodeName)
+	lost := volumeOn(nodeName, "lost")
+	lost.Spec.Size = free / 2
+	check.OK(t, w.Create(w.ctx, lost))
+	w.eventually("it is lost", func() bool { return v1alpha1.LostUnmade(w.object("lost")) })
+	w.eventually("its room is that of others", func() bool { return w.available(s, nodeName) == free })
+}

@@ -43,9 +43,13 @@ func (r room) limits(mutable map[string]string) bool {
 	return r.Status.Limits == nil || *r.Status.Limits || !volume.Limited(mutable)
 }
 
-// lacks reports whether the pool's figures do not have a volume or snapshot of the pool yet. What takes long to be made they have since it was begun.
-func (r room) lacks(status *v1alpha1.ObjectStatus) bool {
+// lacks reports whether the pool's figures do not have a volume or snapshot of the pool yet. What takes long to be made they have since it was begun. What is
+// refused takes no room: the volume of an object that was restored, and whose bytes are lost, is never made.
+func (r room) lacks(o cluster.Object) bool {
+	status := o.Common()
 	switch measured := r.Status.Measured; {
+	case status.Created == nil && status.Refused(o.GetGeneration()) != nil:
+		return false
 	case measured == nil:
 		return true
 	case status.Created == nil:
@@ -58,7 +62,7 @@ func (r room) lacks(status *v1alpha1.ObjectStatus) bool {
 // promised returns how many bytes of a volume of the pool its figures do not have yet: all of it, or those by which it grows.
 func (r room) promised(v *v1alpha1.Volume) int64 {
 	switch {
-	case r.lacks(v.Common()):
+	case r.lacks(v):
 		return cluster.Keeps(v)
 	case v.Status.Created == nil:
 		return 0
@@ -197,7 +201,7 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 			}
 		}
 		for i := range snapshots.Items {
-			if s := &snapshots.Items[i]; s.Spec.Pool == r.Spec.Pool && r.lacks(s.Common()) {
+			if s := &snapshots.Items[i]; s.Spec.Pool == r.Spec.Pool && r.lacks(s) {
 				promised += cluster.SnapshotKeeps(s)
 			}
 		}
