@@ -643,6 +643,24 @@ func TestSnapshotMoveTold(t *testing.T) {
 	w.cutMoved(snapshot.ID, a, b)
 }
 
+// TestSnapshotMoveToldOfNode: the node that a snapshot moves to goes down while it copies, so that no agent reports anything: an event on the snapshot tells that
+// the move waits for it, as long as that is so.
+func TestSnapshotMoveToldOfNode(t *testing.T) {
+	w, a, b, _, snapshot, let := slowCuts(t)
+	w.cutMovesTo(snapshot.ID, b.name)
+	let <- struct{}{}
+	w.cutSays(snapshot.ID, "are copied from node node-1")
+	version := w.cutObject(snapshot.ID).ResourceVersion
+	w.node(b.name, false)
+	w.told(events.MoveWaits, "its move waits for node node-2: it is not ready", w.cutObject(snapshot.ID))
+	if now := w.cutObject(snapshot.ID).ResourceVersion; now != version {
+		t.Errorf("its object was written meanwhile: %s, and before %s", now, version)
+	}
+	w.node(b.name, true)
+	close(let)
+	w.cutMoved(snapshot.ID, a, b)
+}
+
 // TestSnapshotMoveRefused: a node without room for a snapshot says so, and the snapshot stays where it is until there is room. Meanwhile others can have what
 // room there is.
 func TestSnapshotMoveRefused(t *testing.T) {

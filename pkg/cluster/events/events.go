@@ -92,7 +92,7 @@ type entry struct {
 }
 
 // New returns an Announcer. The cache of its connection has to have Volumes, with the indexes cluster.ByNode, cluster.ByMove and cluster.ByReplicaOf,
-// ReplicatedVolumes, Pools, with cluster.ByNode, Nodes and Leases.
+// ReplicatedVolumes, Snapshots, with cluster.ByMove, Pools, with cluster.ByNode, Nodes and Leases.
 func New(c kube.Connection, agents Agents, o Options) *Announcer {
 	if o.Again == 0 {
 		o.Again = again
@@ -168,8 +168,13 @@ func (a *Announcer) SnapshotChanged(o client.Object, gone bool) {
 	if s, ok := o.(*v1alpha1.Snapshot); ok {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		a.update(s, gone, ofSnapshot(s, a.other(s.Spec.Move), a.began(s, s.Spec.Move, gone)))
+		a.updateSnapshot(s, gone)
 	}
+}
+
+// updateSnapshot is update for a snapshot. The caller holds the lock.
+func (a *Announcer) updateSnapshot(s *v1alpha1.Snapshot, gone bool) {
+	a.update(s, gone, ofSnapshot(s, a.other(s.Spec.Move), a.began(s, s.Spec.Move, gone)))
 }
 
 // PoolChanged has the events of a pool written.

@@ -22,7 +22,7 @@ const (
 	lookAgain = time.Minute
 )
 
-// lookAtNodes finds out the states of all nodes that have pools or volumes, or that volumes move to or have left, and has the events of changes written.
+// lookAtNodes finds out the states of all nodes that have pools or volumes, or that something moves to or has left, and has the events of changes written.
 // It returns after how long to look again: when an agent may count as silent, lookAgain at most.
 func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
 	next, err := a.lookAtEach(ctx)
@@ -39,7 +39,7 @@ func (a *Announcer) lookAtEach(ctx context.Context) (next time.Duration, _ error
 	a.mu.Lock() // before the cache is read, so that a later update never has older objects
 	defer a.mu.Unlock()
 	has, err := kube.Values(ctx, a.kube.Cache, kube.Index{Of: &v1alpha1.Pool{}, Field: cluster.ByNode}, kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByNode},
-		kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByMove})
+		kube.Index{Of: &v1alpha1.Volume{}, Field: cluster.ByMove}, kube.Index{Of: &v1alpha1.Snapshot{}, Field: cluster.ByMove})
 	if err != nil {
 		return 0, err
 	}
@@ -55,7 +55,7 @@ func (a *Announcer) lookAtEach(ctx context.Context) (next time.Duration, _ error
 			next = min(next, left)
 		}
 		if state != a.nodes[name] {
-			its, err := a.volumesOf(ctx, name)
+			its, err := a.waitingFor(ctx, name)
 			if err != nil {
 				return 0, err
 			}
@@ -65,26 +65,40 @@ func (a *Announcer) lookAtEach(ctx context.Context) (next time.Duration, _ error
 	return next, nil
 }
 
-// volumesOf returns the volumes that a node has, or that move to it or have left it.
-func (a *Announcer) volumesOf(ctx context.Context, node string) (its []*v1alpha1.Volume, _ error) {
+// waitingFor returns what may wait for a node: the volumes that it has, and the volumes and snapshots that move to it or have left it.
+func (a *Announcer) waitingFor(ctx context.Context, node string) (its []cluster.Object, _ error) {
 	for _, index := range []string{cluster.ByNode, cluster.ByMove} {
 		var list v1alpha1.VolumeList
 		if err := a.kube.Cache.List(ctx, &list, client.MatchingFields{index: node}, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, err
 		}
-		its = append(its, list.Pointers()...)
+		for i := range list.Items {
+			its = append(its, &list.Items[i])
+		}
+	}
+	var list v1alpha1.SnapshotList
+	if err := a.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.ByMove: node}, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, err
+	}
+	for i := range list.Items {
+		its = append(its, &list.Items[i])
 	}
 	return its, nil
 }
 
-// setNode sets the state of a node, and has the events of it and of some volumes (volumesOf) written. The caller holds the lock.
-func (a *Announcer) setNode(node *corev1.Node, gone bool, state nodeState, its []*v1alpha1.Volume) {
+// setNode sets the state of a node, and has the events of it and of what may wait for it (waitingFor) written. The caller holds the lock.
+func (a *Announcer) setNode(node *corev1.Node, gone bool, state nodeState, its []cluster.Object) {
 	if a.nodes[node.Name] = state; state.reason == "" {
 		delete(a.nodes, node.Name)
 	}
 	a.update(node, gone, ofNode(node, state))
-	for _, v := range its {
-		a.updateVolume(v, false)
+	for _, one := range its {
+		switch o := one.(type) {
+		case *v1alpha1.Volume:
+			a.updateVolume(o, false)
+		case *v1alpha1.Snapshot:
+			a.updateSnapshot(o, false)
+		}
 	}
 }
 

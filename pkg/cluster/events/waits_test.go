@@ -8,6 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
@@ -64,7 +65,7 @@ func TestWhatWaitsSaysWhy(t *testing.T) {
 			if said == 0 != (c.reason == "") {
 				t.Errorf("%d things are said", said)
 			}
-			if a.setNode(kube.Node(c.down), false, nodeState{}, []*v1alpha1.Volume{v}); c.reason == MoveWaits {
+			if a.setNode(kube.Node(c.down), false, nodeState{}, []cluster.Object{v}); c.reason == MoveWaits {
 				for _, e := range a.entries {
 					if e.reason == MoveWaits && strings.Contains(e.note, "silence") {
 						t.Errorf("when the node is heard again, it is said that %s", e.note)
