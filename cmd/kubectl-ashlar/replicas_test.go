@@ -201,7 +201,7 @@ func TestReplicasOfDeleted(t *testing.T) {
 }
 
 // TestReplicaCapacity: the room for a class with replicas is what fits into as many places of one network as it has replicas, with the first one where its
-// allowedTopologies are.
+// allowedTopologies are. If it is encrypted, only the nodes that can encrypt count, and each volume has a header besides.
 func TestReplicaCapacity(t *testing.T) {
 	e := newEnvironment(t)
 	for name, zone := range map[string]string{"n1": "a", "n2": "a", "n3": "b", "n4": "", "n5": "c", "n6": "d", "n7": "e"} { // n4 has no zone, n5 is cordoned, n6 alone in its network, n7 in none
@@ -212,6 +212,9 @@ func TestReplicaCapacity(t *testing.T) {
 		n.Spec.Unschedulable = name == "n5"
 		if name == "n6" {
 			p.Status.Network.Name = "alone"
+		}
+		if name == "n1" || name == "n3" { // the others cannot encrypt
+			p.Status.Encryption = []string{string(volume.LUKS2)}
 		}
 		if name == "n7" {
 			p.Status.Network = nil
@@ -229,6 +232,11 @@ func TestReplicaCapacity(t *testing.T) {
 		}
 		e.add(c)
 	}
+	encrypted := func(name, replicas string) {
+		e.add(&storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Provisioner: v1alpha1.DefaultDriver, Parameters: map[string]string{"access": "any", "replicas": replicas, "encryption": string(volume.LUKS2)}})
+	}
+	encrypted("encrypted", "1")
+	encrypted("encrypted-two", "2")
 	class("one", "1", "")
 	class("none", "1", "", "n7")
 	class("two", "2", "")
@@ -246,7 +254,8 @@ func TestReplicaCapacity(t *testing.T) {
 		}
 	}
 	check.OK(t, json.Unmarshal([]byte(r.stdout), &have))
-	want := map[string][2]int64{"one": {600, 100}, "none": {}, "two": {200, 100}, "three": {400 / 3, 100}, "zones": {100, 100}, "more-zones": {}, "first-on-n1": {100, 100}, "first-alone": {}}
+	want := map[string][2]int64{"one": {600, 100}, "none": {}, "two": {200, 100}, "three": {400 / 3, 100}, "zones": {100, 100}, "more-zones": {}, "first-on-n1": {100, 100}, "first-alone": {},
+		"encrypted": {200, 84}, "encrypted-two": {100, 84}}
 	for _, one := range have.Classes {
 		if found := [2]int64{one.Available / mib, one.Largest / mib}; found != want[one.Class] {
 			t.Errorf("%s: there is room for %v MiB, want %v", one.Class, found, want[one.Class])

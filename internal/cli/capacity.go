@@ -81,7 +81,7 @@ func roomOf(o *overview.Overview) *room {
 					continue
 				}
 				one.Classes = append(one.Classes, class.Name)
-				if one.Largest > 0 {
+				if one.Largest > class.Header {
 					classes[class.Name].Pools++
 				}
 			}
@@ -112,7 +112,7 @@ func roomFor(o *overview.Overview, class *overview.Class) overview.Room {
 		}
 		for _, p := range n.Pools {
 			if takes(class, &p) && !slices.ContainsFunc(p.Problems, unusable) {
-				rooms.Add(at, overview.Room{Available: p.Available, Largest: p.MaxVolume}, class.Allows(n.Name))
+				rooms.Add(at, overview.Room{Available: p.Available, Largest: max(p.MaxVolume-class.Header, 0)}, class.Allows(n.Name))
 			}
 		}
 	}

@@ -38,8 +38,11 @@ type Use struct {
 type Class struct {
 	Name string `json:"name"`
 	Pool string `json:"pool,omitempty"` // a set of pools (poolset.Set); empty: each node's default one
-	// Nodes are the nodes that its allowedTopologies allow, with access=any without those that are in no network; nil: all nodes.
+	// Nodes are the nodes that its allowedTopologies allow, with access=any without those that are in no network, with encryption without those that cannot
+	// encrypt; nil: all nodes.
 	Nodes []string `json:"nodes"`
+	// Header is how many bytes a pool keeps of each volume besides its size, as it is encrypted.
+	Header int64 `json:"header,omitempty"`
 	// Replicas is how many replicas each volume has; 0: its bytes are on one node.
 	Replicas int `json:"replicas,omitempty"`
 	// Sites are the sites of nodes, by their names; only with replicas. Nodes that can have no replica are left out.

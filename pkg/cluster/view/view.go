@@ -317,22 +317,35 @@ func (t *taking) classes() {
 		if c := &t.sorts[i]; c.Provisioner == t.out.Driver {
 			class := overview.Class{Name: c.Name, Pool: c.Parameters["pool"], Nodes: t.allowed(c.AllowedTopologies)}
 			if c.Parameters["access"] == "any" {
-				class.Nodes = t.reached(&class)
+				class.Nodes = t.among(&class, func(s *v1alpha1.PoolStatus) bool { return s.Network != nil })
+			}
+			scheme := c.Parameters["encryption"]
+			if scheme != "" {
+				class.Header = encryptionHeader
+				class.Nodes = t.among(&class, func(s *v1alpha1.PoolStatus) bool { return encrypts(s, scheme) })
 			}
 			if n, err := strconv.Atoi(c.Parameters["replicas"]); err == nil && n > 1 {
-				class.Replicas, class.Sites = n, t.sites(c.Parameters["replicaTopologyKey"])
+				class.Replicas, class.Sites = n, t.sites(c.Parameters["replicaTopologyKey"], scheme)
 			}
 			t.out.Classes = append(t.out.Classes, class)
 		}
 	}
 }
 
-// reached returns the nodes that a class allows and that are in a network, so that other nodes reach them.
-func (t *taking) reached(class *overview.Class) []string {
+// encryptionHeader is luks.HeaderSize, which is for Linux only.
+const encryptionHeader = 16 << 20
+
+// encrypts reports whether volumes of a pool can be encrypted by a scheme; empty: not encrypted.
+func encrypts(s *v1alpha1.PoolStatus, scheme string) bool {
+	return scheme == "" || slices.Contains(s.Encryption, scheme)
+}
+
+// among returns the nodes that a class allows, and that have a pool whose status is says yes to.
+func (t *taking) among(class *overview.Class, is func(*v1alpha1.PoolStatus) bool) []string {
 	nodes := []string{}
 	for i := range t.pools {
 		p := &t.pools[i]
-		if node := p.Spec.NodeName; p.Status.Network != nil && class.Allows(node) && !slices.Contains(nodes, node) {
+		if node := p.Spec.NodeName; is(&p.Status) && class.Allows(node) && !slices.Contains(nodes, node) {
 			nodes = append(nodes, node)
 		}
 	}
@@ -340,8 +353,8 @@ func (t *taking) reached(class *overview.Class) []string {
 }
 
 // sites returns the site of each node that may have a replica, by node: the value of a label of the node, or without a label the node itself. No two
-// replicas of a volume are at one site. The controller places them by the same rule.
-func (t *taking) sites(label string) map[string]overview.Site {
+// replicas of a volume are at one site. scheme is how they are encrypted. The controller places them by the same rule.
+func (t *taking) sites(label, scheme string) map[string]overview.Site {
 	sites := map[string]overview.Site{}
 	for i := range t.pools {
 		p := &t.pools[i]
@@ -350,7 +363,7 @@ func (t *taking) sites(label string) map[string]overview.Site {
 		if label != "" {
 			at.Name = t.machines[node].labels[label]
 		}
-		if p.Status.Network != nil && at.Name != "" && !t.machines[node].cordoned {
+		if p.Status.Network != nil && at.Name != "" && !t.machines[node].cordoned && encrypts(&p.Status, scheme) {
 			at.Network = p.Status.Network.Name
 			sites[node] = at
 		}
