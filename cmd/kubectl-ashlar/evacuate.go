@@ -44,7 +44,8 @@ its network that answers and is not cordoned, or all to one pool (--to NODE/POOL
 
 Volumes that are used are asked to move as well, all of them at once: the nodes that use them copy them meanwhile, and it waits as long as that goes on. One
 that moves only when it is released it does not wait for. A replica of a volume that is used does not move: the volume gets another one elsewhere, and then does without it. With --with-snapshots the snapshots of the node move after that, each to a pool of its own name, those too whose volume is
-elsewhere or gone. It ends with status 1 if something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
+elsewhere or gone. It ends with status 1 if something stays, or has come meanwhile. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there
+but copies and snapshots of what is there.`,
 		Args: func(_ *cobra.Command, args []string) (err error) {
 			switch {
 			case len(args) != 1:
@@ -119,12 +120,20 @@ func (e *evacuation) run(ctx context.Context) error {
 			return err
 		}
 	}
-	if !e.dryRun {
-		if err := e.carryOut(ctx, all); err != nil {
-			return err
-		}
+	if e.dryRun {
+		return errors.Join(e.staying(all), copies.staying())
 	}
-	return errors.Join(e.staying(all), e.moveSnapshots(ctx, copies))
+	if err := e.carryOut(ctx, all); err != nil {
+		return err
+	}
+	stay, copiesStay := e.staying(all), e.moveSnapshots(ctx, copies)
+	if stay == nil {
+		stay = e.empty(ctx, o, len(all))
+	}
+	if copiesStay == nil && copies != nil {
+		copiesStay = e.emptyOfSnapshots(ctx, len(copies.all))
+	}
+	return errors.Join(stay, copiesStay)
 }
 
 // moveSnapshots moves the snapshots of the node; nil: they stay.
@@ -132,30 +141,88 @@ func (e *evacuation) moveSnapshots(ctx context.Context, copies *cuts) error {
 	if copies == nil {
 		return nil
 	}
-	if !e.dryRun {
-		if err := copies.carryOut(ctx); err != nil {
-			return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s --with-snapshots)", err, e.node)
-		}
+	if err := copies.carryOut(ctx); err != nil {
+		return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s --with-snapshots)", err, e.node)
 	}
-	if err := copies.staying(); err != nil || e.dryRun || len(copies.all) == 0 {
-		return err
-	}
-	_, err := fmt.Fprintf(e.out, "No snapshot is left on node %s.\n", e.node)
-	return err
+	return copies.staying()
 }
 
-// plan returns the volumes that are on the node, or on their way to or from it, the largest first: each with the place it is to move to, or why it stays.
-func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving, error) {
-	var all []*leaving
+// empty is the last look at the node, when all volumes of the plan have left it. It prints that none is left, if any was there. It is an error if others have come
+// meanwhile, or some have come back: a plan may take hours, and schedules go on making copies of what is there.
+func (e *evacuation) empty(ctx context.Context, o *overview.Overview, planned int) error {
+	var here []v1alpha1.Volume
+	if err := e.patiently(ctx, func() (err error) { here, err = e.volumesHere(ctx); return err }); err != nil {
+		return fmt.Errorf("all volumes that were on node %s have left it, and it is not known whether others have come meanwhile: %w", e.node, err)
+	}
+	var names []string
+	for i := range here {
+		names = append(names, cli.Title(shown(o, &here[i])))
+	}
+	return e.sayEmpty("volume", names, planned, "")
+}
+
+// emptyOfSnapshots is empty for the snapshots of the node.
+func (e *evacuation) emptyOfSnapshots(ctx context.Context, planned int) error {
+	var here []*v1alpha1.Snapshot
+	if err := e.patiently(ctx, func() (err error) { here, err = e.snapshotsHere(ctx); return err }); err != nil {
+		return fmt.Errorf("all snapshots that were on node %s have left it, and it is not known whether others have come meanwhile: %w", e.node, err)
+	}
+	var names []string
+	for _, s := range here {
+		names = append(names, cli.Line(s.Spec.Name))
+	}
+	return e.sayEmpty("snapshot", names, planned, " --with-snapshots")
+}
+
+// mostNews is how many names an error lists of what has come to the node meanwhile.
+const mostNews = 10
+
+// sayEmpty prints that no volume, or no snapshot (kind), is left on the node, unless none was there from the beginning. It is an error if any is there now.
+func (e *evacuation) sayEmpty(kind string, here []string, planned int, flags string) error {
+	if len(here) == 0 {
+		if planned == 0 {
+			return nil
+		}
+		_, err := fmt.Fprintf(e.out, "No %s is left on node %s.\n", kind, e.node)
+		return err
+	}
+	slices.Sort(here)
+	n := len(here)
+	if n > mostNews {
+		here = append(here[:mostNews], fmt.Sprintf("and %d more", n-mostNews))
+	}
+	return fmt.Errorf("%ss that have come to node %s meanwhile, or back to it: %d (%s); run it again (kubectl ashlar evacuate %s%s)", kind, e.node, n, strings.Join(here, ", "), e.node, flags)
+}
+
+// volumesHere returns the volumes that are on the node, or on their way to or from it.
+func (e *evacuation) volumesHere(ctx context.Context) (here []v1alpha1.Volume, _ error) {
 	for _, field := range []string{"spec.nodeName", "spec.move.node"} {
 		var volumes v1alpha1.VolumeList
 		if err := e.List(ctx, &volumes, client.MatchingFields{field: e.node}); err != nil {
 			return nil, fmt.Errorf("list the volumes of node %s: %w", e.node, err)
 		}
-		for i := range volumes.Items {
-			v := &volumes.Items[i]
-			all = append(all, &leaving{followed: *following(v, shown(o, v), place{})})
-		}
+		here = append(here, volumes.Items...)
+	}
+	return here, nil
+}
+
+// snapshotsHere is volumesHere for snapshots, the largest first.
+func (e *evacuation) snapshotsHere(ctx context.Context) ([]*v1alpha1.Snapshot, error) {
+	return e.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
+		return s.Spec.NodeName == e.node || s.Spec.Move != nil && s.Spec.Move.Node == e.node
+	})
+}
+
+// plan returns the volumes that are on the node, or on their way to or from it, the largest first: each with the place it is to move to, or why it stays.
+func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving, error) {
+	volumes, err := e.volumesHere(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var all []*leaving
+	for i := range volumes {
+		v := &volumes[i]
+		all = append(all, &leaving{followed: *following(v, shown(o, v), place{})})
 	}
 	slices.SortStableFunc(all, func(a, b *leaving) int {
 		return cmp.Or(cmp.Compare(b.v.Spec.Size, a.v.Spec.Size), cmp.Compare(a.title, b.title))
@@ -366,7 +433,7 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	return err
 }
 
-// staying returns an error if volumes stay on the node, or are still used; else it prints that none is left.
+// staying returns an error if volumes stay on the node, or are still used.
 func (e *evacuation) staying(all []*leaving) error {
 	stay, used := 0, 0
 	var whose []string
@@ -387,11 +454,7 @@ func (e *evacuation) staying(all []*leaving) error {
 		parts = append(parts, fmt.Sprintf("%d of %d are still used, and move meanwhile, or when they are released: %s", used, len(all), strings.Join(whose, "; ")))
 	}
 	if len(parts) == 0 {
-		if e.dryRun || len(all) == 0 {
-			return nil
-		}
-		_, err := fmt.Fprintf(e.out, "No volume is left on node %s.\n", e.node)
-		return err
+		return nil
 	}
 	return errors.New(strings.Join(parts, "; "))
 }

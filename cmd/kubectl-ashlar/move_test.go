@@ -602,6 +602,32 @@ func TestEvacuateInterrupted(t *testing.T) {
 	r.says(t, "pvc-c: it is on node n", "No volume is left on node n1.\n")
 }
 
+// TestEvacuateNews: what comes to the node while it is emptied is told, and not that nothing is left there; the next run moves it.
+func TestEvacuateNews(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	e.ported("n1", "n3", "n4")
+	hasten(t)
+	e.add(movable("pvc-a", "n1", 10*mib, nil))
+	e.add(cutOf("nightly-1", "pvc-a", "n1", mib, nil))
+	e.drivers("")
+	e.carriers("")
+	comes := sync.OnceFunc(func() {
+		e.add(movable("pvc-clone", "n1", 10*mib, nil))
+		e.add(cutOf("nightly-2", "pvc-a", "n1", mib, nil))
+	})
+	out := interrupting{"pvc-a: node", comes, &bytes.Buffer{}}
+	err := (&evacuation{cluster: connected(t), out: out, table: out, node: "n1", parallel: 2, with: true}).run(t.Context())
+	result{err: err}.refused(t, "volumes that have come to node n1 meanwhile, or back to it: 1 (pvc-clone); run it again (kubectl ashlar evacuate n1)",
+		"snapshots that have come to node n1 meanwhile, or back to it: 1 (nightly-2); run it again (kubectl ashlar evacuate n1 --with-snapshots)")
+	if strings.Contains(out.String(), "is left on node") {
+		t.Errorf("it says that something is left, or nothing:\n%s", out.String())
+	}
+	r := run(t, apitest.Admin, "evacuate", "n1", "--with-snapshots")
+	check.OK(t, r.err)
+	r.says(t, "pvc-clone: it is on node n", "snapshot nightly-2: it is on node n", "No volume is left on node n1.\n", "No snapshot is left on node n1.\n")
+}
+
 // TestServerAway: an API server that is away for a second ends neither move nor evacuate, whatever they are doing.
 func TestServerAway(t *testing.T) {
 	e := newEnvironment(t)

@@ -318,8 +318,11 @@ func (c *cuts) lookAt(ctx context.Context, s *cut) error {
 	return c.tell(s)
 }
 
-// staying returns an error if snapshots stay where they are.
+// staying returns an error if snapshots stay where they are. Of nil cuts none does.
 func (c *cuts) staying() error {
+	if c == nil {
+		return nil
+	}
 	stay := 0
 	for _, s := range c.all {
 		if s.why != nil {
@@ -335,9 +338,7 @@ func (c *cuts) staying() error {
 // planSnapshots returns the snapshots that are on the node, or on their way to or from it: each with the node it is to move to, or why it stays. It prefers the
 // node of the snapshot's volume, and the same node for all snapshots of a group.
 func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cuts, error) {
-	all, err := e.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
-		return s.Spec.NodeName == e.node || s.Spec.Move != nil && s.Spec.Move.Node == e.node
-	})
+	all, err := e.snapshotsHere(ctx)
 	if err != nil {
 		return nil, err
 	}
