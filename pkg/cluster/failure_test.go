@@ -288,6 +288,72 @@ func TestNodeNotReady(t *testing.T) {
 	w.tally(b)
 }
 
+// TestNodeGoneBeforeUse: a volume is made and reported, and its node is gone for good before there is a PersistentVolume, as the provisioner has died. Whoever
+// asks again gets it on another node. If there is a PersistentVolume, the volume stays.
+func TestNodeGoneBeforeUse(t *testing.T) {
+	w := newEnvironment(t)
+	a, b := w.machine("node-a"), w.machine("node-b")
+	s, _ := w.store()
+	w.pooled(s, a)
+	w.pooled(s, b)
+	lost, kept := w.specOf(w.claim("lost")), w.specOf(w.claim("kept"))
+	lost.Nodes, kept.Nodes = []string{a.name}, []string{a.name}
+	check.OK(t, second(s.Create(w.ctx, lost)))
+	v, err := s.Create(w.ctx, kept)
+	check.OK(t, err)
+	check.OK(t, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: kept.Name}, Spec: corev1.PersistentVolumeSpec{
+		Capacity: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Mi")}, AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
+		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: v.ID.String()}}}}))
+	a.stop()
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
+	lost.Nodes, kept.Nodes = []string{b.name}, []string{b.name}
+	for end := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		made, err := s.Create(w.ctx, lost)
+		if err == nil && made.Node == b.name {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("it is not made on the other node: %+v, %v", made, err)
+		}
+	}
+	fails(t, second(s.Create(w.ctx, kept)), errdefs.ErrExists)
+	if o := w.object(kept.Name); o == nil || o.Spec.NodeName != a.name || o.Deleting() {
+		t.Errorf("what a PersistentVolume names is %+v", o)
+	}
+}
+
+// TestNodeGoneBeforeCut: a snapshot, a group and a copy are asked for, and their node is gone for good before it has taken them. Once they are given up the answer is final:
+// before a final one external-snapshotter deletes neither the VolumeSnapshot nor the claim of the volume.
+func TestNodeGoneBeforeCut(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	check.OK(t, err)
+	m.stop()
+	cuts := map[string]func(context.Context) error{
+		"snapshot": func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) },
+		"group":    func(ctx context.Context) error { return second(s.CreateGroup(ctx, "g", []volume.ID{v.ID})) },
+		"copy": func(ctx context.Context) error {
+			return second(s.Create(ctx, volume.Spec{Name: "copy", Source: v.ID}))
+		},
+	}
+	for _, cut := range cuts {
+		fails(t, cut(soon(t)), errdefs.ErrUnavailable)
+	}
+	w.node(nodeName, false)
+	for _, cut := range cuts {
+		fails(t, cut(soon(t)), errdefs.ErrUnavailable) // it may come back
+	}
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}))
+	for what, cut := range cuts {
+		w.eventually("the answer about a "+what+" is final", func() bool { return errors.Is(cut(soon(t)), errdefs.ErrPrecondition) })
+	}
+	var left v1alpha1.SnapshotList
+	check.OK(t, w.List(w.ctx, &left))
+	if o := w.object("copy"); o != nil || len(left.Items) > 0 {
+		t.Errorf("objects are left: %+v, %+v", o, left.Items)
+	}
+}
+
 // TestNodeGone: objects of a node that is gone for good are removed after the grace period if their deletion was asked for, and no others.
 func TestNodeGone(t *testing.T) {
 	for _, tainted := range []bool{true, false} {

@@ -163,7 +163,7 @@ func isYounger(v *v1alpha1.Volume) bool {
 }
 
 // NeverUsed reports whether nobody can have used a volume that CreateVolume asks for: its PersistentVolumeClaim exists and is bound to nothing, and no
-// PersistentVolume has its handle. Then a controller of an older version began it, without spec.make, and it can be made with no loss.
+// PersistentVolume has its handle. Then it can be made anew with no loss.
 func (c *Collector) NeverUsed(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (bool, error) {
 	if spec.For.Name == "" {
 		return false, nil

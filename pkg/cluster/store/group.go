@@ -188,19 +188,22 @@ func (s *Store) cutsOf(ctx context.Context, source volume.ID) ([]*v1alpha1.Volum
 	return append([]*v1alpha1.Volume{best}, others...), err
 }
 
-// readyOf returns the node that is to take the snapshots of a group: that of begun, if it is ready, else the first of nodes that is. If none is ready, it
-// returns the first with its error.
+// readyOf returns the node that is to take the snapshots of a group: that of begun, if it is ready, else the first of nodes that is. If none is ready (homeReady), it
+// returns the first with its error, or that of one that may come back.
 func (s *Store) readyOf(ctx context.Context, nodes []string, begun []v1alpha1.Snapshot) (node string, err error) {
 	if len(begun) > 0 && slices.Contains(nodes, begun[0].Spec.NodeName) {
 		nodes = append([]string{begun[0].Spec.NodeName}, nodes...)
 	}
 	var failures []error
 	for _, node := range nodes {
-		err := s.nodes.Ready(ctx, node)
+		err := s.homeReady(ctx, node)
 		if err == nil {
 			return node, nil
 		}
 		failures = append(failures, err)
+	}
+	if at := slices.IndexFunc(failures, func(err error) bool { return !errors.Is(err, errdefs.ErrPrecondition) }); at > 0 {
+		return nodes[at], failures[at]
 	}
 	return nodes[0], failures[0]
 }

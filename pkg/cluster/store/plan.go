@@ -121,7 +121,7 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, from source, v *
 			return fmt.Errorf("%w: source %s is on node %s, and so are its copies, as the class does not say copies=%s: %w", errdefs.ErrNoSpace, spec.Source, home, volume.CopiesAnywhere, err)
 		}
 		v.Spec.Pool = pool
-		return cmp.Or(s.mayReach(ctx, spec, home), s.nodes.Ready(ctx, home))
+		return cmp.Or(s.mayReach(ctx, spec, home), s.homeReady(ctx, home))
 	}
 	if err := s.planNew(ctx, where, v, size, refused); err != nil {
 		return err

@@ -153,7 +153,7 @@ func existingSnapshot(name string, source volume.ID, have *v1alpha1.Snapshot) (v
 }
 
 // planSnapshot returns the object of a new snapshot; of a volume with several legs it is taken from a current one: that of an earlier try (begun), if it still
-// is current and its node ready, else the best (stands). It fails if its node is not ready.
+// is current and its node ready, else the best (stands). It fails if its node is not ready (homeReady).
 func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID, begun *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
 	r, err := s.replicated(ctx, source)
 	if err == nil && r != nil {
@@ -169,7 +169,7 @@ func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID,
 		v, err = s.legToCut(ctx, r, begun)
 	}
 	if err == nil {
-		err = s.nodes.Ready(ctx, v.Spec.NodeName)
+		err = s.homeReady(ctx, v.Spec.NodeName)
 	}
 	if err != nil {
 		return nil, err

@@ -108,18 +108,18 @@ func (s *Store) createOne(ctx context.Context, spec volume.Spec, refused refusal
 
 // waitsFor returns an error that wraps down if a volume has to wait for its node, which is down, and nil if it may be made elsewhere. A copy of what that
 // node has waits: it can be made there alone. A copy that comes from another node waits too, as it goes on when the node is back, but for no longer than it
-// had been copied; and not at all if the node is gone for good.
+// had been copied. Neither waits if the node is gone for good.
 func (s *Store) waitsFor(ctx context.Context, have *v1alpha1.Volume, down error) error {
 	source := have.Spec.Source
 	if source == nil {
 		return nil
 	}
-	if source.NodeName == "" {
-		return down
-	}
 	node := &corev1.Node{}
 	if cluster.IsGone(node, s.kube.Live.Get(ctx, client.ObjectKey{Name: have.Spec.NodeName}, node)) {
 		return nil
+	}
+	if source.NodeName == "" {
+		return down
 	}
 	silent, beats := s.nodes.Silent(have.Spec.NodeName)
 	copied := time.Since(have.CreationTimestamp.Time) - silent // inexact: the API server's clock and this one
@@ -243,6 +243,9 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 		return false, fmt.Errorf("%w: node %s has made the object of replica %s of volume %s, which it was not asked for; look at that node, then kubectl delete volumes.ashlar.dev %s "+
 			"(if the ReplicatedVolume was restored, restore it with its status)", errdefs.ErrPrecondition, have.Spec.NodeName, have.Name, spec.ReplicaOf, have.Name)
 	}
+	if left, err := s.leaveBehind(ctx, w, spec, have); left || err != nil {
+		return false, err
+	}
 	err := s.mayBeOn(ctx, spec, have.Spec.NodeName)
 	if err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 		return false, err
@@ -268,6 +271,31 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 			return false, nil
 		}
 		return true, kube.APIError("keep it", err)
+	}
+	return true, nil
+}
+
+// leaveBehind deletes the object of a volume that was made on a node which is gone for good, if nobody can have used it: the provisioner died, or its answer was
+// lost, before there was a PersistentVolume. Nobody could ever use it there, and it can be made on another node. left reports whether it is gone; ErrUnavailable
+// until it is given up (package gc). Its bytes stay there, should the node come back then.
+func (s *Store) leaveBehind(ctx context.Context, w *kube.Watch, spec volume.Spec, have *v1alpha1.Volume) (left bool, err error) {
+	if have.Spec.Make || have.Spec.ReplicaOf != "" || have.Spec.Move != nil || len(have.Claimants()) > 0 { // what is not made yet is withdrawn
+		return false, nil
+	}
+	node := have.Spec.NodeName
+	home := &corev1.Node{}
+	if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: node}, home); !cluster.IsGone(home, err) {
+		return false, kube.APIError("look at node "+node, client.IgnoreNotFound(err))
+	}
+	if gone, err := s.isGone(ctx, node); !gone || err != nil {
+		return false, err
+	}
+	if unused, err := s.garbage.NeverUsed(ctx, spec, have); !unused || err != nil {
+		return false, err
+	}
+	klog.FromContext(ctx).Info("Giving up a volume that nobody has used, and whose node is gone; it is made on another one", "volume", cluster.VolumeID(have).String(), "node", node)
+	if err := discard(ctx, s, w, have, true); err != nil {
+		return false, errdefs.Recast(errdefs.ErrUnavailable, err, "volume %s was made on node %s, which was gone for good before anybody used it; it is made on another node when it is given up there", cluster.VolumeID(have), node)
 	}
 	return true, nil
 }

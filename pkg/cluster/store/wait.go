@@ -12,6 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -103,6 +104,25 @@ func wait[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T
 			}
 		}
 	}
+}
+
+// homeReady returns an error if the node that alone has the source of a snapshot or a copy does not work now: ErrPrecondition if it is gone for good. To sidecars
+// ErrUnavailable means that the work may still be going on: they would ask for ever, and external-snapshotter would meanwhile delete neither the VolumeSnapshot nor
+// the claim of its volume.
+func (s *Store) homeReady(ctx context.Context, node string) error {
+	err := s.nodes.Ready(ctx, node)
+	var down *liveness.NodeDown
+	if !errors.As(err, &down) {
+		return err
+	}
+	gone, failed := s.isGone(ctx, node)
+	if failed != nil {
+		return failed
+	}
+	if gone {
+		return errdefs.Recast(errdefs.ErrPrecondition, err, "node %s is gone for good, and what it alone has cannot be copied any more: delete what asks for that; if its disks are well, have them in another node", node)
+	}
+	return err
 }
 
 // lastWord returns the failure that a node reported of an earlier generation of an object, as the end of a message; empty if there is none.
