@@ -88,7 +88,9 @@ type Agent struct {
 	arriving  poolSlots // of moves that this node takes over
 	leaving   poolSlots // of moves whose bytes this node gives back
 	// fetching is a semaphore: fetch holds one of its maxFetches elements.
-	fetching      chan struct{}
+	fetching chan struct{}
+	// growing is a semaphore: change holds one of its maxGrowths elements.
+	growing       chan struct{}
 	others        others
 	moves         kube.Connection // caches the volumes of other nodes that move here, or have left this node
 	snapshotMoves kube.Connection // caches the snapshots of other nodes that move here, or have left this node
@@ -120,7 +122,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 		return nil, err
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
-		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, maxFetches), cancels: map[request]context.CancelFunc{}, movesInUse: newMovesInUse(o.LookEvery), throttle: copyThrottle{limit: o.CopyBandwidth}}
+		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, maxFetches), growing: make(chan struct{}, maxGrowths), cancels: map[request]context.CancelFunc{}, movesInUse: newMovesInUse(o.LookEvery), throttle: copyThrottle{limit: o.CopyBandwidth}}
 	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config), a.connectReplicas(config)); err != nil {
 		return nil, err
 	}

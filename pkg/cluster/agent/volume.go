@@ -345,7 +345,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	}
 	if !refused && (grows(v, have) || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
-		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
+		if err := a.change(ctx, v, &have); err != nil {
 			return refuseRest(ctx, a, v, err, func(v *v1alpha1.Volume) { v.Status.Size, v.Status.Mutable = have.Size, have.Mutable })
 		}
 	} else if refused {
@@ -399,6 +399,28 @@ func (a *Agent) becomeLeg(ctx context.Context, v *v1alpha1.Volume, have *volume.
 // that was refused may have been taken out of the spec since, and stays in the record.
 func grows(v *v1alpha1.Volume, have volume.Volume) bool {
 	return min(have.Size, v.Status.Size) < max(have.Size, v.Spec.Size)
+}
+
+// maxGrowths is how many volumes grow at once. The other workers are left for what else there is to do on the node: a growth may take hours (zeroing).
+const maxGrowths = workers / 2
+
+// errTooManyGrowths: maxGrowths growths are under way; it is tried again soon.
+var errTooManyGrowths = fmt.Errorf("%w: %d volumes grow already", errPoolBusy, maxGrowths)
+
+// change is changeVolume with the lock of the volume. A growth gives way when a call needs the volume (errGaveWay): its pod may be starting, or ending. It goes on
+// later, where it was, as far as the pool can. errTooManyGrowths if there are maxGrowths others.
+func (a *Agent) change(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) error {
+	locks := []string{keylock.Volume(v.Name)}
+	if !grows(v, *have) {
+		return a.withLocks(locks, func() error { return a.changeVolume(ctx, v, have) })
+	}
+	select {
+	case a.growing <- struct{}{}:
+		defer func() { <-a.growing }()
+	default:
+		return errTooManyGrowths
+	}
+	return a.withYieldingLocks(ctx, locks, nil, func(ctx context.Context) error { return a.changeVolume(ctx, v, have) })
 }
 
 // changeVolume changes size and mutable parameters of a volume to those of the spec, and sets have to the result. Both are tried even if one fails, as
