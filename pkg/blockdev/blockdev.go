@@ -303,6 +303,10 @@ type Identified interface{ ID() string }
 // is not what is at its place any more.
 type Leaver interface{ Gone() bool }
 
+// Shelver is a Pool whose caller may find that an object does not have its own record, before anything uses the pool. From then on the object is one with a
+// damaged record (errdefs.ErrDataLoss), until the pool is opened anew. why goes on with a sentence that begins with the record.
+type Shelver interface{ SetAside(ref Ref, why string) }
+
 // Unwrap returns the pool itself behind one that stands for another (by a method Unwrap); nil if that is not open.
 func Unwrap(p Pool) Pool {
 	for p != nil {
@@ -315,7 +319,7 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one with an optional power (Identified, Leaver, Prover, Measurer, ThinPool, Comparer, Cutter, Stackable, Differ, Founded, Marker); false if
+// As returns a pool as one with an optional power (Identified, Leaver, Shelver, Prover, Measurer, ThinPool, Comparer, Cutter, Stackable, Differ, Founded, Marker); false if
 // it does not have that, or is not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)

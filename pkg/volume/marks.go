@@ -82,6 +82,9 @@ func (m marking) era(number uint32) (uint32, bool) {
 	return number & (1<<eraBits - 1), number>>eraBits == m.begun
 }
 
+// marksPrefix begins the name of the marks of a volume; the name of the volume follows.
+const marksPrefix = "marks of "
+
 // marksOf returns the object that has the marks of a volume.
 func marksOf(ref blockdev.Ref) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Marks, Key: ref.Key} }
 
@@ -247,7 +250,7 @@ func (l *Local) newMarks(ctx context.Context, pool blockdev.Pool, record *blockd
 		}
 	}
 	if errors.Is(err, errdefs.ErrNotFound) {
-		spec := blockdev.Spec{Ref: ref, Name: "marks of " + record.Name, Size: size, Provisioning: blockdev.Thick}
+		spec := blockdev.Spec{Ref: ref, Name: marksPrefix + record.Name, Size: size, Provisioning: blockdev.Thick}
 		if _, err = l.create(ctx, pool, spec); errors.Is(err, errdefs.ErrUnsupported) {
 			spec.Provisioning = blockdev.AnyProvisioning
 			_, err = l.create(ctx, pool, spec)

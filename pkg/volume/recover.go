@@ -24,6 +24,9 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := l.refuseCopy(pool); err != nil { // before anything in the pool is changed
 		return err
 	}
+	if err := setMixedAside(ctx, pool); err != nil { // what follows goes by the records
+		return err
+	}
 	if err := l.recoverPlaces(ctx, pool); err != nil { // what follows finds volumes by that
 		return err
 	}
@@ -68,6 +71,32 @@ func (l *Local) refuseCopy(pool blockdev.Pool) error {
 		}
 	}
 	l.identities[pool.Name()] = is.ID()
+	return nil
+}
+
+// setMixedAside sets aside what a pool has under the name of something else: keys derive from names, so the name in a record tells the key. A record that is
+// with the bytes, as the tags of a logical volume are, goes with them when somebody renames them; without this, whoever uses the one would be given the
+// bytes of the other.
+func setMixedAside(ctx context.Context, pool blockdev.Pool) error {
+	shelver, can := blockdev.As[blockdev.Shelver](pool)
+	if !can {
+		return nil
+	}
+	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot, blockdev.Marks} {
+		records, err := pool.List(ctx, kind, "", 0)
+		if err != nil {
+			return err
+		}
+		for _, r := range records {
+			name := r.Name
+			if kind == blockdev.Marks {
+				name = strings.TrimPrefix(name, marksPrefix)
+			}
+			if key := KeyOf(name); key != r.Key {
+				shelver.SetAside(r.Ref, fmt.Sprintf("says that it is %q, whose key is %s: somebody renamed or mixed up what the pool keeps; give each its own name back, and start the driver anew", r.Name, key))
+			}
+		}
+	}
 	return nil
 }
 

@@ -215,8 +215,23 @@ func (p *pool) activateObject(ctx context.Context, o *logical, ref blockdev.Ref)
 	return d, p.gone(o, err)
 }
 
-// activate returns the device of a logical volume; if there is none, lvm2 activates the volume. errdefs.ErrUnavailable if the thin pool is down.
+// activate returns the device of a logical volume; if there is none, lvm2 activates the volume. errdefs.ErrUnavailable if the thin pool is down;
+// errdefs.ErrDataLoss if it is another volume by now than the object of its name had (isStill).
 func (p *pool) activate(ctx context.Context, volume string) (*dm.Device, error) {
+	d, err := p.active(ctx, volume)
+	if err != nil {
+		return nil, err
+	}
+	// Of the device itself: the name may have become another's a moment ago.
+	if err := p.isStill(volume, strings.TrimPrefix(d.UUID, "LVM-"+p.uuid)); err != nil {
+		_, failure := dm.Remove(d.Name) // with its last user, as all devices of logical volumes go
+		return nil, errors.Join(err, failure)
+	}
+	return d, nil
+}
+
+// active is activate for whatever volume has the name.
+func (p *pool) active(ctx context.Context, volume string) (*dm.Device, error) {
 	d, err := p.own(p.device(volume))
 	if err != nil || d != nil && d.Live {
 		return d, err

@@ -30,6 +30,8 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	}
 	where, o := p.path(ref.String()), p.known(found)
 	switch {
+	case o.another:
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: fmt.Sprintf("another logical volume has the name %s now: somebody renamed them; give each its own name back (lvs -o lv_name,lv_uuid,lv_tags %s; lvrename), or, if it was made anew on purpose, start the driver anew", where, p.location.Group)}}, nil
 	case o.missing:
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: fmt.Sprintf("the logical volume %s is gone; restore it from a backup, or delete the volume", where)}}, nil
 	case o.size < record.Size:

@@ -85,6 +85,8 @@ type inGroup struct {
 	size    int64  // bytes
 	made    bool   // lvcreate made it, or may have made it
 	missing bool   // it was made, and is not in the last report
+	another bool   // another volume has its name, by the last report
+	uuid    string // lvm2's, by the first report that had it; empty until then
 	health  string // what is wrong with it, in lvm2's words
 }
 
@@ -454,17 +456,22 @@ func (p *pool) update(rows []lvm2.Row) error {
 		size, _ := strconv.ParseInt(r["lv_size"], 10, 64)
 		ref, tagged, ok := p.ours(r)
 		o := p.Objects[ref]
-		if !ok || !tagged || o == nil {
+		another := o != nil && o.uuid != "" && o.uuid != r["lv_uuid"]
+		if o != nil {
+			o.another = another
+		}
+		if !ok || !tagged || o == nil || another {
 			if p.location.Thin != "" && r["pool_lv"] == p.location.Thin {
 				p.space.foreign += size
 			}
 			continue
 		}
 		seen[ref] = true
-		o.size, o.health = size, r["lv_health_status"]
+		o.size, o.health, o.uuid = size, r["lv_health_status"], r["lv_uuid"]
 	}
 	for ref, o := range p.Objects {
 		o.missing = o.made && !seen[ref]
+		o.another = o.another && o.missing
 	}
 	p.space.disagrees = p.disagreeing > 1 // the first time another lvm2 may have been at work
 	return p.space.read(rows, p.location.Thin)
@@ -554,6 +561,9 @@ func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record) err
 	}
 	change := changeTags(o.tags, tags)
 	if len(change) > 0 {
+		if p.known(o).missing { // a volume of its name is another's
+			return p.gone(o, fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, lvm2.ErrNoLV))
+		}
 		if _, err := p.lvm.Run(ctx, append(append([]string{"lvchange"}, change...), p.path(record.String()))...); err != nil {
 			return p.gone(o, fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err))
 		}
@@ -709,7 +719,7 @@ func (p *pool) removeAlone(run lvm2.Run, volume string) error {
 	if err := p.stillGroup(run); err != nil {
 		return err
 	}
-	rows, err := run("lvs", "-o", "lv_name,lv_tags,origin,pool_lv,vg_missing_pv_count", p.location.Group)
+	rows, err := run("lvs", "-o", "lv_name,lv_uuid,lv_tags,origin,pool_lv,vg_missing_pv_count", p.location.Group)
 	if err != nil {
 		return err
 	}
@@ -723,11 +733,31 @@ func (p *pool) removeAlone(run lvm2.Run, volume string) error {
 		if r["origin"] == volume && !ofPool && !ourCut {
 			return fmt.Errorf("%w: somebody made %s from it, which would be removed with it; remove that first (lvremove %s)", errdefs.ErrInUse, p.path(r["lv_name"]), p.path(r["lv_name"]))
 		}
+		if r["lv_name"] == volume {
+			if err := p.isStill(volume, r["lv_uuid"]); err != nil {
+				return errdefs.Recast(errdefs.ErrPrecondition, err, "nothing was deleted")
+			}
+		}
 		if r["lv_name"] == volume && ourCut {
 			suspended = blockdev.ParseRef(r["origin"])
 		}
 	}
 	return p.runHolding(run, suspended, "lvremove", "-f", p.path(volume))
+}
+
+// isStill returns errdefs.ErrDataLoss if a volume has the name of an object, and is not the one that this pool has seen by that name: somebody renamed both
+// (lvrename(8)). uuid is that of the volume, or begins with it, with or without dashes.
+func (p *pool) isStill(volume, uuid string) error {
+	o := p.Find(blockdev.ParseRef(volume))
+	if o == nil {
+		return nil
+	}
+	want, have := strings.ReplaceAll(p.known(o).uuid, "-", ""), strings.ReplaceAll(uuid, "-", "")
+	if strings.HasPrefix(have, want) {
+		return nil
+	}
+	return fmt.Errorf("%w: %s is another logical volume than before, with the UUID %s and not %s: somebody renamed them; give each its own name back (lvs -o lv_name,lv_uuid,lv_tags %s; lvrename), or, if it was made anew on purpose, start the driver anew",
+		errdefs.ErrDataLoss, p.path(volume), uuid, p.known(o).uuid, p.location.Group)
 }
 
 // removeNodes removes the nodes that lvm2 made in /dev, where no udev does, for a device that went away by itself.

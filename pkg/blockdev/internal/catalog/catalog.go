@@ -110,7 +110,7 @@ type Object interface {
 type Catalog[T Object] struct {
 	Mu      sync.Mutex
 	Objects map[blockdev.Ref]T     // changed by Put and Forget only
-	Damaged map[blockdev.Ref]error // why a record cannot be read; not changed after the pool was opened
+	Damaged map[blockdev.Ref]error // why a record cannot be used; not changed after the pool was opened, but by SetAside
 
 	pool       string
 	erasing    chan struct{}              // has one element while an object is erased
@@ -215,6 +215,13 @@ func (c *Catalog[T]) Lookup(ref blockdev.Ref) (o T, record blockdev.Record, err 
 	return o, o.entry().Record(), nil
 }
 
+// SetAside: see blockdev.Shelver. The object keeps its space, and counts for it.
+func (c *Catalog[T]) SetAside(ref blockdev.Ref, why string) {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	c.Damaged[ref] = fmt.Errorf("%w: %s %s", ErrRecord, ref, why)
+}
+
 // Get: see blockdev.Pool.
 func (c *Catalog[T]) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error) {
 	_, record, err := c.Lookup(ref)
@@ -235,7 +242,8 @@ func (c *Catalog[T]) List(_ context.Context, kind blockdev.Kind, after string, l
 		if limit > 0 && len(records) == limit {
 			break
 		}
-		if e := c.Objects[blockdev.Ref{Kind: kind, Key: key}].entry(); e.State == Ready {
+		ref := blockdev.Ref{Kind: kind, Key: key}
+		if e := c.Objects[ref].entry(); e.State == Ready && c.Damaged[ref] == nil {
 			records = append(records, e.Record())
 		}
 	}
