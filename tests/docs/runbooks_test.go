@@ -16,7 +16,7 @@ import (
 // the driver's image; and those of which the page says where to get them.
 var programs = strings.Fields(`
 	cat cp dd df du head ls mkdir mknod mv sort tail tar timeout truncate wc echo export set
-	chroot dmesg findmnt fsfreeze fstrim fuser getfattr grep journalctl losetup lsblk lsof mount ps setfattr umount curl iostat
+	blkdiscard chroot dmesg findmnt fsfreeze fstrim fuser getfattr grep journalctl losetup lsblk lsof mount ps setfattr umount curl iostat
 	kubectl crictl helm
 	driver bash e2fsck dumpe2fs filefrag mkfs.ext4 mkfs.xfs resize2fs xfs_db xfs_growfs xfs_repair btrfs
 	dmsetup lvchange lvconvert lvcreate lvextend lvremove lvrename lvs pvchange pvck pvcreate pvmove pvs

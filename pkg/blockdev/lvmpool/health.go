@@ -35,7 +35,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	case o.missing:
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: fmt.Sprintf("the logical volume %s is gone; restore it from a backup, or delete the volume", where)}}, nil
 	case o.size < record.Size:
-		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeTruncated", Message: fmt.Sprintf("the logical volume %s has %d bytes, its record says %d; copy what is left, make it as long again (lvextend -L %db %s) and check its filesystem, or restore it from a backup", where, o.size, record.Size, record.Size, where)}}, nil
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeTruncated", Message: fmt.Sprintf("the logical volume %s has %d bytes, its record says %d; copy what is left, make it as long again (lvextend -L %db %s), zero that (blkdiscard -z -o %d /dev/%s) and check its filesystem, or restore it from a backup", where, o.size, record.Size, record.Size, where, o.size, where)}}, nil
 	case strings.Contains(o.health, "partial"):
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "DeviceMissing", Message: fmt.Sprintf("a physical volume under %s is missing; bring the disk back, or restore the volume from a backup", where)}}, nil
 	case o.health != "":
