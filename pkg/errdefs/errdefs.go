@@ -84,6 +84,18 @@ func Kinds(err error) (found []error) {
 	return found
 }
 
+// OfDisk reports whether an error says that a disk failed at some place. Most of what a disk may say is EIO; but for a bad block, most disks say "medium error", which the
+// kernel has as ENODATA, and so on (blk_errors in block/blk-core.c). Filesystems tell that as it is in the answer to fsync(2) and fdatasync(2), and when they
+// read or write past the page cache.
+func OfDisk(err error) bool {
+	for _, errno := range []unix.Errno{unix.EIO, unix.ENODATA, unix.EREMOTEIO, unix.EILSEQ, unix.ETIMEDOUT, unix.ENOLINK, unix.EBADE} {
+		if errors.Is(err, errno) {
+			return true
+		}
+	}
+	return false
+}
+
 // FromErrno gives a system call's error its sentinel, where one fits.
 func FromErrno(err error) error {
 	switch {

@@ -68,7 +68,7 @@ func freezeAnswer(f *os.File, path string, err error) (thaw func() error, _ erro
 		err = fmt.Errorf("%w: somebody else froze the filesystem", errdefs.ErrBusy)
 	case errors.Is(err, unix.EOPNOTSUPP):
 		err = fmt.Errorf("%w: the filesystem cannot be frozen: %w", errdefs.ErrUnsupported, err)
-	case errors.Is(err, unix.EIO):
+	case errdefs.OfDisk(err):
 		err = fmt.Errorf("%w: the filesystem cannot be written out: %w; look at the kernel's log, stop the pods that use it, and when it is staged again it is checked", errdefs.ErrPrecondition, err)
 	}
 	return nil, fmt.Errorf("freeze %s: %w", path, err)

@@ -10,7 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -186,7 +185,7 @@ func through[T any](ctx context.Context, a *Pool, call func(blockdev.Pool) (T, e
 	current.users.RLock()
 	result, err := call(current.pool)
 	current.users.RUnlock()
-	if errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, unix.EIO) {
+	if errors.Is(err, errdefs.ErrUnavailable) || errdefs.OfDisk(err) {
 		a.discardGone(ctx, current, err)
 	}
 	return result, err

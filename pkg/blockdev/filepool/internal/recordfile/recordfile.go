@@ -253,7 +253,7 @@ func Update(root *os.Root, path string, s *Record, at Position) (_ Position, err
 // Unwritable reports whether an error means that this file cannot be written to, while others may: the disk failed at one of its blocks, or has no space
 // for it (as a thin disk may not).
 func Unwritable(err error) bool {
-	return errors.Is(err, unix.EIO) || errors.Is(err, errdefs.ErrNoSpace)
+	return errdefs.OfDisk(err) || errors.Is(err, errdefs.ErrNoSpace)
 }
 
 func writeSlot(f *os.File, slot int, data []byte) error {
@@ -290,7 +290,7 @@ func Read(root *os.Root, path string, ref blockdev.Ref) (*Record, Position, erro
 	var unread error
 	for i := range slots {
 		data, err := frame.ReadPart(f, int64(i)*slotSize, slotSize)
-		if errors.Is(err, unix.EIO) { // the other slot may have the record
+		if errdefs.OfDisk(err) { // the other slot may have the record
 			unread = errors.Join(unread, err)
 			continue
 		}
