@@ -101,8 +101,9 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err := p.lookAtFilesystem(ctx); err != nil {
 		return nil, err
 	}
+	then := time.Now().Add(rereadTime)
 	for kind := range p.directories {
-		if err := p.load(kind); err != nil {
+		if err := p.load(kind, then); err != nil {
 			return nil, err
 		}
 	}

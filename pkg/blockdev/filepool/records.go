@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
@@ -20,8 +21,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// load reads all records of a kind into the catalog, when the pool is opened. An image without a record is a stray.
-func (p *pool) load(kind blockdev.Kind) error {
+// load reads all records of a kind into the catalog, when the pool is opened. An image without a record is a stray. Records that the disk cannot read are
+// read again until then.
+func (p *pool) load(kind blockdev.Kind, then time.Time) error {
 	entries, err := fs.ReadDir(p.root.FS(), layout.Directories[kind])
 	if err != nil {
 		return errdefs.FromErrno(err)
@@ -45,7 +47,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 		}
 	}
 	for some := range slices.Chunk(refs, readAtOnce) {
-		for i, r := range p.readRecords(some) {
+		for i, r := range p.readRecords(some, then) {
 			if err := p.found(some[i], r, images[some[i].Key]); err != nil {
 				return err
 			}
@@ -72,14 +74,25 @@ type stored struct {
 	err    error
 }
 
-// readRecords reads the records of objects, in parallel.
-func (p *pool) readRecords(refs []blockdev.Ref) []stored {
+// A disk may be away for a moment (a cable, a path to it), and fail all reads meanwhile. A record that cannot be read when the pool is opened counts as
+// damaged until it is opened next. So it is read again, every rereadPause, and for all records together no longer than rereadTime.
+const (
+	rereadPause = 500 * time.Millisecond
+	rereadTime  = 5 * time.Second
+)
+
+// readRecords reads the records of objects, in parallel; those that the disk cannot read again until then.
+func (p *pool) readRecords(refs []blockdev.Ref, then time.Time) []stored {
 	read := make([]stored, len(refs))
 	var readers sync.WaitGroup
 	for i, ref := range refs {
 		readers.Go(func() {
 			r := &read[i]
 			r.record, r.at, r.err = recordfile.Read(p.root, layout.Record(ref), ref)
+			for errdefs.OfDisk(r.err) && time.Now().Before(then) {
+				time.Sleep(rereadPause)
+				r.record, r.at, r.err = recordfile.Read(p.root, layout.Record(ref), ref)
+			}
 		})
 	}
 	readers.Wait()

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 
@@ -54,8 +55,8 @@ func (d *badDisk) unmount() {
 	}
 }
 
-// spoil makes the n-th sector of 4 KiB that begins with some bytes unreadable.
-func (d *badDisk) spoil(begin []byte, n int) {
+// spoil makes some of the two sectors of 4 KiB that begin with some bytes unreadable, until heal is called.
+func (d *badDisk) spoil(begin []byte, sectors ...int) (heal func() error) {
 	d.t.Helper()
 	d.unmount()
 	data, err := os.ReadFile(d.image)
@@ -69,12 +70,44 @@ func (d *badDisk) spoil(begin []byte, n int) {
 	if len(found) != 2 {
 		d.t.Fatalf("%q is at %v of the disk", begin, found)
 	}
-	f, err := os.OpenFile(d.image, os.O_WRONLY, 0)
-	check.OK(d.t, err)
-	_, err = f.WriteAt([]byte("?"), int64(found[n]))
-	check.OK(d.t, errors.Join(err, f.Close()))
+	write := func(first []byte) error {
+		f, err := os.OpenFile(d.image, os.O_WRONLY, 0)
+		for _, n := range sectors {
+			if err == nil {
+				_, err = f.WriteAt(first, int64(found[n]))
+			}
+		}
+		return errors.Join(err, f.Close())
+	}
+	check.OK(d.t, write([]byte("?")))
 	mountFile(d.t, d.image, d.below)
 	mountFile(d.t, filepath.Join(d.below, "disk"), d.dir)
+	return func() error { return write(begin[:1]) }
+}
+
+// TestReadAgain: the disk cannot read a record when the pool is opened, and can a moment later. The record is not taken for damaged.
+func TestReadAgain(t *testing.T) {
+	d := newBadDisk(t)
+	url := "file://" + d.dir + "?reservePercent=0"
+	pool, err := pools.Open(t.Context(), "test", url)
+	check.OK(t, err)
+	record, err := pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("a"), Name: "a", Size: 4 * pooltest.MiB})
+	check.OK(t, errors.Join(err, pool.Close()))
+	path := filepath.Join(d.dir, "volumes", record.Key+".rec")
+	written, err := os.ReadFile(path)
+	check.OK(t, err)
+	heal := d.spoil(written[:bytes.IndexByte(written, '\n')], 0, 1)
+	if _, err := os.ReadFile(path); !errors.Is(err, unix.EIO) {
+		t.Fatalf("it can be read: %v", err)
+	}
+	healed := make(chan error, 1)
+	time.AfterFunc(time.Second, func() { healed <- heal() })
+	pool, err = pools.Open(t.Context(), "test", url)
+	check.OK(t, errors.Join(err, <-healed))
+	defer func() { check.OK(t, pool.Close()) }()
+	if have, err := pool.Get(t.Context(), record.Ref); err != nil || have.Name != "a" {
+		t.Errorf("%+v, %v", have, err)
+	}
 }
 
 // mountFile mounts the filesystem in a file; its loop device goes with the mount.
