@@ -724,6 +724,41 @@ func TestLVMNeedsCheck(t *testing.T) {
 	f.poolIll()
 }
 
+// TestLVMMetadataFull: the metadata of a thin pool is full, by volumes of others. Health says so, and what to do; with more room it takes changes again at once.
+func TestLVMMetadataFull(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 512*pooltest.MiB), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", "400M", "--poolmetadatasize", "2M", "-c", "64k") + "?reservePercent=0"
+	f.start()
+	a, tp := pooltest.Vol("a"), f.group.Name+"/tp"
+	f.make(a, 64*pooltest.MiB)
+	f.write(a, 0, marked("a", 64*pooltest.MiB))
+	status := func() string {
+		return drivertest.Run(t, "dmsetup", "status", strings.ReplaceAll(f.group.Name, "-", "--")+"-tp-tpool")
+	}
+	var others []string
+	for n := 0; n < 200 && strings.Contains(status(), " rw "); n++ { // each has leaves of its own in the tree of blocks
+		others = append(others, fmt.Sprint(f.group.Name, "/other", n))
+		drivertest.Run(t, "lvcreate", "-q", "-s", "-kn", "-ay", "-n", fmt.Sprint("other", n), f.path(a))
+		for at := int64(0); at < 64*pooltest.MiB; at += 4 * pooltest.MiB {
+			_ = writeDirect("/dev/"+others[n], at, marked("o", 64<<10)) // the last ones fail
+		}
+	}
+	if s := status(); !strings.Contains(s, " ro ") || strings.Contains(s, "needs_check") {
+		t.Fatalf("after %d snapshots: %s", len(others), s)
+	}
+	err := pooltest.Second(f.pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("b"), Name: "b", Size: 8 * pooltest.MiB}))
+	says(t, err, errdefs.ErrUnavailable, tp, "lvextend --poolmetadatasize")
+	f.ill(a, "PoolFailed")
+	drivertest.Run(t, "lvextend", "-q", "--poolmetadatasize", "+4M", tp)
+	for _, other := range others {
+		drivertest.Run(t, "lvremove", "-q", "-f", other)
+	}
+	lvmpool.Age(f.pool)
+	f.poolIll()
+	f.holds(a, 0, marked("a", 64*pooltest.MiB))
+	f.make(pooltest.Vol("b"), 8*pooltest.MiB)
+}
+
 // TestLVMTakenDown: somebody takes a thin pool down to repair it. Calls that need it do not bring it up, nor does a start, if he marked it so. When it is
 // up again, all is as before.
 func TestLVMTakenDown(t *testing.T) {

@@ -174,6 +174,8 @@ func parseThinUse(status string) (thinUse, error) {
 // full returns why a thin pool takes no more, and what to do; empty if it takes more.
 func (p *pool) full(use thinUse) string {
 	switch {
+	case use.mode == "ro" && use.fault == "" && use.metadata >= 100: // the kernel shows its mode for want of metadata as ro (pool_status in drivers/md/dm-thin.c)
+		return fmt.Sprintf("thin pool %s is in mode ro, as its metadata is full; extend that (lvextend --poolmetadatasize +1G %s), and it takes changes again at once; if it does not, repair it (docs/operate/thin-pool-failed.md)", p.path(p.location.Thin), p.path(p.location.Thin))
 	case use.failed():
 		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair; docs/operate/thin-pool-failed.md), and activate it with needs_check cleared (thin_check_options)", p.path(p.location.Thin), use.mode, use.fault)
 	case use.mode != "rw":

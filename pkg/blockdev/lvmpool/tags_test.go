@@ -174,6 +174,19 @@ func TestParseThinUse(t *testing.T) {
 			t.Errorf("%+v failed: %v", use, !want)
 		}
 	}
+	p := &pool{location: Location{Group: "group", Thin: "thin", DataWatermark: 90, MetadataWatermark: 90}}
+	for status, want := range map[string]string{
+		"7 461/512 100/1000 - rw discard_passdown queue_if_no_space - 51":          "lvextend --poolmetadatasize",
+		"7 512/512 100/1000 - ro discard_passdown queue_if_no_space - 51":          "lvextend --poolmetadatasize +1G group/thin",
+		"7 512/512 100/1000 - ro discard_passdown queue_if_no_space needs_check 1": "lvconvert --repair",
+		"7 100/512 100/1000 - ro discard_passdown queue_if_no_space - 51":          "lvconvert --repair",
+		"Fail": "lvconvert --repair",
+	} {
+		use, err := parseThinUse(status)
+		if full := p.full(use); err != nil || !strings.Contains(full, want) {
+			t.Errorf("%q: %q, %v; want %q", status, full, err, want)
+		}
+	}
 	for _, status := range []string{"", "1 2 3", "0 1/2 3/4 -", "x 1/2 3/4 - rw"} {
 		if use, err := parseThinUse(status); err == nil || !strings.Contains(err.Error(), strconv.Quote(status)) {
 			t.Errorf("%q: %+v, %v", status, use, err)
