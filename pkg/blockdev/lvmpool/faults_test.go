@@ -735,12 +735,27 @@ func TestLVMMetadataFull(t *testing.T) {
 	status := func() string {
 		return drivertest.Run(t, "dmsetup", "status", strings.ReplaceAll(f.group.Name, "-", "--")+"-tp-tpool")
 	}
+	// lvm2 makes no thin volume once a quarter of the metadata is all that is free, so others come from the kernel. Each has leaves of its own in the tree of
+	// blocks.
+	tpool := "/dev/mapper/" + strings.ReplaceAll(f.group.Name, "-", "--") + "-tp-tpool"
+	drivertest.Run(t, "lvchange", "-q", "-ay", tp)
+	origin := strings.TrimSpace(drivertest.Run(t, "lvs", "--noheadings", "-o", "thin_id", f.path(a)))
 	var others []string
-	for n := 0; n < 200 && strings.Contains(status(), " rw "); n++ { // each has leaves of its own in the tree of blocks
-		others = append(others, fmt.Sprint(f.group.Name, "/other", n))
-		drivertest.Run(t, "lvcreate", "-q", "-s", "-kn", "-ay", "-n", fmt.Sprint("other", n), f.path(a))
+	drop := func() {
+		for n, other := range others {
+			drivertest.Run(t, "dmsetup", "remove", other)
+			drivertest.Run(t, "dmsetup", "message", tpool, "0", fmt.Sprint("delete ", 1000+n))
+		}
+		others = nil
+	}
+	t.Cleanup(drop)
+	for n := 0; n < 300 && strings.Contains(status(), " rw "); n++ {
+		other := fmt.Sprint("ashlar-test-other", n)
+		drivertest.Run(t, "dmsetup", "message", tpool, "0", fmt.Sprintf("create_snap %d %s", 1000+n, origin))
+		drivertest.Run(t, "dmsetup", "create", other, "--table", fmt.Sprintf("0 %d thin %s %d", 64*pooltest.MiB/512, tpool, 1000+n))
+		others = append(others, other)
 		for at := int64(0); at < 64*pooltest.MiB; at += 4 * pooltest.MiB {
-			_ = writeDirect("/dev/"+others[n], at, marked("o", 64<<10)) // the last ones fail
+			_ = writeDirect("/dev/mapper/"+other, at, marked("o", 64<<10)) // the last ones fail
 		}
 	}
 	if s := status(); !strings.Contains(s, " ro ") || strings.Contains(s, "needs_check") {
@@ -750,9 +765,7 @@ func TestLVMMetadataFull(t *testing.T) {
 	says(t, err, errdefs.ErrUnavailable, tp, "lvextend --poolmetadatasize")
 	f.ill(a, "PoolFailed")
 	drivertest.Run(t, "lvextend", "-q", "--poolmetadatasize", "+4M", tp)
-	for _, other := range others {
-		drivertest.Run(t, "lvremove", "-q", "-f", other)
-	}
+	drop()
 	lvmpool.Age(f.pool)
 	f.poolIll()
 	f.holds(a, 0, marked("a", 64*pooltest.MiB))
