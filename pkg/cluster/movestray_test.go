@@ -98,6 +98,24 @@ func (w *environment) hasObject(m *machine) {
 	})
 }
 
+// adopted has the stray of a machine adopted, and used (usedAgain).
+func (w *environment) adopted(m *machine, v volume.Volume, want []byte) {
+	w.Helper()
+	w.adoptOn(m.name, "default", v.ID.String())
+	w.hasObject(m)
+	w.usedAgain(m, v, want)
+}
+
+// usedAgain claims a volume for a machine, attaches it there, and compares its bytes.
+func (w *environment) usedAgain(m *machine, v volume.Volume, want []byte) {
+	w.Helper()
+	w.claimFor(v.ID, m.name)
+	w.attaches(m, v.ID)
+	if have := w.content(m, v.ID); string(have) != string(want) {
+		w.Error("its bytes are others")
+	}
+}
+
 // TestMoveRolledBack: a volume has moved, and was used on its new node, and the old one could not delete its bytes. The API server is restored to before
 // the move, while the new node is away. The old node knows that the volume has left it: its bytes cannot be used before a person has decided.
 func TestMoveRolledBack(t *testing.T) {
@@ -136,24 +154,12 @@ func TestMoveRolledBack(t *testing.T) {
 			check.OK(t, w.Delete(w.ctx, w.object("v")))
 			w.strays("default", 1)
 			if adopted == a.name {
-				w.adoptOn(a.name, "default", v.ID.String())
-				w.hasObject(a)
-				w.claimFor(v.ID, a.name)
-				w.attaches(a, v.ID)
-				if have := w.content(a, v.ID); string(have) != string(want) {
-					t.Error("its bytes are others")
-				}
+				w.adopted(a, v, want)
 				return
 			}
 			w.start(b)
 			w.eventually("node-2 has a stray", func() bool { return w.pool(b.name, "default").Status.StrayCount == 1 })
-			w.adoptOn(b.name, "default", v.ID.String())
-			w.hasObject(b)
-			w.claimFor(v.ID, b.name)
-			w.attaches(b, v.ID)
-			if have := w.content(b, v.ID); string(have) != string(since) {
-				t.Error("its bytes are others")
-			}
+			w.adopted(b, v, since)
 			w.claimFor(v.ID, "")
 			w.forgets(a, v.ID)
 		})
@@ -197,13 +203,7 @@ func TestMoveRolledBackUnseen(t *testing.T) {
 		w.claimFor(v.ID, "")
 		check.OK(t, w.Delete(w.ctx, w.object("v")))
 		w.strays("default", 1)
-		w.adoptOn(a.name, "default", v.ID.String())
-		w.hasObject(a)
-		w.claimFor(v.ID, a.name)
-		w.attaches(a, v.ID)
-		if have := w.content(a, v.ID); string(have) != string(want) {
-			t.Error("its bytes are others")
-		}
+		w.adopted(a, v, want)
 	})
 	t.Run("the new node is in no network now", func(t *testing.T) {
 		w, a, b, v, _ := back(t)
@@ -224,11 +224,7 @@ func TestMoveRolledBackUnseen(t *testing.T) {
 		w.adoptOn(a.name, "default", v.ID.String())
 		w.hasObject(a)
 		w.start(b)
-		w.claimFor(v.ID, a.name)
-		w.attaches(a, v.ID)
-		if have := w.content(a, v.ID); string(have) != string(want) {
-			t.Error("its bytes are others")
-		}
+		w.usedAgain(a, v, want)
 	})
 	t.Run("the new node is silent", func(t *testing.T) {
 		w, a, b, v, _ := back(t)

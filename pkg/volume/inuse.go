@@ -98,7 +98,8 @@ func coarser(ranges []blockdev.Extent, most int) []blockdev.Extent {
 
 // SealFor is Seal for a volume in use, whose consumer goes on: the volume is exported to it, or attached on this node if that is the consumer.
 // Origin.Created is the time of the seal, the same each time. Origin.Labels are those that move with the volume; they do not change from then on. The seal
-// stays until the API server says that the volume stays, or it moves to another home than this one. ErrPrecondition if another node uses the volume, or nobody.
+// stays until the API server says that the volume stays; for another new home than before it is made anew. ErrPrecondition if another node uses the volume, or
+// nobody.
 func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant, home string) (Origin, error) {
 	pool, record, err := l.finishedRecord(ctx, id)
 	if err != nil {

@@ -24,8 +24,8 @@ import (
 // Moves tells whether sealed volumes move.
 type Moves interface {
 	// Stays returns nil if a volume that is sealed in a pool of this node will not move before its use has ended. ErrPrecondition if the volume is at
-	// another home now; ErrUnavailable if that cannot be found out now, or the volume is about to move. used is the generation of the consumer's claim if
-	// the volume is sealed for its consumer (SealFor), else 0. With used, the consumer can no longer pin the volume after success.
+	// another home now; ErrUnavailable if that cannot be found out now, or the volume is about to move. If the volume is sealed for its consumer
+	// (Sealing.Used), that can no longer pin it after success.
 	Stays(ctx context.Context, id ID, pool string, s Sealing) error
 	// IsHere returns nil if a volume that is sealed in a pool of this node is still there: it may move right after that. Errors are those of Stays.
 	IsHere(ctx context.Context, id ID, pool string, s Sealing) error

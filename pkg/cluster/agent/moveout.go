@@ -97,15 +97,15 @@ func (a *Agent) unsealStaying(ctx context.Context, v *v1alpha1.Volume, have volu
 		return nil
 	}
 	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Unseal(ctx, cluster.VolumeID(v)) })
-	switch {
-	case errors.Is(err, errdefs.ErrUnavailable):
-		klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed for now", "volume", v.Name, "err", err.Error())
-		return errAwaited
-	case errors.Is(err, errdefs.ErrPrecondition): // it has left this node; the cache may be behind
-		klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed", "volume", v.Name, "err", err.Error())
-		return nil
+	unanswered := errors.Is(err, errdefs.ErrUnavailable)
+	if !unanswered && !errors.Is(err, errdefs.ErrPrecondition) { // ErrPrecondition: it has left this node; the cache may be behind
+		return err
 	}
-	return err
+	klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed for now", "volume", v.Name, "err", err.Error())
+	if unanswered {
+		return errAwaited
+	}
+	return nil
 }
 
 // IsHere: see volume.Moves.

@@ -67,7 +67,7 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 // assessPlace finds out whether a leg is to be replaced because of where it is: its node is gone for good, it is not current for too long, or it cannot be
 // made equal to the others there.
 func (p *Replicator) assessPlace(ctx context.Context, r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, due map[string]time.Time, one *assessment) error {
-	gone, err := p.isGone(ctx, v.Spec.NodeName)
+	gone, err := cluster.NodeIsGone(ctx, p.kube, v.Spec.NodeName)
 	if err != nil {
 		return err
 	}

@@ -14,7 +14,6 @@ import (
 	"sync"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/util/workqueue"
@@ -456,18 +455,4 @@ func listedLegs(r *v1alpha1.ReplicatedVolume) (left []v1alpha1.Leg) {
 		}
 	}
 	return left
-}
-
-// isGone reports whether a node is gone for good (cluster.IsGone), both by the cache and by the API server.
-func (p *Replicator) isGone(ctx context.Context, name string) (bool, error) {
-	node := &corev1.Node{}
-	if err := p.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); !cluster.IsGone(node, err) {
-		return false, client.IgnoreNotFound(err)
-	}
-	node = &corev1.Node{}
-	err := p.kube.Live.Get(ctx, client.ObjectKey{Name: name}, node)
-	if client.IgnoreNotFound(err) != nil {
-		return false, fmt.Errorf("look at node %s: %w", name, err)
-	}
-	return cluster.IsGone(node, err), nil
 }

@@ -283,11 +283,7 @@ func (s *Store) leaveBehind(ctx context.Context, w *kube.Watch, spec volume.Spec
 		return false, nil
 	}
 	node := have.Spec.NodeName
-	home := &corev1.Node{}
-	if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: node}, home); !cluster.IsGone(home, err) {
-		return false, kube.APIError("look at node "+node, client.IgnoreNotFound(err))
-	}
-	if gone, err := s.isGone(ctx, node); !gone || err != nil {
+	if gone, err := cluster.NodeIsGone(ctx, s.kube, node); !gone || err != nil {
 		return false, err
 	}
 	if unused, err := s.garbage.NeverUsed(ctx, spec, have); !unused || err != nil {
