@@ -44,8 +44,13 @@ func frozen(d *process.Driver) func() {
 
 // killed is one that is started again by heal.
 func killed(c *nodes, d *process.Driver) func() {
-	d.Kill()
-	return func() { check.OK(c, d.Start()) }
+	ended := make(chan struct{})
+	go func() { defer close(ended); d.Kill() }()
+	select {
+	case <-ended:
+	case <-time.After(hold / 2): // it waits for the disk of a node that it does not reach (freezing what is there, say), and ends when it does
+	}
+	return func() { <-ended; check.OK(c, d.Start()) }
 }
 
 // cutOff is a node that reaches no other.
