@@ -152,8 +152,22 @@ func (s *scene) writes() {
 // ended makes sure that a writer noticed nothing, and stops it.
 func (s *scene) ended() {
 	s.Helper()
-	s.writer.end()
+	s.writer.stop.Store(true)
+	s.writerEnds()
 	check.OK(s, s.writer.err)
+}
+
+func (s *scene) writerEnds() {
+	s.Helper()
+	s.eventually("the writer ends", func() bool {
+		s.startEnded()
+		select {
+		case <-s.writer.done:
+			return true
+		default:
+			return false
+		}
+	})
 }
 
 func (s *scene) filled() {
@@ -465,16 +479,21 @@ func ended(d *process.Driver) bool {
 	}
 }
 
-// again is nodes.again. As a kubelet does, it starts a driver again that has ended by itself: one that could not reach the network when it started ends once it
-// can.
+// startEnded starts each driver that has ended by itself, as a kubelet does: one that could not reach the network when it started ends once it can.
+func (s *scene) startEnded() {
+	s.Helper()
+	for _, agent := range s.agents {
+		if ended(agent) {
+			s.started(agent)
+		}
+	}
+}
+
+// again is nodes.again, with startEnded.
 func (s *scene) again(what string, call func(ctx context.Context) error) {
 	s.Helper()
 	s.nodes.again(what, func(ctx context.Context) error {
-		for _, agent := range s.agents {
-			if ended(agent) {
-				s.started(agent)
-			}
-		}
+		s.startEnded()
 		return call(ctx)
 	})
 }
@@ -528,13 +547,9 @@ func (s *scene) goOn(a act, back bool) {
 // lost waits until the writer has found that it has the volume no more.
 func (s *scene) lost() {
 	s.Helper()
-	select {
-	case <-s.writer.done:
-		if s.writer.err == nil {
-			s.Error("the writer ended without an error")
-		}
-	case <-time.After(patient):
-		s.Fatalf("the writer did not end\n%s", s.logs())
+	s.writerEnds()
+	if s.writer.err == nil {
+		s.Error("the writer ended without an error")
 	}
 }
 
