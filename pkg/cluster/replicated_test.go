@@ -965,6 +965,34 @@ func TestReplicatorCounts(t *testing.T) {
 	}
 }
 
+// TestReplicatorMakesLate: a leg is named, and has no Volume, as no node could make it until now. The node that uses the volume has said that the leg waits. It
+// is made, and no other one in its place.
+func TestReplicatorMakesLate(t *testing.T) {
+	w, _, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	names := w.whole("v").Spec.Legs
+	w.becomes("v", names...)
+	next := w.whole("v")
+	name := cluster.AddLeg(next)
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) {
+		r.Status.Legs = append(r.Status.Legs, v1alpha1.Leg{Name: name, State: v1alpha1.LegWaiting, Message: "not found", Since: new(metav1.Now().Rfc3339Copy())})
+	})
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) {
+		r.Spec.Replicas, r.Spec.Legs, r.Spec.Numbered = 3, next.Spec.Legs, next.Spec.Numbered
+	})
+	w.eventually("it is made", func() bool {
+		legs := w.legsOf("v")
+		return len(legs) == 3 && legs[2].Name == name && legs[2].Status.Created != nil
+	})
+	if legs := w.whole("v").Spec.Legs; !slices.Equal(legs, next.Spec.Legs) {
+		t.Errorf("its legs are %v", legs)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicatedAway: a change of a volume does not wait for a leg that is not current, and whose node is away; the leg gets it when the node is back. It
 // does wait for a current leg.
 func TestReplicatedAway(t *testing.T) {

@@ -165,6 +165,20 @@ func TestAdoptCutShort(t *testing.T) {
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
 
+// TestDetachedWithoutPool: a volume with replicas, whose first one is gone, is detached from a node that has no pool of the name in its ID.
+func TestDetachedWithoutPool(t *testing.T) {
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	open := func(pool string) *volume.Local {
+		l, err := volume.NewLocal(t.Context(), "user", []blockdev.Pool{memory.NewDisk(1<<30).Open(pool, nil)}, mounts, 0)
+		check.OK(t, err)
+		return l
+	}
+	e := volume.NewEverywhere(open("own"), open("others"), nowhere{})
+	e.Replicate(open("fast"), &becoming{claimed: true})
+	check.OK(t, e.Detach(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "fast", Key: volume.KeyOf("v")}))
+}
+
 // heldOpen returns a volume that is handed out as a raw device, which a process has open (f).
 func heldOpen(t *testing.T) (b *becoming, f *os.File) {
 	t.Helper()

@@ -175,7 +175,7 @@ func (m *mirrorReconciler) backOff(name string) {
 // startJoin starts to join the first leg that is not in the mirror and is due, in the background.
 func (m *mirrorReconciler) startJoin(ctx context.Context, now *mirrorView) error {
 	for _, name := range now.v.Spec.Legs {
-		if slices.Contains(now.names(), name) || time.Now().Before(m.stateOf(name).retryAt) {
+		if slices.Contains(now.names(), name) || slices.Contains(now.absent, name) || time.Now().Before(m.stateOf(name).retryAt) {
 			continue
 		}
 		if !m.acquireSlot(ctx, now) {

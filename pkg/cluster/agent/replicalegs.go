@@ -333,8 +333,14 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 	var failures []error
 	for _, name := range v.Spec.Legs {
 		leg := v.Leg(name)
+		if _, err := l.legID(asking, v, name); errors.Is(err, errdefs.ErrNotFound) {
+			continue // it has no Volume: it is not made yet, or that is gone
+		}
 		failures = append(failures, l.withLeg(asking, v, name, func(id volume.ID) error {
 			devices, err := l.volumes.LegDevices(asking, id)
+			if errors.Is(err, errdefs.ErrUnavailable) { // see observe: what devices there were have gone with the mirror, and its record cannot be written
+				return nil
+			}
 			if err != nil {
 				return err
 			}

@@ -366,6 +366,51 @@ func TestClosedIfMirrored(t *testing.T) {
 	}
 }
 
+// TestLegIsNotMade: the object names a leg that has no Volume, as no node can make it. Another leg that fails leaves all the same. Nothing is copied to the one
+// that is not there, and nothing is said of it, by which it would pass for one that was. The volume can be unstaged.
+func TestLegIsNotMade(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].number, f.legs["b"].number = 1, 2
+	f.v.Spec.Legs = append(f.v.Spec.Legs, "c")
+	s := mirror.State{Size: tendedSize, Legs: []mirror.Leg{{Device: 1}, {Device: 2, Failed: true}}}
+	now, err := f.observe(t.Context(), f.v.DeepCopy(), s)
+	check.OK(t, err)
+	f.findFailed(now)
+	if devices, err := f.delist(t.Context(), now); err != nil || !slices.Equal(devices, []uint64{2}) || !slices.Equal(f.v.Current(), []string{"a"}) {
+		t.Fatalf("devices %v leave, %v: %v are current", devices, err, f.v.Current())
+	}
+	s.Legs = s.Legs[:1]
+	now, err = f.observe(t.Context(), f.v.DeepCopy(), s)
+	check.OK(t, err)
+	f.stateOf("b").retryAt = time.Now().Add(time.Hour)
+	check.OK(t, f.startJoin(t.Context(), now))
+	if l := f.v.Leg("c"); f.background != nil || l != nil {
+		t.Errorf("it is to join, and is said to be %+v", l)
+	}
+	check.OK(t, f.Close(t.Context(), f.mirrorReconciler.ref, []uint64{1}))
+	if !f.legs["a"].state.Closed {
+		t.Error("the one that is there is not closed")
+	}
+}
+
+// TestPoolIsMissing: the pool of this node that has a leg is not there, as its disk is dead, and that leg is not current any more. Another leg that fails leaves
+// all the same, and the volume can be unstaged.
+func TestPoolIsMissing(t *testing.T) {
+	f := newObject(t, 3, "a", "b", "c")
+	f.legs["b"].number, f.legs["c"].number, f.poolless = 2, 3, "a"
+	f.v.Status.Legs[0] = v1alpha1.Leg{Name: "a", Sound: 1, State: v1alpha1.LegWaiting}
+	now, err := f.observe(t.Context(), f.v.DeepCopy(), mirror.State{Size: tendedSize, Legs: []mirror.Leg{{Device: 2}, {Device: 3, Failed: true}}})
+	check.OK(t, err)
+	f.findFailed(now)
+	if devices, err := f.delist(t.Context(), now); err != nil || !slices.Equal(devices, []uint64{3}) {
+		t.Errorf("devices %v leave, %v", devices, err)
+	}
+	check.OK(t, f.Close(t.Context(), f.mirrorReconciler.ref, []uint64{2}))
+	if !f.legs["b"].state.Closed {
+		t.Error("the one that is there is not closed")
+	}
+}
+
 // TestGivesBackWithLock: a leg is given back under its lock, also the first one, whose lock is that of the volume.
 func TestGivesBackWithLock(t *testing.T) {
 	f := newObject(t, 2, "tended", "b")

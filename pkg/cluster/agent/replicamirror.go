@@ -3,7 +3,9 @@ package agent
 import (
 	"context"
 	"errors"
+	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -12,6 +14,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -202,7 +205,8 @@ type mirrorView struct {
 	s       mirror.State
 	device  map[string]uint64 // of the legs that are attached here, by their names
 	leg     map[uint64]string
-	near    uint64 // the device of the leg that this node has; 0: none
+	near    uint64   // the device of the leg that this node has; 0: none
+	absent  []string // the legs that have no Volume
 	failing map[string]string
 	last    *lastList // what lastKnownList has found; nil: nothing yet
 }
@@ -364,8 +368,9 @@ func (m *mirrorReconciler) holdsWrites(ctx context.Context, v *v1alpha1.Replicat
 	})
 }
 
-// observe finds out which device is which leg. A leg that is to be one no more, and whose Volume is gone, has no device: if it is still in the mirror, that
-// one is unknown.
+// observe finds out which device is which leg. A leg without a Volume has no device: it is not made yet, as perhaps no node can make it, or its Volume is
+// gone. If it is still in the mirror, its device is unknown. A leg may be in a pool that is not there, as its disk is dead, or this node may have none of
+// that name, and no claim of the leg: if such a leg has a device, that is known by its name.
 func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) (*mirrorView, error) {
 	now := &mirrorView{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}}
 	names := slices.Clone(v.Spec.Legs)
@@ -376,13 +381,17 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 	}
 	for _, name := range names {
 		id, err := m.legID(ctx, v, name)
-		if errors.Is(err, errdefs.ErrNotFound) && !slices.Contains(v.Spec.Legs, name) {
+		if errors.Is(err, errdefs.ErrNotFound) {
+			now.absent = append(now.absent, name)
 			continue
 		}
 		if err != nil {
 			return nil, err
 		}
 		devices, err := m.volumes.LegDevices(ctx, id)
+		if errors.Is(err, errdefs.ErrUnavailable) {
+			devices, err = now.namedAfter(name), nil
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -397,6 +406,20 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 		}
 	}
 	return now, nil
+}
+
+// namedAfter returns the device of the mirror that has the key of a leg in its name, as all devices over one of this node have. It needs no pool.
+func (n *mirrorView) namedAfter(leg string) (devices []blockdev.Device) {
+	legs := slices.Clone(n.s.Legs)
+	if n.s.Joining != nil {
+		legs = append(legs, *n.s.Joining)
+	}
+	for _, l := range legs {
+		if name, err := os.ReadFile(dm.Sysfs(l.Device) + "/dm/name"); err == nil && strings.Contains(string(name), leg) {
+			devices = append(devices, blockdev.Device{Number: l.Device})
+		}
+	}
+	return devices
 }
 
 // has reports whether a device is one of the mirror's.

@@ -56,6 +56,7 @@ type tended struct {
 	answers       func() error                               // called after the object was written; may be nil
 	changes       func(name string, s volume.LegState) error // called before the record of a leg is written, with its new state
 	adopts        func() error                               // called when the volume is to be adopted; may be nil
+	poolless      string                                     // the leg whose pool is not there; empty: none
 	madeFor       int64                                      // the generation of the claim that the mirror is of
 	legs          map[string]*tendedLeg
 }
@@ -403,6 +404,9 @@ func (f tendedVolumes) OpenLeg(ctx context.Context, id volume.ID) (blockdev.Devi
 }
 
 func (f tendedVolumes) LegDevices(_ context.Context, id volume.ID) ([]blockdev.Device, error) {
+	if id.Key == f.poolless {
+		return nil, fmt.Errorf("%w: its pool is not there", errdefs.ErrUnavailable)
+	}
 	return []blockdev.Device{f.of(id)}, nil
 }
 
@@ -829,6 +833,17 @@ func TestTakenOutAndUntold(t *testing.T) {
 	if told.Load() < 2 {
 		t.Error("nobody was told of the list")
 	}
+}
+
+// TestPoolIsNotThere: the driver starts anew, and cannot open the pool that has the leg of this node, as the disk is dead. That leg leaves the mirror.
+func TestPoolIsNotThere(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	f.poolless = "a"
+	f.fails(f.legs["a"])
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "what was written to the leg that is there")
+	f.current("b")
 }
 
 // TestMirrorHasUnknown: the mirror has a device of no leg that the object names, as that was restored, or the driver before this one forgot it. It leaves.

@@ -42,7 +42,7 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		l, v := r.Leg(name), legs[name]
 		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead, fresh: l == nil || !l.Current && l.Sound == 0 && l.List == 0}
 		switch {
-		case v == nil && l == nil:
+		case v == nil && one.fresh:
 			one.state = missing // it was named, and never in use
 		case v == nil || v1alpha1.Going(v) || v1alpha1.IsLost(v):
 			one.state = bad
