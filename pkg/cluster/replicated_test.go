@@ -965,6 +965,32 @@ func TestReplicatorCounts(t *testing.T) {
 	}
 }
 
+// TestReplicatorTakesBack: a leg was taken out, and the user of the volume ended before it had left; the leg is the only current one since. It is one of the
+// volume's again, which can be claimed, and not deleted. It can be taken out again.
+func TestReplicatorTakesBack(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	names := w.whole("v").Spec.Legs
+	w.becomes("v", names[1])
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) {
+		r.Spec.Claim, r.Spec.Legs, r.Spec.Removed = nil, names[:1], []v1alpha1.RemovedLeg{{Name: names[1], NodeName: "node-2", Time: metav1.Now()}}
+	})
+	w.eventually("it is a leg again", func() bool {
+		r := w.whole("v")
+		return slices.Contains(r.Spec.Legs, names[1]) && len(r.Spec.Removed) == 0
+	})
+	w.eventually("the volume can be claimed", func() bool { return second(s.Claim(soon(t), v.ID, on("node-1"))) == nil })
+	w.becomes("v", names...)
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 1 })
+	w.eventually("one is taken out", func() bool { return len(w.whole("v").Spec.Legs) == 1 })
+	w.becomes("v", w.whole("v").Spec.Legs...)
+	w.eventually("it is gone", func() bool { return len(w.legsOf("v")) == 1 })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicatorMakesLate: a leg is named, and has no Volume, as no node could make it until now. The node that uses the volume has said that the leg waits. It
 // is made, and no other one in its place.
 func TestReplicatorMakesLate(t *testing.T) {

@@ -54,20 +54,20 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 	}
 }
 
-// findFailed fills now.failing with the legs that have to leave, and why: they failed; they do not answer for too long; they are to be legs no more; or they
-// are listed, and not in the mirror, so that nobody may take them for current.
+// findFailed fills now.failing with the legs that have to leave, and why: they failed; they do not answer for too long; they are to be legs no more, and
+// others stay; or they are listed, and not in the mirror, so that nobody may take them for current.
 func (m *mirrorReconciler) findFailed(now *mirrorView) {
+	var left []string // to be legs no more
 	for _, l := range now.legs() {
-		name := now.leg[l.Device]
-		switch {
+		switch name := now.leg[l.Device]; {
 		case name == "": // if it is a leg that is listed, that is found below; else it belongs to no leg, and leaves in any case (mirrorView.unknown)
 		case l.Failed:
 			now.failing[name] = "what was written to it, or read from it, failed"
-		case !slices.Contains(now.v.Spec.Legs, name):
-			now.failing[name] = "it is to be a leg no more"
 		default:
 			if why := m.whyUnreachable(now, name); why != "" {
 				now.failing[name] = why
+			} else if !slices.Contains(now.v.Spec.Legs, name) {
+				left = append(left, name)
 			}
 		}
 	}
@@ -76,7 +76,20 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 			now.failing[name] = "it is not written to"
 		}
 	}
+	m.findLeft(now, left)
 	m.findUntold(now)
+}
+
+// findLeft adds the legs to now.failing that are to be legs no more. Those that are current stay as long as no other current leg does: they alone have
+// everything, and the others are made equal to them.
+func (m *mirrorReconciler) findLeft(now *mirrorView, left []string) {
+	current := now.v.Current()
+	stays := slices.ContainsFunc(current, func(name string) bool { return now.failing[name] == "" && !slices.Contains(left, name) })
+	for _, name := range left {
+		if stays || !slices.Contains(current, name) {
+			now.failing[name] = "it is to be a leg no more"
+		}
+	}
 }
 
 // connectionEnded is why a leg is unreachable for good, for this mirror: its machine was restarted, or somebody else has it.

@@ -330,8 +330,14 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 		}
 		return err
 	}
+	names := slices.Clone(v.Spec.Legs)
+	for _, name := range v.Current() { // one that is to be a leg no more may not have left yet
+		if !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
 	var failures []error
-	for _, name := range v.Spec.Legs {
+	for _, name := range names {
 		leg := v.Leg(name)
 		if _, err := l.legID(asking, v, name); errors.Is(err, errdefs.ErrNotFound) {
 			continue // it has no Volume: it is not made yet, or that is gone

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -363,6 +364,63 @@ func TestClosedIfMirrored(t *testing.T) {
 	check.OK(t, f.Close(context.Background(), f.mirrorReconciler.ref, []uint64{1}))
 	if a, b := f.legs["a"].state.Closed, f.legs["b"].state.Closed; !a || b {
 		t.Errorf("closed: %v, %v", a, b)
+	}
+}
+
+// TestClosesWhatWasTakenOut: a leg that is to be one no more is closed with the others, if it has not left the mirror yet. Otherwise the next user would take
+// it for the one that has everything.
+func TestClosesWhatWasTakenOut(t *testing.T) {
+	f := newObject(t, 3, "a", "b", "c")
+	f.legs["a"].number, f.legs["b"].number, f.legs["c"].number = 1, 2, 3
+	f.v.Spec.Legs = []string{"a", "b"}
+	check.OK(t, f.Close(context.Background(), f.mirrorReconciler.ref, []uint64{1, 2, 3}))
+	for name, l := range f.legs {
+		if !l.state.Closed {
+			t.Errorf("%s is not closed", name)
+		}
+	}
+}
+
+// TestOpensWhatStays: the user of a volume has died, and any of its legs has everything. One that is to be a leg no more is not the one that is used.
+func TestOpensWhatStays(t *testing.T) {
+	f := newObject(t, 3, "c", "a", "b")
+	f.v.Spec.Legs = []string{"b", "a"}
+	f.legs["b"].boot = "2" // it has lost power
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current", now)
+	}
+}
+
+// TestTakenOutAndLast: a leg that is to be one no more is the only current one, or the others fail. It stays until another one has everything: otherwise
+// nothing could be written, and none would be made equal to it.
+func TestTakenOutAndLast(t *testing.T) {
+	for what, c := range map[string]struct {
+		mirrored string // the legs in the mirror
+		fails    string
+		leave    string
+	}{
+		"it is the only one":              {"c", "", ""},
+		"another one is current":          {"ac", "", "c"},
+		"the other one fails":             {"ac", "a", "a"},
+		"one that stays fails, one stays": {"abc", "a", "ac"},
+		"it fails too":                    {"ac", "ac", "ac"},
+	} {
+		f := newObject(t, 3, "a", "b", "c")
+		f.v.Spec.Legs = []string{"a", "b"}
+		now := &mirrorView{v: f.v, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}}
+		for i, name := range []string{"a", "b", "c"} {
+			f.v.Status.Legs[i].Current = strings.Contains(c.mirrored, name)
+			if f.v.Status.Legs[i].Current {
+				now.s.Legs = append(now.s.Legs, mirror.Leg{Device: uint64(i + 1), Failed: strings.Contains(c.fails, name)})
+			}
+			now.device[name], now.leg[uint64(i+1)] = uint64(i+1), name
+		}
+		f.findFailed(now)
+		leave := strings.Join(slices.Sorted(maps.Keys(now.failing)), "")
+		if leave != c.leave {
+			t.Errorf("%s: %q leave, want %q: %v", what, leave, c.leave, now.failing)
+		}
 	}
 }
 

@@ -835,6 +835,20 @@ func TestTakenOutAndUntold(t *testing.T) {
 	}
 }
 
+// TestTakenOutAndOthersFail: a leg that is to be one no more takes what is written when the only other one fails. When that is back, and has everything, the
+// first one leaves.
+func TestTakenOutAndOthersFail(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	f.v.Spec.Legs = []string{"a"}
+	f.flaky("a")
+	write := f.write(0)
+	f.starts()
+	f.ends(write, "what was written to the leg that is there")
+	f.current("b")
+	f.mends("a")
+	f.current("a")
+}
+
 // TestPoolIsNotThere: the driver starts anew, and cannot open the pool that has the leg of this node, as the disk is dead. That leg leaves the mirror.
 func TestPoolIsNotThere(t *testing.T) {
 	f := newTended(t, 2, "a", "b")

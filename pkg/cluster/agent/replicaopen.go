@@ -189,7 +189,9 @@ func chooseCurrent(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, awa
 	if err != nil {
 		return nil, err
 	}
-	chosen := equalOrBest(latest)
+	chosen := equalOrBest(slices.SortedStableFunc(slices.Values(latest), func(a, b openedLeg) int { // one that is to be a leg no more is the worse choice
+		return volume.TrueFirst(slices.Contains(v.Spec.Legs, a.name), slices.Contains(v.Spec.Legs, b.name))
+	}))
 	if best := chosen[0]; best.LostPower() && len(away) > 0 {
 		return nil, errdefs.Recast(errdefs.ErrUnavailable, failed, "the machine of leg %s of the replicated volume %s has started anew since it was used, so that what was not flushed may be lost there; leg %s has it, and is waited for", best.name, v.Name, strings.Join(away, ", leg "))
 	}

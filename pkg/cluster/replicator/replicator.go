@@ -365,7 +365,7 @@ func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, 
 	if l := r.Leg(name); l != nil && l.State == v1alpha1.LegUnfit {
 		removed.Unfit = l.Message
 	}
-	r.Spec.Removed = append(slices.Clone(r.Spec.Removed), removed)
+	r.Spec.Removed = append(notRemoved(r, name), removed)
 	r.Spec.Removed = r.Spec.Removed[max(0, len(r.Spec.Removed)-mostLegs):]
 	klog.FromContext(ctx).Info("A volume does without a replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
 	return p.patch(ctx, r, before)
@@ -410,7 +410,7 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		return true, p.patchStatus(ctx, now, before) // the write causes an event
 	}
 	if !slices.ContainsFunc(listedLegs(now), func(l v1alpha1.Leg) bool { return l.Current && legs[l.Name] != nil && !v1alpha1.IsLost(legs[l.Name]) }) {
-		return false, nil // the object may be an old one that was restored, and these legs the ones that replaced those it names
+		return p.takeBack(ctx, now, extra, legs) // else: the object may be an old one that was restored, and these legs the ones that replaced those it names
 	}
 	for _, name := range extra {
 		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current || !hasNamed(now, name, legs[name]) {
@@ -427,6 +427,28 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		}
 	}
 	return dropped, err
+}
+
+// takeBack puts a current leg back into spec.legs that was taken out, if none that is there has everything, and reports whether it did. The volume was used
+// until its user died, or ended, before the leg had left, and then that leg was the one that could be used, or the others have failed since. Nobody could
+// claim the volume without it.
+func (p *Replicator) takeBack(ctx context.Context, r *v1alpha1.ReplicatedVolume, extra []string, legs map[string]*v1alpha1.Volume) (bool, error) {
+	i := slices.IndexFunc(extra, func(name string) bool {
+		l, v := r.Leg(name), legs[name]
+		return l != nil && l.Current && v != nil && !v1alpha1.Going(v) && !v1alpha1.IsLost(v)
+	})
+	if i < 0 || len(r.Spec.Legs) >= mostLegs {
+		return false, nil
+	}
+	before := r.DeepCopy()
+	r.Spec.Legs, r.Spec.Removed = append(slices.Clone(r.Spec.Legs), extra[i]), notRemoved(r, extra[i])
+	klog.FromContext(ctx).Info("A volume keeps a replica that it was to do without: it alone has all that was written", "volume", cluster.ReplicatedID(r).String(), "replica", extra[i])
+	return true, p.patch(ctx, r, before)
+}
+
+// notRemoved returns the legs that were taken out of spec.legs, without one.
+func notRemoved(r *v1alpha1.ReplicatedVolume, name string) []v1alpha1.RemovedLeg {
+	return slices.DeleteFunc(slices.Clone(r.Spec.Removed), func(l v1alpha1.RemovedLeg) bool { return l.Name == name })
 }
 
 // hasNamed reports whether an object has ever named a leg. v is the Volume of that name; nil: not known. If an agent has made it, of what its node has, the
