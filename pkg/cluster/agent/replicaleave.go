@@ -46,7 +46,7 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 		case before:
 			err = m.restoreList(ctx, now)
 		case err == nil && len(now.failing) > 0:
-			_, err = m.delist(ctx, now)
+			_, err = m.delistThere(ctx, now)
 		}
 	}
 	if err != nil {
@@ -147,7 +147,7 @@ func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) erro
 	if now.s.Joining != nil && now.onlyReadsFailed() {
 		return m.cancelJoin(ctx, now, now.s.Joining.Device, "it got not all, as a part of the others cannot be read")
 	}
-	devices, err := m.delist(ctx, now)
+	devices, err := m.delistThere(ctx, now)
 	if err != nil {
 		return err
 	}
@@ -165,6 +165,14 @@ func (m *mirrorReconciler) dropFailed(ctx context.Context, now *mirrorView) erro
 		m.releaseLeg(ctx, now.v, name)
 	}
 	return nil
+}
+
+// delistThere is delist, unless the mirror is gone: then its legs were given back, and what was found of them is no failure. While it is there, none is.
+func (m *mirrorReconciler) delistThere(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
+	if _, err := mirror.Look(m.name); err != nil {
+		return nil, err
+	}
+	return m.delist(ctx, now)
 }
 
 // delist takes the failing legs off the list, ends the connections to those that do not answer, and returns the devices that have to leave the mirror.

@@ -267,6 +267,25 @@ func TestUntoldAlone(t *testing.T) {
 	f.current("a", "b")
 }
 
+// TestUntoldOnce: the record of a leg could not be written when another one failed, which then answered again, as after a partition. When a third one fails
+// much later, the first one stays.
+func TestUntoldOnce(t *testing.T) {
+	f := newObject(t, 3, "a", "b", "c")
+	s := mirror.State{Size: tendedSize, Legs: []mirror.Leg{{Device: 1}, {Device: 2}, {Device: 3}}}
+	for i, name := range f.v.Spec.Legs {
+		f.legs[name].number = s.Legs[i].Device
+	}
+	_ = f.noteUntold(untoldError{"b", errdefs.ErrUnavailable})
+	time.Sleep((legSilence + 1) * f.options.LookEvery)
+	check.OK(t, f.step(t.Context(), s)) // all answer
+	s.Legs[2].Failed = true
+	now, err := f.observe(t.Context(), f.v.DeepCopy(), s)
+	check.OK(t, err)
+	if f.findFailed(now); len(now.failing) != 1 || now.failing["c"] == "" {
+		t.Errorf("to leave are %v", now.failing)
+	}
+}
+
 // TestPowerIsLostAndOtherAway: a leg whose machine lost power may lack what was not flushed. It is not used alone while a leg that has that does not
 // answer, however long.
 func TestPowerIsLostAndOtherAway(t *testing.T) {
@@ -378,6 +397,19 @@ func TestClosesWhatWasTakenOut(t *testing.T) {
 		if !l.state.Closed {
 			t.Errorf("%s is not closed", name)
 		}
+	}
+}
+
+// TestUnstagedMeanwhile: a volume is unstaged while the mirror is looked at, so that the connection to a leg ends. That leg has not failed.
+func TestUnstagedMeanwhile(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}, device: map[string]uint64{"a": 1, "b": 2}, leg: map[uint64]string{1: "a", 2: "b"},
+		near: 1, failing: map[string]string{}}
+	f.legs["b"].ended = true
+	f.findFailed(now)
+	err := f.dropFailed(t.Context(), now)
+	if current := f.v.Current(); err == nil || len(now.failing) != 1 || len(current) != 2 {
+		t.Errorf("%v are current, and %v have failed: %v", current, now.failing, err)
 	}
 }
 

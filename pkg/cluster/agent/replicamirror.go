@@ -240,6 +240,7 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	if s.Held {
 		return nil
 	}
+	m.clearUntold() // nothing waits for that any more: a leg that fails much later must not take those along that were away now
 	if err := m.forgetLeft(ctx, now); err != nil {
 		return err
 	}
