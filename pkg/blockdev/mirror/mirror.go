@@ -50,6 +50,7 @@ type State struct {
 
 	inner     string // the device over Legs alone: the mirror itself; while a leg joins, the one of baseSuffix
 	remembers bool   // a region is out of sync, as a leg failed: the kernel forgets no failure, and holds writes until there is another table
+	again     bool   // it is suspended, and a table over the same legs is loaded, of another size or in another order: who loaded it was cut short
 }
 
 // Event is the kernel's counts of events of a mirror: those of its device (Top), and, while a leg joins, those of the device over the current legs (Base).
@@ -252,7 +253,7 @@ func (s *State) readJoiner(name string, second Leg, top dm.Mirror) error {
 }
 
 // findHeld finds out whether a mirror is held: d, the device over its current legs, is suspended and has a table loaded. The legs that are not in that
-// table count as failed. If the table is one that Join has loaded, the mirror is not held.
+// table count as failed. If the table is one that Join has loaded, or has all legs, the mirror is not held.
 func (s *State) findHeld(d *dm.Device) error {
 	if !d.Suspended || !d.Loaded {
 		return nil
@@ -261,9 +262,15 @@ func (s *State) findHeld(d *dm.Device) error {
 	if err != nil || slices.ContainsFunc(next, func(line dm.Line) bool { return strings.HasPrefix(line.Text, logged+" ") }) {
 		return err
 	}
-	s.Held = true
+	lacks := func(l Leg) bool {
+		return !slices.ContainsFunc(next, func(line dm.Line) bool { return slices.Contains(strings.Fields(line.Text), dm.Number(l.Device)) })
+	}
+	s.Held = slices.ContainsFunc(s.Legs, lacks)
+	if s.again = !s.Held; s.again {
+		return nil
+	}
 	for i, l := range s.Legs {
-		s.Legs[i].Failed = !slices.ContainsFunc(next, func(line dm.Line) bool { return slices.Contains(strings.Fields(line.Text), dm.Number(l.Device)) })
+		s.Legs[i].Failed = lacks(l)
 	}
 	return nil
 }
@@ -429,7 +436,7 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 }
 
 // Recover repairs a mirror after a crash within a change by this package. Unless it is Held, a suspended mirror is resumed, and a table that is loaded for
-// no suspension is dropped. The devices of a join are removed if no leg joins.
+// no suspension is dropped, as is one that has the same legs: the change is repeated. The devices of a join are removed if no leg joins.
 func Recover(ctx context.Context, name string) error {
 	return change(name, "recover it", func() error {
 		d, err := dm.Find(name)
@@ -440,7 +447,11 @@ func Recover(ctx context.Context, name string) error {
 		if err != nil {
 			return err
 		}
+		if d.Suspended && s.again && s.inner == name {
+			err = dm.Clear(name)
+		}
 		switch {
+		case err != nil:
 		case d.Suspended && !s.Held:
 			err = dm.Resume(name, dm.NoScan)
 		case d.Loaded && !s.Held:

@@ -900,6 +900,19 @@ func TestRecover(t *testing.T) {
 	if d, err := dm.Find(f.name); err != nil || d.Loaded || d.Suspended {
 		t.Errorf("it is %+v, %v", d, err)
 	}
+
+	check.OK(t, dm.Hold(f.name)) // Compare, by one driver, and Resize, by the next one, before it has recovered the mirror
+	write = later(func() error { _, err := f.open().WriteAt(page(2), 0); return err })
+	waits(t, write, "a write")
+	check.OK(t, dm.Load(f.name, []dm.Line{{Length: size - mib, Kind: "mirror", Text: fmt.Sprintf("core 2 1024 nosync 2 %s 0 %s 0 1 handle_errors", dm.Number(f.legs[0].number), dm.Number(f.legs[1].number))}}))
+	if s := f.look(); s.Held || len(s.Failed()) > 0 {
+		t.Errorf("with a table of all its legs it is %+v", s)
+	}
+	check.OK(t, mirror.Recover(ctx, f.name))
+	ends(t, write, "a write")
+	if s := f.look(); s.Size != size {
+		t.Errorf("its size is %d", s.Size)
+	}
 }
 
 // held has the name of the mirror that a process of this test holds.
