@@ -810,6 +810,40 @@ func TestAbandoned(t *testing.T) {
 	w.tally(m)
 }
 
+// TestAbandonedGone: nobody knows of volumes, and the node that is to say whether they are blank is gone for good. The one that nobody ever used is given up.
+// Those stay that were claimed once, or of which nobody can tell that, as such claims are not counted.
+func TestAbandonedGone(t *testing.T) {
+	w, all, s := legCluster(t, 1)
+	unused, used, untold := anyNode("pvc-unused", nodeName), anyNode("pvc-used", nodeName), spec("pvc-untold")
+	for _, one := range []volume.Spec{unused, used, untold} {
+		one.For = volume.Requester{Namespace: "default", Name: "claim"}
+		v, err := s.Create(w.ctx, one)
+		check.OK(t, err)
+		if one.Name == used.Name {
+			check.OK(t, second(s.Claim(w.ctx, v.ID, on(nodeName))))
+			check.OK(t, s.Release(w.ctx, v.ID, nodeName))
+		}
+	}
+	all[nodeName].stop()
+	w.node(nodeName, false)
+	w.sweeping()
+	for _, one := range []volume.Spec{unused, used, untold} {
+		w.eventually("its node is asked", func() bool { return w.object(one.Name).Spec.Abandoned })
+	}
+	time.Sleep(2 * grace)
+	if w.object(unused.Name) == nil {
+		t.Fatal("given up without a signal")
+	}
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}))
+	w.eventually("it is given up", func() bool { return w.object(unused.Name) == nil })
+	time.Sleep(2 * grace)
+	for _, one := range []volume.Spec{used, untold} {
+		if o := w.object(one.Name); o == nil || o.Deleting() {
+			t.Errorf("%s is %+v", one.Name, o)
+		}
+	}
+}
+
 // TestRefusedAndStuck: a node could not make a volume, and cannot remove what is left of it either. The error says why it could not make it, and not only
 // that the node has not answered.
 func TestRefusedAndStuck(t *testing.T) {

@@ -127,9 +127,10 @@ func (c *Collector) SnapshotChanged(o client.Object, gone bool) {
 	}
 }
 
-// objectChanged has nodes that are gone looked for if an object is to be deleted: its node may be one of them.
+// objectChanged has nodes that are gone looked for if an object is to be deleted, or is abandoned: its node may be one of them.
 func (c *Collector) objectChanged(o client.Object, gone bool) {
-	if !gone && v1alpha1.Going(o.(cluster.Object)) {
+	v, is := o.(*v1alpha1.Volume)
+	if !gone && (v1alpha1.Going(o.(cluster.Object)) || is && v.Spec.Abandoned) {
 		c.notifyNodes()
 	}
 }

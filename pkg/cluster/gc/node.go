@@ -12,6 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // collectNodes gives up the pools of nodes that have been gone for GoneGrace, and what is to be deleted on them (giveUp). It returns after which time to look
@@ -92,15 +93,16 @@ func (c *Collector) collectNode(ctx context.Context, name string, since map[stri
 		if _, pool := o.(*v1alpha1.Pool); pool && lives {
 			continue
 		}
-		if err := c.giveUp(ctx, name, o); err != nil {
+		if err := c.giveUp(ctx, name, o, lives); err != nil {
 			return 0, err
 		}
 	}
 	return again, nil
 }
 
-// giveUp deletes the object of a node that is gone if it is a Pool, or a volume or snapshot that is to be deleted. Their bytes stay on the node.
-func (c *Collector) giveUp(ctx context.Context, node string, o client.Object) error {
+// giveUp deletes the object of a node that is gone if it is a Pool, or a volume or snapshot that is to be deleted; also a volume that nobody knows of and
+// nobody has used (abandoned), unless the agent of the node lives and can say whether it is blank. Their bytes stay on the node.
+func (c *Collector) giveUp(ctx context.Context, node string, o client.Object, lives bool) error {
 	log := klog.FromContext(ctx).WithValues("node", node, "object", o.GetName())
 	if _, pool := o.(*v1alpha1.Pool); pool {
 		log.Info("Deleting the Pool of a node that is gone")
@@ -108,14 +110,19 @@ func (c *Collector) giveUp(ctx context.Context, node string, o client.Object) er
 		return client.IgnoreNotFound(c.kube.Live.Delete(ctx, o, client.Preconditions{UID: &uid}))
 	}
 	one := o.DeepCopyObject().(cluster.Object)
-	if !v1alpha1.Going(one) {
+	if v, is := one.(*v1alpha1.Volume); !v1alpha1.Going(one) && (lives || !is || !isForsaken(v)) {
 		return nil
 	}
-	log.Info("Giving up what was deleted on a node that is gone: its bytes are still there, if the node is")
+	log.Info("Giving up what was deleted, or abandoned, on a node that is gone: its bytes are still there, if the node is")
 	err := cluster.RemoveObject(ctx, c.kube.Live, one)
 	if apierrors.IsConflict(err) {
 		c.notifyNodes()
 		return nil
 	}
 	return client.IgnoreNotFound(err)
+}
+
+// isForsaken reports whether a volume is abandoned, and nobody ever used it, as far as its object tells. Only with access any its claims are counted.
+func isForsaken(v *v1alpha1.Volume) bool {
+	return v.Spec.Abandoned && volume.Access(v.Spec.Access) == volume.AccessAny && v.Spec.Claims == 0 && !wanted(v) && !isYounger(v) && !v.Status.Is(v1alpha1.Abandoned, "False")
 }
