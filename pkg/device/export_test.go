@@ -45,3 +45,15 @@ func (s *Stacks) InTime(ctx context.Context, name string, do func() error) (know
 	_, known, err = inTime(ctx, s, name, healthPatience, func() (struct{}, error) { return struct{}{}, do() })
 	return known, err
 }
+
+// SetReadMarks has do read the marks of devices, until restore is called.
+func SetReadMarks(do func(ctx context.Context, name string, since uint32) ([]dm.Range, error)) (restore func()) {
+	was := readMarks
+	readMarks = do
+	return func() { readMarks = was }
+}
+
+// Written is written.
+func (s *Stacks) Written(ctx context.Context, name string, since uint32) ([]dm.Range, error) {
+	return s.written(ctx, name, since)
+}

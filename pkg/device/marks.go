@@ -263,7 +263,8 @@ func (s Stack) BeginEra(ctx context.Context) (number uint32, err error) {
 	return number, err
 }
 
-// Written returns what was written to a volume since an era: see era.Since. errdefs.ErrPrecondition for an era that has not begun.
+// Written returns what was written to a volume since an era: see era.Since. errdefs.ErrPrecondition for an era that has not begun; that of ctx if this ends
+// before the disk answers.
 func (s Stack) Written(ctx context.Context, since uint32) (written []blockdev.Extent, err error) {
 	err = s.moving("look at what was written to it", func() error {
 		name, err := s.marks()
@@ -277,7 +278,7 @@ func (s Stack) Written(ctx context.Context, since uint32) (written []blockdev.Ex
 		if err != nil {
 			return err
 		}
-		ranges, err := era.Since(ctx, name, since)
+		ranges, err := s.stacks.written(ctx, name, since)
 		for _, r := range ranges {
 			written = append(written, blockdev.Extent(r))
 		}

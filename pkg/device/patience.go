@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -72,4 +73,27 @@ func marksInTime[T any](ctx context.Context, s *Stacks, key, name string, do fun
 		err = fmt.Errorf("%w: device %s, which marks what is written, has not answered for %v: its disk does not", errdefs.ErrUnavailable, name, marksPatience)
 	}
 	return found, err
+}
+
+// readMarks reads the marks of a device. Tests replace it.
+var readMarks = era.Since
+
+// written is era.Since of a device that marks, and waits for its disk until ctx ends. The read goes on then. Nobody else gets what it finds, as of looks: that
+// may lack what was written since.
+func (s *Stacks) written(ctx context.Context, name string, number uint32) (found []dm.Range, err error) {
+	type answer struct {
+		found []dm.Range
+		err   error
+	}
+	done := make(chan answer, 1)
+	go func() {
+		found, err := readMarks(ctx, name, number)
+		done <- answer{found, err}
+	}()
+	select {
+	case a := <-done:
+		return a.found, a.err
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/device"
@@ -94,5 +95,41 @@ func TestInTime(t *testing.T) {
 		if time.Now().After(end) {
 			t.Fatalf("when it has ended: %v, %v", known, err)
 		}
+	}
+}
+
+// TestMarksOfHungDisk: whoever asks what was written to a leg waits for a disk that hangs while its marks are read only as long as there is time. The next one
+// gets what is read for it, as what was read before may lack what was written since.
+func TestMarksOfHungDisk(t *testing.T) {
+	answers := make(chan struct{})
+	t.Cleanup(func() { close(answers) })
+	var reads atomic.Int64
+	t.Cleanup(device.SetReadMarks(func(context.Context, string, uint32) ([]dm.Range, error) {
+		n := reads.Add(1)
+		if n == 1 {
+			<-answers
+		}
+		return []dm.Range{{Length: n}}, nil
+	}))
+	stacks := device.New()
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	asked := make(chan error, 1)
+	go func() {
+		_, err := stacks.Written(ctx, "leg", 1)
+		asked <- err
+	}()
+	select {
+	case err := <-asked:
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Error(err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("it waits for the disk")
+	}
+	found, err := stacks.Written(t.Context(), "leg", 1)
+	check.OK(t, err)
+	if found[0].Length != 2 {
+		t.Error("it got what was read for another one")
 	}
 }

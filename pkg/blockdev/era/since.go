@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/ashlar-csi/ashlar/internal/turns"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/persistent"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -37,11 +38,16 @@ const (
 
 // Since returns what was written to a device since an era, in order, in whole blocks; since era 0 it is all of it. The device may be in use: writes during the
 // call may be missing. After any error nothing is known, and all may have been written. A crash leaves a snapshot of the metadata, which the next call
-// removes.
+// removes. Calls for one device wait for each other.
 //
 // It reads the metadata itself. era_invalidate of thin-provisioning-tools 1.0.7 to 1.2.1 takes what follows --metadata-snapshot for its value, so that it can
 // be told no device.
 func Since(ctx context.Context, name string, era uint32) (written []dm.Range, err error) {
+	end, err := reading.Begin(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	defer end()
 	d, err := dm.Find(name)
 	if err == nil && d == nil {
 		err = fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
@@ -77,6 +83,9 @@ func Since(ctx context.Context, name string, era uint32) (written []dm.Range, er
 	}
 	return written, nil
 }
+
+// reading has the turns of those who read the marks of a device, by its name: there can be one snapshot of its metadata.
+var reading turns.Table[string]
 
 // snapshot returns the block of the snapshot of the metadata; 0: there is none.
 func snapshot(name string) (at uint64, err error) {
