@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -136,7 +137,7 @@ func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume
 			if seen.Encryption != "" {
 				size += header
 			}
-			if err := r.takesReplicas(cmp.Or(whole.Spec.Pools, seen.Pool), seen, size, more); err != nil {
+			if err := r.takesReplicas(whole, cmp.Or(whole.Spec.Pools, seen.Pool), seen, size, more); err != nil {
 				return false, err
 			}
 		}
@@ -187,8 +188,8 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 		if r.network(v.Spec.NodeName, v.Spec.Pool) == "" {
 			return false, fmt.Errorf("its node %s is in no network that bytes could leave by; start the driver there with --remote-address", v.Spec.NodeName)
 		}
-		seen := &overview.Volume{Node: v.Spec.NodeName, Pool: v.Spec.Pool}
-		if err := r.takesReplicas(v.Spec.Pool, seen, keeps(v), want-1); err != nil {
+		seen := &overview.Volume{Node: v.Spec.NodeName, Pool: v.Spec.Pool, Encryption: v.Spec.Encryption}
+		if err := r.takesReplicas(&v1alpha1.ReplicatedVolume{}, v.Spec.Pool, seen, keeps(v), want-1); err != nil {
 			return false, err
 		}
 		v.Spec.Replicas = want
@@ -211,25 +212,27 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 	return err
 }
 
-// takesReplicas returns why fewer than many nodes can have a further leg of a volume, of so many bytes, in the pools of a set, and what to do; nil if enough
-// can.
-func (r *room) takesReplicas(pools string, v *overview.Volume, bytes int64, many int) error {
-	network, reasons, fit := r.network(v.Node, v.Pool), []string{}, map[string]bool{}
-	for name, p := range r.pools {
+// takesReplicas returns why fewer than many places can have a further leg of a volume, of so many bytes, in the pools of a set, and what to do; nil if enough
+// can. A place is a node, or a value of the label by which the legs are apart. whole is what the legs are of; empty for a volume on one node.
+func (r *room) takesReplicas(whole *v1alpha1.ReplicatedVolume, pools string, v *overview.Volume, bytes int64, many int) error {
+	reasons, fit, key := []string{}, map[string]bool{}, whole.Spec.TopologyKey
+	if len(r.legs.nodes) == 0 {
+		key = "" // the user may not list nodes: the controller alone knows their labels
+	}
+	for _, p := range r.pools {
 		node := p.Spec.NodeName
 		if slices.Contains(v.On(), node) || !poolset.Set(pools).Has(p.Spec.Pool) && (pools != "" || !p.Spec.Default) {
 			continue
 		}
-		available := min(p.Status.Available-r.promised[name], p.Status.MaxVolume)
-		switch its := r.network(node, p.Spec.Pool); {
-		case r.silent[node] != "":
-			reasons = append(reasons, fmt.Sprintf("node %s does not answer: %s", node, r.silent[node]))
-		case r.cordoned[node]:
-			reasons = append(reasons, fmt.Sprintf("node %s is cordoned", node))
-		case its != network || its == "":
-			reasons = append(reasons, fmt.Sprintf("node %s is not in the network %s", node, network))
-		case available < bytes:
-			reasons = append(reasons, fmt.Sprintf("pool %s has no room for %s", name, cli.Size(bytes)))
+		why := r.refusesReplica(p, v, bytes)
+		if why == "" {
+			why = r.unfitFor(whole, key, node)
+		}
+		switch {
+		case why != "":
+			reasons = append(reasons, why)
+		case key != "":
+			fit[r.legs.labels(node)[key]] = true
 		default:
 			fit[node] = true
 		}
@@ -244,7 +247,47 @@ func (r *room) takesReplicas(pools string, v *overview.Volume, bytes int64, many
 	if more := len(reasons) - mostReasons; more > 0 {
 		reasons = append(reasons[:mostReasons], fmt.Sprintf("and %d more", more))
 	}
-	return fmt.Errorf("each replica needs a node of its own, and of %d further nodes that are needed there are %d: %s", many, len(fit), strings.Join(reasons, "; "))
+	place, places := "a node", "nodes"
+	if key != "" {
+		place, places = fmt.Sprintf("a value of the label %s (parameter replicaTopologyKey)", key), "values"
+	}
+	return fmt.Errorf("each replica needs %s of its own, and of %d further %s that are needed there are %d: %s", place, many, places, len(fit), strings.Join(reasons, "; "))
+}
+
+// refusesReplica returns why a pool on another node cannot have a further leg of a volume, of so many bytes; empty if it can.
+func (r *room) refusesReplica(p *v1alpha1.Pool, v *overview.Volume, bytes int64) string {
+	name, node, network := overview.PoolName(p.Spec.NodeName, p.Spec.Pool), p.Spec.NodeName, r.network(v.Node, v.Pool)
+	its := r.network(node, p.Spec.Pool)
+	bad := slices.IndexFunc(p.Status.Health, func(one v1alpha1.Problem) bool { return one.Severity != string(overview.Degraded) })
+	switch {
+	case r.silent[node] != "":
+		return fmt.Sprintf("node %s does not answer: %s", node, r.silent[node])
+	case r.cordoned[node]:
+		return fmt.Sprintf("node %s is cordoned", node)
+	case its != network || its == "":
+		return fmt.Sprintf("node %s is not in the network %s", node, network)
+	case v.Encryption != "" && !slices.Contains(p.Status.Encryption, v.Encryption):
+		return fmt.Sprintf("node %s cannot encrypt (%s): driver doctor there says what is missing", node, v.Encryption)
+	case bad >= 0:
+		return fmt.Sprintf("pool %s is not well: %s: %s", name, p.Status.Health[bad].Reason, p.Status.Health[bad].Message)
+	case min(p.Status.Available-r.promised[name], p.Status.MaxVolume) < bytes:
+		return fmt.Sprintf("pool %s has no room for %s", name, cli.Size(bytes))
+	}
+	return ""
+}
+
+// unfitFor returns why a node cannot have one more leg of a volume beside those that there are, by the controller's rules; empty if it can. key is the label
+// by which the legs are apart; empty: by nodes alone.
+func (r *room) unfitFor(whole *v1alpha1.ReplicatedVolume, key, node string) string {
+	if why := whole.Unfit(node, time.Now()); why != "" {
+		return fmt.Sprintf("node %s %s", node, why)
+	}
+	others := slices.DeleteFunc(slices.Clone(r.legs.all), func(leg *v1alpha1.Volume) bool { return leg.Spec.ReplicaOf != whole.Name || v1alpha1.Going(leg) })
+	apart := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{TopologyKey: key}}
+	if why := apart.NotBeside(others, node, r.legs.labels); why != "" {
+		return fmt.Sprintf("node %s %s", node, why)
+	}
+	return ""
 }
 
 // standing is the state of a volume that is to have another number of legs.

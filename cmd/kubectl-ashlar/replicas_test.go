@@ -118,6 +118,26 @@ func TestReplicas(t *testing.T) {
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Size = 600 * mib })
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "each replica needs a node of its own, and of 1 further nodes that are needed there are 0", "node n2 is cordoned", "pool n4.default has no room for 600Mi")
 
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Size = 100 * mib })
+	p := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName("n4", "default")}}
+	health := func(health ...v1alpha1.Problem) {
+		check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(p), p))
+		p.Status.Health = health
+		check.OK(t, e.Status().Update(t.Context(), p))
+	}
+	health(v1alpha1.Problem{Severity: "Inaccessible", Reason: "PoolReadOnly", Message: "it takes nothing"})
+	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "there are 0", "pool n4.default is not well: PoolReadOnly: it takes nothing")
+	health(v1alpha1.Problem{Severity: "Degraded", Reason: "ImagesFragmented", Message: "it is slow"})
+	run(t, apitest.Admin, "replicas", "pvc-1", "3", "--wait=false").says(t, "and is to have 3")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas, r.Spec.TopologyKey = 2, "zone" })
+	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "each replica needs a value of the label zone (parameter replicaTopologyKey) of its own, and of 1 further values that are needed there are 0", "node n4 has no label zone")
+	n := node("n4", corev1.ConditionTrue)
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(n), n))
+	metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", "four")
+	check.OK(t, e.Update(t.Context(), n))
+	run(t, apitest.Admin, "replicas", "pvc-1", "3", "--wait=false").says(t, "and is to have 3")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas, r.Spec.TopologyKey = 2, "" })
+
 	run(t, apitest.Admin, "volumes").says(t, "pvc-1", "1/2", "n1,n3")
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Replicas: 1 of 2 current", "n3", "Waiting")
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "pvc-1 has replicas; say which one is to move, with --from NODE: there is one on n1, n3")
@@ -139,10 +159,12 @@ func TestFirstReplicas(t *testing.T) {
 	e.add(movable("alone", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" }))
 	e.add(movable("follows", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Mutable = map[string]string{"placement": "follow"} }))
 	e.add(movable("large", "n1", 600*mib, nil))
+	e.add(movable("encrypted", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Encryption = string(volume.LUKS2) }))
 	run(t, apitest.Admin, "replicas", "alone", "2").refused(t, "it has access=node", "restore it by a class with access: any and replicas")
 	run(t, apitest.Admin, "replicas", "alone", "1").says(t, "alone: it is on node n1 alone.\n")
 	run(t, apitest.Admin, "replicas", "follows", "2").refused(t, "it has placement=follow")
 	run(t, apitest.Admin, "replicas", "large", "2").refused(t, "of 1 further nodes that are needed there are 0")
+	run(t, apitest.Admin, "replicas", "encrypted", "2").refused(t, "of 1 further nodes that are needed there are 0", "node n3 cannot encrypt (luks2)")
 
 	used := "pvc-1: it is used on node n3, which cannot mirror what it uses already: its driver is older, or its kernel has no dm-mirror: end what uses it (a Deployment or StatefulSet: scale it to 0), and it gets its replicas when it is released\n"
 	run(t, apitest.Admin, "replicas", "pvc-1", "2", "--wait=false").says(t, "pvc-1: it is on node n1, and is to have 2 replicas", used)
