@@ -13,10 +13,9 @@ func demoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Take volumes through their whole lives, and show it (root)",
-		Long: `driver demo starts a driver with a pool in a new directory, takes volumes through their
-whole lives over CSI, and prints each step with its time and with what the kernel then
-shows of the volume. It ends with status 0 only if every step did what it should and
-nothing of it is left on the machine. It needs root.`,
+		Long: `driver demo starts a driver with a pool in a new directory, and takes volumes through their whole lives over
+CSI. It prints each step, how long it took, and what the kernel then shows of the volume. It ends with
+status 0 only if every step did what it should, and nothing is left on the machine. It needs root.`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error { return demo.Run(cmd.Context(), parent, version) },
 	}

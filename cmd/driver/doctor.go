@@ -11,10 +11,10 @@ func doctorCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Check whether this machine has what the driver needs",
-		Long: `driver doctor checks whether this machine has what the driver needs, one line for
-each thing: ok, warning (something will not work, or not as well) or failure (the driver
-does not work), and what to do. It changes nothing. It ends with status 1 if there is a
-failure, or if it could not print all of that.`,
+		Long: `driver doctor checks whether this machine has what the driver needs. It prints one line for each check, and
+what to do: ok, warning (something will not work, or not as well) or failure (the driver does not
+work). It changes nothing. It ends with status 1 if there is a failure, or if it could not print
+everything.`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := given.setDefault(); err != nil {

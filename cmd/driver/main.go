@@ -34,8 +34,8 @@ func newRoot() *cobra.Command {
 	root := serveCommand()
 	root.Use = "driver"
 	root.Short = "A CSI driver that cuts block volumes out of the disks a machine already has"
-	root.Long = `Ashlar cuts block volumes out of the disks a machine already has (a CSI driver).
-Without a command it serves, with the flags below.`
+	root.Long = `driver is the CSI driver Ashlar, which cuts block volumes out of the disks a machine already has.
+Without a command it serves (driver serve), with the flags below.`
 	root.Args = knownCommand
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.SetFlagErrorFunc(flagError)
@@ -68,8 +68,8 @@ func completionCommand() *cobra.Command {
 	names := slices.Sorted(maps.Keys(shells))
 	return &cobra.Command{
 		Use:   "completion bash|fish|zsh",
-		Short: "Print what completes this command line in a shell",
-		Long: `driver completion prints what completes commands and flags of the driver in a shell. For this session:
+		Short: "Print the completion script for a shell",
+		Long: `driver completion prints a script that completes commands and flags of the driver in a shell. For this session:
 
   bash:  source <(driver completion bash)
   fish:  driver completion fish | source

@@ -171,7 +171,7 @@ func TestHelp(t *testing.T) {
 		t.Fatalf("exit status %d, stderr %q", r.code, r.stderr)
 	}
 	page := r.stdout
-	for _, want := range []string{"(a CSI driver)", "\nUsage:\n  driver [serve] [flags]\n  driver COMMAND [flags]\n", "\nCommands:\n  serve  ", "\n  demo  ", "\n  doctor  ", "\n  manifests  ",
+	for _, want := range []string{"the CSI driver Ashlar", "\nUsage:\n  driver [serve] [flags]\n  driver COMMAND [flags]\n", "\nCommands:\n  serve  ", "\n  demo  ", "\n  doctor  ", "\n  manifests  ",
 		"\n  version  ", "\n  completion  ", "\n  help  ", "\n  -h, --help  ", "      --version  ", "  -v, --v ", "or 1Gi (default \"1Gi\")", "(default 5m0s)", "(default 1h0m0s)"} {
 		if before, after, found := strings.Cut(page, want); !found {
 			t.Errorf("the help lacks %q:\n%s", want, r.stdout)

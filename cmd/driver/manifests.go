@@ -27,11 +27,14 @@ func manifestsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "manifests",
 		Short: "Print the PersistentVolumes and snapshot contents that a cluster has lost",
-		Long: `driver manifests prints what a cluster lacks for the volumes and snapshots that the driver has
-objects of: PersistentVolumes that no other one has the handle of, the PersistentVolumeClaims that
-they were made for, and VolumeSnapshotContents and VolumeGroupSnapshotContents with a VolumeSnapshot
-or VolumeGroupSnapshot each. All of them are to be kept (Retain). It changes nothing: look at them,
-then "kubectl apply -f -".`,
+		Long: `driver manifests prints the Kubernetes objects that a cluster lacks for the volumes and snapshots of the driver:
+
+- PersistentVolumes, and the PersistentVolumeClaims that the volumes were made for;
+- VolumeSnapshotContents and VolumeGroupSnapshotContents, with a VolumeSnapshot or VolumeGroupSnapshot
+  for each.
+
+All of them have the policy Retain. The command changes nothing: look at what it prints, then give that
+to "kubectl apply -f -".`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error { return manifests(cmd.Context(), o, l, cmd.OutOrStdout()) },
 	}

@@ -159,7 +159,7 @@ func serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:     "serve",
 		Short:   "Serve CSI on a unix socket; so does driver without a command",
-		Long:    "driver serve serves CSI on a unix socket until SIGTERM or SIGINT, and ends what it is doing first.",
+		Long:    "driver serve serves CSI on a unix socket. SIGTERM or SIGINT ends it; calls that are under way may end first.",
 		Version: version,
 		Args:    noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -213,23 +213,23 @@ func (o *options) volumeFlags(flags *pflag.FlagSet) {
 
 func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "file that says how to reach the Kubernetes API; without it, as a pod does (controller and node)")
-	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone;\nmay be given more than once. Volumes can be asked for by it: allowedTopologies of a StorageClass (node)")
+	flags.Var(&o.labels, "topology-label", "label of the Node object that says where the node is, as topology.kubernetes.io/zone;\nmay be given more than once. A StorageClass can ask for it in allowedTopologies (node)")
 	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore its deleted volumes are given up (controller)")
-	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what nobody seems to know of is kept: from its creation a volume without claim and\nPersistentVolume; from the first refusal because of it a claim without VolumeAttachment (controller)")
-	flags.StringVar(&o.agentEndpoint, "agent-endpoint", "", "IP:PORT to serve other parts of the driver on, over TLS, as 10.0.0.7:9812: the address has to be one that they reach,\nand is told to them in the status of the node's pools; without it, there is no port (node)")
-	flags.StringVar(&o.copyBandwidth, "copy-bandwidth", "", "how many bytes per second, as 200Mi, the nodes may fetch from this one, all together, for copies of its snapshots and\nvolumes, and for volumes that move there, and how many this one copies of volumes that move while it uses them, and to replicas that\nare made equal; without it, as many as there are (node)")
-	flags.StringVar(&o.remoteAddress, "remote-address", "", "IP address of this node, or name of an interface, and if wanted a port (4420), as 10.0.0.7, eth1 or [fd00::7]:4420:\nnodes use each other's volumes there, by NVMe over TCP (access=any of a StorageClass). It has to be one of the host's\nown network, and --agent-endpoint be given; without it, volumes are used on their own node (node)")
-	flags.BoolVar(&o.remoteTLS, "remote-tls", false, "give volumes to other nodes over TLS alone, and use none that is given without; both ends need Linux 6.7 and a tlshd that runs (node)")
-	flags.StringVar(&o.remoteNetwork, "remote-network", "default", "name of the network of --remote-address: nodes that say the same reach each other (node)")
-	flags.DurationVar(&o.scrubEvery, "scrub-every", 720*time.Hour, "how often the replicas of the volumes that this node uses are compared, as 168h; 0: only when somebody asks for it (node)")
-	flags.StringVar(&o.scrubBandwidth, "scrub-bandwidth", "16Mi", "how many bytes per second of each replica are read for that; 0: as many as there are (node)")
+	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what seems to be abandoned is kept: a volume without PersistentVolumeClaim and PersistentVolume,\nfrom its creation; a claim without VolumeAttachment, from the first call that was refused because of it (controller)")
+	flags.StringVar(&o.agentEndpoint, "agent-endpoint", "", "IP:PORT to serve other parts of the driver on, over TLS, as 10.0.0.7:9812. They have to reach this address, and learn it\nfrom the status of the node's pools; without it, there is no port (node)")
+	flags.StringVar(&o.copyBandwidth, "copy-bandwidth", "", "bytes per second, as 200Mi, that all other nodes together may fetch from this one (copies of its snapshots and volumes,\nvolumes that move there), and that this one may copy of volumes that move while it uses them, and to replicas that are\nresynchronised; without it, there is no limit (node)")
+	flags.StringVar(&o.remoteAddress, "remote-address", "", "IP address or network interface of this node, with a port if it is not 4420, as 10.0.0.7, eth1 or [fd00::7]:4420, at which\nother nodes use its volumes by NVMe over TCP (access=any of a StorageClass). The address has to be in the host's network,\nand --agent-endpoint has to be given; without it, volumes are used on their own node only (node)")
+	flags.BoolVar(&o.remoteTLS, "remote-tls", false, "export volumes to other nodes over TLS only, and use none that is exported without; both nodes need Linux 6.7 and a\nrunning tlshd (node)")
+	flags.StringVar(&o.remoteNetwork, "remote-network", "default", "name of the network of --remote-address: nodes with the same name here reach each other (node)")
+	flags.DurationVar(&o.scrubEvery, "scrub-every", 720*time.Hour, "how often the replicas of the volumes that this node uses are compared, as 168h; 0: only on request (node)")
+	flags.StringVar(&o.scrubBandwidth, "scrub-bandwidth", "16Mi", "bytes per second of each replica that may be read to compare them; 0: no limit (node)")
 	flags.BoolVar(&o.blocks, "snapshot-metadata", false, "serve SnapshotMetadata (what is allocated, and what changed, in snapshots) by asking the nodes,\nwhich need --agent-endpoint (controller)")
 	flags.BoolVar(&o.startupTaint, "startup-taint", false, "take the taint ashlar.dev/agent-not-ready, which new nodes may be made with, off nodes on which the driver is ready (controller)")
 }
 
 func (o *options) monitoringFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.metrics, "metrics-endpoint", "", "HOST:PORT or :PORT to serve metrics on, as http://HOST:PORT/metrics; without it, they are not served")
-	flags.BoolVar(&o.perVolume, "metrics-per-volume", false, "also serve metrics that have a series for each volume: size, and what it takes (all and node)")
+	flags.BoolVar(&o.perVolume, "metrics-per-volume", false, "also serve metrics with a series for each volume: its size, and the space that it takes (all and node)")
 	flags.StringVar(&o.traces, "trace-endpoint", "", "HOST:PORT to send traces to, by OTLP (gRPC, without TLS); without it, there are none")
 }
 
@@ -237,7 +237,7 @@ func (o *options) loggingFlags(flags *pflag.FlagSet) {
 	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
 	klog.InitFlags(klogFlags)
 	for _, one := range []struct{ name, usage string }{
-		{"v", "level of detail: 0 says what went wrong and what changed, 4 and more also each call"},
+		{"v", "level of detail: 0 logs what went wrong and what changed, 4 and more also each call"},
 		{"vmodule", "levels for single source files, as `FILE=LEVEL,...`; the name may have wildcards"},
 	} {
 		klogFlags.Lookup(one.name).Usage = one.usage

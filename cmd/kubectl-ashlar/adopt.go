@@ -36,13 +36,16 @@ func adoptCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	var a adoption
 	cmd := &cobra.Command{
 		Use:   "adopt [NODE.POOL | [NODE.POOL/]ID]...",
-		Short: "Have objects made for volumes and snapshots that pools keep and no object is for",
-		Long: `kubectl ashlar adopt lists the strays: volumes and snapshots that pools keep and no object is for, because
-somebody deleted the objects, or the cluster was made anew. Nothing removes them. With the names of pools, IDs of strays,
-or --all, the agents make their objects. NODE.POOL/ID is the stray of one of several pools that have it.
+		Short: "Make the missing objects of volumes and snapshots that are in a pool",
+		Long: `kubectl ashlar adopt lists the strays: volumes and snapshots that are in a pool and have no object, because
+somebody deleted the objects, or the cluster was made anew. Nothing removes strays.
 
-With --persistent-volumes it then makes what Kubernetes lacks for all volumes and snapshots that have objects:
-PersistentVolumes (with Retain) and their claims, and contents of snapshots with their snapshots. What there is stays as it is.`,
+Give names of pools, IDs of strays, or --all, and the agents make their objects. If several pools have
+a stray of the same ID, NODE.POOL/ID says which of them is meant.
+
+With --persistent-volumes it then makes what Kubernetes lacks for all volumes and snapshots that have
+objects: PersistentVolumes (with Retain) and their claims, and contents of snapshots with their
+snapshots. What exists stays as it is.`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if a.all && len(args) > 0 {
 				return errors.New("give --all, or pools and IDs, and not both")

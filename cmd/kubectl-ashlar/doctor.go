@@ -18,9 +18,10 @@ func doctorCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor [NODE]",
 		Short: "Check whether a node, or each, has what the driver needs",
-		Long: `kubectl ashlar doctor runs "driver doctor" in the driver's pod on a node, or on each node, with the pools that
-the pod has: one line for each thing, ok, warning or failure, and what to do. It changes nothing. It needs the right to
-run programs in the driver's pods (pods/exec). It ends with status 1 if there is a failure.`,
+		Long: `kubectl ashlar doctor runs "driver doctor" in the driver's pod on a node, or on each node, with the pools of
+that pod. It prints one line for each check: ok, warning or failure, and what to do. It changes
+nothing. It needs the right to run programs in the driver's pods (pods/exec). It ends with status 1 if
+there is a failure.`,
 		Args: cobra.MaximumNArgs(1),
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, begun string) ([]cobra.Completion, cobra.ShellCompDirective) {
 			c, err := connect(flags)

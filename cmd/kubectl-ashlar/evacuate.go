@@ -38,14 +38,24 @@ func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	var e evacuation
 	cmd := &cobra.Command{
 		Use:   "evacuate NODE",
-		Short: "Move all volumes with access=any of a node to others",
-		Long: `kubectl ashlar evacuate moves the volumes of a node, each to the pool of the same name that has most room, on a node of
-its network that answers and is not cordoned, or all to one pool (--to NODE/POOL). First it prints what moves where, and what cannot and why. It moves a few at a time.
+		Short: "Move all volumes with access=any off a node",
+		Long: `kubectl ashlar evacuate moves the volumes of a node to other nodes. Each goes to the pool of the same
+name that has most room, on a node of its network that answers and is not cordoned; with --to, all go
+to that node. First the command prints what moves where, and what stays and why.
 
-Volumes that are used are asked to move as well, all of them at once: the nodes that use them copy them meanwhile, and it waits as long as that goes on. One
-that moves only when it is released it does not wait for. A replica of a volume that is used does not move: the volume gets another one elsewhere, and then does without it. With --with-snapshots the snapshots of the node move after that, each to a pool of its own name, those too whose volume is
-elsewhere or gone. It ends with status 1 if something stays, or has come meanwhile. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there
-but copies and snapshots of what is there.`,
+Cordon the node first, so that no new volumes are made there. Copies and snapshots of what is there
+may still be made.
+
+Volumes that nobody uses are copied a few at a time (--parallel). Volumes that are used are all asked
+to move at once: the nodes that use them copy them meanwhile, and the command waits as long as that
+goes on. It does not wait for a volume that moves only when it is released. A replica of a volume that
+is used does not move: the volume gets another replica elsewhere, and then drops this one.
+
+With --with-snapshots the snapshots of the node move after that, each to a pool of its own name, also
+those whose volume is elsewhere or gone.
+
+The command ends with status 1 if something stays on the node, or has come there meanwhile. It can be
+run again at any time: it goes on with what is left.`,
 		Args: func(_ *cobra.Command, args []string) (err error) {
 			switch {
 			case len(args) != 1:

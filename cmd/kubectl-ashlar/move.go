@@ -34,19 +34,28 @@ func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	var m moving
 	cmd := &cobra.Command{
 		Use:   "move VOLUME --to NODE[/POOL]",
-		Short: "Move a volume with access=any to another node, its bytes and all",
-		Long: `kubectl ashlar move has a volume moved to a pool of another node of its network, of the same name or as --to says: its bytes are
-copied, also while it is used, then it is on that node, and the old one gives its bytes back. It keeps its ID, whatever pool that names. VOLUME is its ID (vol.POOL.KEY),
-the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM. Its snapshots stay where they are, unless you say --with-snapshots: then each
-moves to the pool of its own name on that node, also if the volume moves to another one. A snapshot is moved alone by its ID (snap.POOL.KEY). Of a volume
-with replicas one moves, that which --from says. While the volume is used, it gets another replica on that node, and does without this one when that has everything.
+		Short: "Move a volume with access=any to another node",
+		Long: `kubectl ashlar move moves a volume to another node of its network. The bytes are copied, also while
+the volume is used. Then the volume is on that node, and the old node gives its space back. The
+volume keeps its ID.
 
-It refuses what cannot be done, waits until the move has ended, and says how far it is. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
-volume has not moved.`,
+--to NODE means the pool of the same name on that node, --to NODE/POOL another one. The snapshots of
+the volume stay where they are. With --with-snapshots they move as well, each to the pool of its own
+name on that node. A snapshot is moved alone by its ID (snap.POOL.KEY).
+
+Of a volume with replicas one replica moves: the one on the node that --from names. While the volume
+is used, it gets another replica on the new node instead, and drops the old one once the new one has
+everything.
+
+The command refuses what cannot be done, shows how far the move is, and waits until it has ended. The
+move goes on without the command: the same command waits for it again. --cancel takes the move back,
+as long as the volume has not moved.
+
+` + cli.VolumeHelp,
 		Args: func(_ *cobra.Command, args []string) error {
 			switch {
 			case len(args) != 1:
-				return errors.New("give one volume: its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM")
+				return errors.New("give one volume: " + cli.VolumeNames)
 			case m.cancel == (m.to != ""):
 				return errors.New("give --to NODE or --cancel, and not both")
 			}

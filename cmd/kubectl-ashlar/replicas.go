@@ -40,20 +40,25 @@ func replicasCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	var s replicating
 	cmd := &cobra.Command{
 		Use:   "replicas VOLUME NUMBER",
-		Short: "Say on how many nodes the bytes of a volume with access=any are to be",
-		Long: `kubectl ashlar replicas says how many replicas a volume is to have, each on a node of its own: 1 to 3. VOLUME is its ID (vol.POOL.KEY), the KEY alone, the name of its
-PersistentVolume, or NAMESPACE/CLAIM. It keeps its ID.
+		Short: "Set how many replicas a volume with access=any has",
+		Long: `kubectl ashlar replicas sets how many replicas a volume has: 1 to 3, each on a node of its own. The
+volume keeps its ID.
 
-A further replica is made on the node of its network that has most room, and gets the bytes of the volume while that is used, over the network. Of too many replicas one goes that lacks
-something, else one on another node than that which uses the volume, once there are enough others that have all that was written.
+A further replica is made on the node with most room in the network of the volume. It gets the bytes
+over the network, while the volume is used. If there are too many, one goes that lacks something, else
+one on a node that does not use the volume. It goes once enough others have all that was written.
 
-So it is for a volume on one node, too, which becomes one with replicas, used or not. Where the node that uses it cannot have that happen meanwhile (an older driver), end its pods, and start them again when it has them. Until it has become one, NUMBER 1
-takes that back.
+A volume on one node gets replicas in the same way, used or not. If the node that uses it cannot do
+that meanwhile (an older driver), end its pods, and start them again when it has its replicas. Until
+then NUMBER 1 takes the request back.
 
-It refuses what cannot be done, waits until it is done, and says how far it is. All of that goes on without this command, too: the same command waits for it again.`,
+The command refuses what cannot be done, shows how far it is, and waits until it is done. It goes on
+without the command: the same command waits for it again.
+
+` + cli.VolumeHelp,
 		Args: func(_ *cobra.Command, args []string) (err error) {
 			if len(args) != 2 {
-				return errors.New("give one volume (its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM), and how many replicas it is to have")
+				return errors.New("give one volume (" + cli.VolumeNames + "), and how many replicas it is to have")
 			}
 			if s.many, err = strconv.Atoi(args[1]); err != nil || s.many < 1 || s.many > v1alpha1.MostReplicas {
 				return fmt.Errorf("%q replicas: give 1 to %d", args[1], v1alpha1.MostReplicas)

@@ -25,12 +25,15 @@ type scrubbing struct {
 func scrubCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	return &cobra.Command{
 		Use:   "scrub VOLUME",
-		Short: "Have the replicas of a volume compared",
-		Long: `kubectl ashlar scrub asks the node that uses a volume with replicas to compare them, byte by byte, beside what it does by itself (--scrub-every of the driver). It says what the last compare has found, and does
-not wait: that may take hours. Nothing is changed by it. VOLUME is its ID (vol.POOL.KEY), the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM.`,
+		Short: "Compare the replicas of a volume",
+		Long: `kubectl ashlar scrub asks the node that uses a volume with replicas to compare these now, byte by byte.
+That node also does so by itself (--scrub-every of the driver). A comparison changes nothing. It may take
+hours, and the command does not wait for it: it prints what the last comparison has found.
+
+` + cli.VolumeHelp,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) != 1 {
-				return errors.New("give one volume: its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM")
+				return errors.New("give one volume: " + cli.VolumeNames)
 			}
 			return nil
 		},

@@ -48,6 +48,12 @@ func (e *ProblemsError) Error() string { return fmt.Sprintf("problems: %d", e.Co
 // ErrNoVolume is the error if no volume has the name that was given.
 var ErrNoVolume = errors.New("there is no volume")
 
+// VolumeNames are the names of a volume that commands take (Find).
+const VolumeNames = "its ID (vol.POOL.KEY), the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM"
+
+// VolumeHelp says in the help of a command what VOLUME is.
+const VolumeHelp = "VOLUME is " + VolumeNames + "."
+
 // The exit statuses of commands that fail; that of any other failure is 1.
 const (
 	StatusProblems = 2 // of "status": there are problems

@@ -3,6 +3,7 @@ package cli
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -28,11 +29,10 @@ func (c *commands) describe() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "describe VOLUME",
 		Short: "Show all of one volume: claim, pods, node, device, snapshots, history, problems",
-		Long: `describe shows all that is known of one volume, in one page. VOLUME is its ID (vol.POOL.KEY), the KEY alone, the
-name of its PersistentVolume, or NAMESPACE/CLAIM.`,
+		Long:  "describe shows all that is known of one volume, on one page.\n\n" + VolumeHelp,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) != 1 {
-				return fmt.Errorf("give one volume: its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM")
+				return errors.New("give one volume: " + VolumeNames)
 			}
 			return nil
 		},
@@ -100,7 +100,7 @@ func notThere(o *overview.Overview, name string) error {
 			}
 		}
 	}
-	return fmt.Errorf("%w %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", ErrNoVolume, name)
+	return fmt.Errorf("%w %q; give %s (volumes lists them)", ErrNoVolume, name, VolumeNames)
 }
 
 // Find returns the volume that a name is for: its ID, key, CSI name, PersistentVolume, or NAMESPACE/CLAIM. It is an error if none has the name (ErrNoVolume),

@@ -18,8 +18,9 @@ func (c *commands) pools() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "pools",
 		Short: "List the pools, and how full they are",
-		Long: `pools lists the pools of all nodes: what they may promise in all (TOTAL), what of it is taken, what can still
-be promised (AVAILABLE), and what is wrong. With -o wide also the largest volume that could be made, and the identity of each pool.`,
+		Long: `pools lists the pools of all nodes: how much each may promise to volumes and snapshots (TOTAL), how much of
+that is taken, how much can still be promised (AVAILABLE), and what is wrong. -o wide adds the largest
+volume that could be made, and the identity of each pool.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
@@ -131,12 +132,13 @@ func (c *commands) volumes() *cobra.Command {
 	var f filter
 	cmd := &cobra.Command{
 		Use:   "volumes",
-		Short: "List the volumes: whose they are, where, how large, how well",
-		Long: `volumes lists the volumes: the claim that each was made for (or its name), the pods that use it, its node and
-pool, its size, and what is wrong with it: also that its node or pool cannot be reached. Of those that are being copied it shows how far that is.
+		Short: "List the volumes: claim, size, state, node, pods and problems",
+		Long: `volumes lists the volumes: the claim that each was made for (or its name), size, state, node and pool, the
+pods that use it, and what is wrong. It also says if the node or pool of a volume cannot be reached,
+and how far a copy is.
 
-A volume with replicas is one line, with all its nodes: REPLICAS says how many have all that was written, of how many there are to be. describe shows each
-of them.`,
+A volume with replicas is one line with all its nodes. REPLICAS shows how many replicas have all that
+was written, of how many there are to be; describe shows each of them.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if c.namespaced && cmd.Flags().Changed("namespace") {

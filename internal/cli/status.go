@@ -16,11 +16,11 @@ func (c *commands) status() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show what is wrong, and in short what there is",
-		Long: `status shows everything that is wrong, the worst first, each with what to do and where to read on; then in
-a few lines what there is.
+		Long: `status shows everything that is wrong, the worst first, each with what to do and where to read on. Then it
+says in a few lines what there is.
 
-It ends with status 0 if nothing is wrong, with 2 if something is, and with 1 if it could not find out, which is also
-so if nothing is known to be wrong, and you may not list nodes and leases.`,
+It ends with status 0 if nothing is wrong, with 2 if something is, and with 1 if it could not find out.
+That is also so if no problem is known, but you may not list nodes and leases.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
