@@ -332,7 +332,7 @@ func (t *taking) classes() {
 	}
 }
 
-// encryptionHeader is luks.HeaderSize, which is for Linux only.
+// encryptionHeader is luks.HeaderSize, in bytes. It is written here once more, as package luks builds on Linux only (TestEncryptionHeader).
 const encryptionHeader = 16 << 20
 
 // encrypts reports whether volumes of a pool can be encrypted by a scheme; empty: not encrypted.

@@ -8,6 +8,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 )
 
 // TestOneHandleOfTwo: of two PersistentVolumes of a volume the one that is bound counts, in whatever order they are listed.
@@ -79,5 +80,12 @@ func TestMoveWaitsForANode(t *testing.T) {
 		if have := tk.moving(v); have != test.want {
 			t.Errorf("%q, want %q", have, test.want)
 		}
+	}
+}
+
+// TestEncryptionHeader: the room of an encrypted class is counted with the header that the driver writes.
+func TestEncryptionHeader(t *testing.T) {
+	if encryptionHeader != luks.HeaderSize {
+		t.Errorf("the header is counted with %d bytes, and has %d", encryptionHeader, luks.HeaderSize)
 	}
 }
