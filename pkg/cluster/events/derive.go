@@ -308,7 +308,7 @@ func (n nodeState) id() string {
 	return n.since.UTC().Format(time.RFC3339Nano)
 }
 
-// ofNode returns all events of a node. That it is not ready, Kubernetes tells itself.
+// ofNode returns all events of a node. Kubernetes itself tells that it is not ready.
 func ofNode(n *corev1.Node, state nodeState) []saying {
 	if state.reason != AgentSilent {
 		return nil

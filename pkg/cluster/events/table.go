@@ -86,7 +86,7 @@ var Table = []Entry{
 	{"MovedAway", warning, volumes, "The volume has moved to another node, and its object says that it is where it was before: the API server went back."},
 	{HomeAway, warning, volumes, "The node of the volume does not answer the node that uses it, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
-	{"MarksLost", warning, volumes, "What is written to the volume, which is a leg, is not marked any more."},
+	{"MarksLost", warning, volumes, "What is written to the volume, which is a replica of another one, is not recorded any more."},
 	{"NoCurrentReplica", warning, replicated, "No replica of the volume that has all that was written can be used."},
 	{"ReplicaMissing", warning, replicated, "The volume has fewer replicas than it is to have, and no further one is made."},
 	{"ReplicaNotCurrent", warning, replicated, "A replica of the volume lacks something of what was written."},
