@@ -15,14 +15,14 @@ const (
 	AgentSilent    = "AgentSilent"    // its agent does not renew its Lease
 	PoolMissing    = "PoolMissing"    // it has volumes, and is not reported
 	PoolFull       = "PoolFull"       // no further volume fits, or it cannot be written
-	PoolNearlyFull = "PoolNearlyFull" // NearlyFull percent of what it may promise, or of its filesystem, is taken
+	PoolNearlyFull = "PoolNearlyFull" // nearlyFull percent of what it may promise, or of its filesystem, is taken
 	Strays         = "Strays"         // it has volumes or snapshots without an object
 	TakesLong      = "TakesLong"      // something is being made for too long
 	NotConfigured  = "NotConfigured"  // its agent was started without it, and it has volumes
 )
 
-// NearlyFull is how many percent of what a pool may promise have to be taken for a problem.
-const NearlyFull = 90
+// nearlyFull is how many percent of what a pool may promise have to be taken for a problem.
+const nearlyFull = 90
 
 // Kinds of subjects.
 const (
@@ -61,7 +61,7 @@ func (p *Pool) Full() (Problem, bool) {
 	switch {
 	case p.MaxVolume <= 0:
 		return Found(Degraded, PoolFull, fmt.Sprintf("%d %% of what it may promise is taken, and no further volume fits; delete volumes or snapshots, or grow it", percent), KindPool, name), true
-	case percent >= NearlyFull:
+	case percent >= nearlyFull:
 		return Found(Warning, PoolNearlyFull, fmt.Sprintf("%d %% of what it may promise is taken; delete volumes or snapshots, or grow it, before new volumes are refused", percent), KindPool, name), true
 	}
 	return Problem{}, false

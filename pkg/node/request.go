@@ -43,8 +43,8 @@ type mountRequest struct {
 	secret     secret
 }
 
-// PassphraseKey is the entry of a request's secrets that has the key of an encrypted volume.
-const PassphraseKey = "passphrase"
+// passphraseKey is the entry of a request's secrets that has the key of an encrypted volume.
+const passphraseKey = "passphrase"
 
 // secret is the key of an encrypted volume that came with a request.
 type secret struct {
@@ -53,7 +53,7 @@ type secret struct {
 }
 
 func newSecret(entries map[string]string, source string) secret {
-	return secret{volume.Key(entries[PassphraseKey]), source}
+	return secret{volume.Key(entries[passphraseKey]), source}
 }
 
 // ofClass is the source of a secret that a parameter of the StorageClass names.
@@ -62,7 +62,7 @@ func ofClass(parameter string) string { return "the parameter " + parameter + " 
 // explain adds to an error for a missing or wrong key (volume.ErrNoKey, volume.ErrKey) where the key comes from. It returns other errors as they are.
 func (s secret) explain(err error) error {
 	if errors.Is(err, volume.ErrNoKey) || errors.Is(err, volume.ErrKey) {
-		return fmt.Errorf("%w; it is the entry %q of the secret that %s names", err, PassphraseKey, s.source)
+		return fmt.Errorf("%w; it is the entry %q of the secret that %s names", err, passphraseKey, s.source)
 	}
 	return err
 }
