@@ -1,4 +1,4 @@
-// Package check has checks that many tests make.
+// Package check has assertions that many tests use.
 package check
 
 import (

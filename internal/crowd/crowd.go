@@ -16,7 +16,7 @@ func Limit(server *http.Server, listener net.Listener, most int) net.Listener {
 	return netutil.LimitListener(listener, most)
 }
 
-// crowd has the open connections of a server.
+// crowd tracks the open connections of a server.
 type crowd struct {
 	most int
 	mu   sync.Mutex

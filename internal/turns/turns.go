@@ -1,4 +1,5 @@
-// Package turns lets callers work on a thing one after the other, by its name or address. It keeps nothing of things that nobody works on.
+// Package turns is a table of mutexes, one for each thing, by its name or address: callers work on a thing one after the other, first come first served.
+// The table has no entry for a thing that nobody works on.
 package turns
 
 import (

@@ -147,7 +147,7 @@ func (n *Node) lookAtVolumes(ctx context.Context, pool string) volumes {
 	return found
 }
 
-// severityOf is how bad a problem of a volume is. That a leg lost its bytes, or cannot be used, is for its volume no loss of data, nor of access, as such: whether that has others is known to the controller.
+// severityOf is how bad a problem of a volume is. If a leg lost its bytes, or cannot be used, its volume need not have lost data or access: only the controller knows whether it has other legs.
 func severityOf(v volume.Volume, p blockdev.Problem) blockdev.Severity {
 	if v.ReplicaOf != "" {
 		return min(p.Severity, blockdev.Degraded)

@@ -1,6 +1,6 @@
 // Package node is the CSI Node service. It stages a volume (attaches it and mounts its filesystem, once), and publishes it (binds it to where a pod sees it).
 //
-// Which volumes are staged and published, and where, the kernel says, not a record. So to unpublish and to unstage needs neither a record nor an API server;
+// The kernel, and not a record, says which volumes are staged and published, and where. So to unpublish and to unstage needs neither a record nor an API server;
 // only the deletion of an inline ephemeral volume needs its record.
 //
 // The caller serialises calls for the same volume, except those that only look (pkg/rpc).

@@ -106,7 +106,7 @@ func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, how mount
 
 // checkExclusive returns ErrInUse if a volume that may have one target only (SINGLE_NODE_SINGLE_WRITER) is published at another one. It records the target
 // durably before it is there. The record is needed because the kernel cannot tell a target from a bind of it: the kubelet binds devices and subpaths
-// elsewhere. Whether the volume is still mounted at the recorded target, the kernel says; so unpublishing need not change the record.
+// elsewhere. The kernel says whether the volume is still mounted at the recorded target; so unpublishing need not change the record.
 //
 // Without a recorded target (an older driver published the volume, or it was published for a use that is not exclusive) each of its mounts, beside that at
 // the staging path, counts as a target. For a use that is not exclusive the recorded target is deleted.

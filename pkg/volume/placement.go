@@ -43,7 +43,7 @@ func cutOrdinal(name string) (family, ordinal string) {
 	return name[:at], name[at+1:]
 }
 
-// Room is a pool that a new volume may be made in, as far as is known. Whether it really has room, the pool says when it makes the volume.
+// Room is a pool that a new volume may be made in, as far as is known. The pool says whether it really has room when it makes the volume.
 type Room struct {
 	Pool string
 	blockdev.Capacity

@@ -68,7 +68,7 @@ type piece struct{ logical, at, length int64 }
 // A block is overwritten only if the volume has it and no other one does. These are the reasons why that is known (drivers/md/dm-thin.c,
 // dm-thin-metadata.c):
 //
-//   - Which volume of which thin pool it is, and where that has its metadata and data, the kernel says of the open volume, and lvm2 agrees. So the thin
+//   - The kernel says of the open volume which volume of which thin pool it is, and where that has its metadata and data, and lvm2 agrees. So the thin
 //     pool stays up with these devices, and is not being repaired.
 //   - The snapshot of the metadata has all that was mapped when it was made, as the thin pool commits first. Other volumes can share more after that only
 //     by a new snapshot. lvm2 makes none while its lock is held; one of somebody else shows in the thin pool's time (unchanged).

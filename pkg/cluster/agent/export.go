@@ -179,7 +179,7 @@ func (e exports) BeginEra(ctx context.Context, id volume.ID, generation int64) (
 	return number, err
 }
 
-// Close: see export.Home. What is exported to others stays, and what is not exported needs no end. That it ended, the status says after it has.
+// Close: see export.Home. What is exported to others stays, and what is not exported needs no end. The status says that it has ended, after it has.
 func (e exports) Close(ctx context.Context, id volume.ID, generation int64) error {
 	if err := e.check(); err != nil {
 		return err

@@ -1,5 +1,5 @@
-// Package held has the time to wait for a device, or a lock, that somebody only looks at: when a device was closed, udev and others that scan all block
-// devices may open it for a moment.
+// Package held says how long to wait for a device, or a lock, that somebody holds only for a moment: when a device is closed, udev and others that scan all
+// block devices may open it.
 package held
 
 import "time"

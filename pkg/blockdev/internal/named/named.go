@@ -1,4 +1,4 @@
-// Package named has what the kernel's names of a device tell of the object whose bytes are in it, without its pool. They are no proof: who is root can give a
+// Package named tells from the kernel's names of a device which object has its bytes there, when its pool cannot be asked. Names are no proof: root can give a
 // device any name.
 package named
 
