@@ -258,7 +258,7 @@ func (m *mirrorReconciler) releaseLeg(ctx context.Context, v *v1alpha1.Replicate
 func reasons(failing map[string]string) string {
 	var all []string
 	for _, name := range slices.Sorted(maps.Keys(failing)) {
-		all = append(all, fmt.Sprintf("leg %s: %s", name, failing[name]))
+		all = append(all, fmt.Sprintf("replica %s: %s", name, failing[name]))
 	}
 	return strings.Join(all, "; ")
 }

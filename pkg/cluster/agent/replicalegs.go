@@ -394,7 +394,7 @@ func (l *ReplicaLegs) closeOrDisconnect(ctx context.Context, id volume.ID) error
 // Health: see replicapool.Legs.
 func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) (problems []blockdev.Problem) {
 	if len(s.Failed()) == len(s.Legs) {
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: "none of its legs takes what is written; who uses it gets errors, or waits"}}
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: "none of its replicas takes what is written; who uses it gets errors, or waits"}}
 	}
 	v, is := l.replicated(ref.Key)
 	if !is {
@@ -405,7 +405,7 @@ func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) (problems []block
 	}
 	if current := len(v.Current()); current < v.Spec.Replicas {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: cluster.ReasonReplicaNotCurrent,
-			Message: fmt.Sprintf("%d of %d legs have everything that was written: %s", current, v.Spec.Replicas, missingLegs(v))})
+			Message: fmt.Sprintf("%d of %d replicas have everything that was written: %s", current, v.Spec.Replicas, missingLegs(v))})
 	}
 	return problems
 }
