@@ -245,6 +245,7 @@ type Problem struct {
 // Every call is idempotent: what is done already is done again at no cost, and to remove what is not there is success. The caller serialises calls that
 // name the same Ref, as subject or as origin; only Get and SetLabels may come beside any other call. Calls for different Refs may come at once.
 // After an error, a retry or the next start of the pool finishes or undoes whatever the call changed. Errors wrap one of the sentinels of pkg/errdefs.
+// Get, SetLabels, Expand, Attach and Health of an object that is not there, or not ready, return errdefs.ErrNotFound.
 // Calls honour their context, and leave no process or goroutine behind.
 type Pool interface {
 	// Name of the pool, as the operator gave it.
@@ -270,8 +271,8 @@ type Pool interface {
 	// SetLabels changes the labels durably; change gets a copy to edit. If it returns
 	// an error, that error is returned and nothing changed.
 	SetLabels(ctx context.Context, ref Ref, change func(labels map[string]string) error) (Record, error)
-	// Expand grows the object and the pool's devices of it to size; smaller or equal
-	// sizes change nothing.
+	// Expand grows a volume and the pool's devices of it to size, in bytes; smaller or equal sizes change nothing. errdefs.ErrNoSpace if the pool cannot back
+	// the size; errdefs.ErrOutOfRange for one that it can never have; errdefs.ErrInvalid for a snapshot.
 	Expand(ctx context.Context, ref Ref, size int64) (Record, error)
 
 	// Attach makes the object a device of this machine, or returns the one that is there with the same mode (read-only or not). errdefs.ErrDataLoss if the
@@ -283,7 +284,7 @@ type Pool interface {
 	// holder.
 	Detach(ctx context.Context, ref Ref) error
 
-	// Capacity returns the account. It is cheap: it may be called for every volume.
+	// Capacity returns how much of the pool is promised, used and free. It is cheap: it may be called for every volume.
 	Capacity(ctx context.Context) (Capacity, error)
 	// Health returns what is wrong with one object, by its bytes and record; nothing if no problem is known.
 	Health(ctx context.Context, ref Ref) ([]Problem, error)
