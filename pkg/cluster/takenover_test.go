@@ -9,6 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -315,6 +316,52 @@ func TestStraysTakenOver(t *testing.T) {
 	for range 2 {
 		check.OK(t, s.Delete(w.ctx, v.ID))
 	}
+}
+
+// TestMovedStray: the object of a volume that other nodes can use was deleted after the volume had moved. Its PersistentVolume names the node that it was made on,
+// and the network. So its deletion is not answered as done while another node of that network reports its bytes, or may have them and has told of none.
+func TestMovedStray(t *testing.T) {
+	w, _, s := newCluster(t)
+	x := w.takenOver(t, "node-2")
+	_, _, pv := w.claimed(s, "data")
+	gone := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("gone")}
+	moved := pv.DeepCopy()
+	moved.ObjectMeta, moved.Spec.ClaimRef = metav1.ObjectMeta{Name: "gone"}, nil
+	moved.Spec.CSI.VolumeHandle, moved.Spec.NodeAffinity = gone.String(), boundTo(nodeName)
+	network := boundTo("storage").Required.NodeSelectorTerms
+	network[0].MatchExpressions[0].Key = v1alpha1.NetworkKey
+	moved.Spec.NodeAffinity.Required.NodeSelectorTerms = append(moved.Spec.NodeAffinity.Required.NodeSelectorTerms, network...)
+	check.OK(t, w.Create(w.ctx, moved))
+	check.OK(t, s.Delete(w.ctx, gone))
+	p := poolOn("node-2", "default")
+	check.OK(t, x.Create(w.ctx, p))
+	for _, is := range []struct {
+		network, says string
+		strays        []v1alpha1.Stray
+		accounted     bool
+	}{
+		{network: "storage", says: "has not told yet"},
+		{network: "storage", says: "its bytes are still on node node-2", strays: []v1alpha1.Stray{{ID: gone.String()}}, accounted: true},
+		{network: "another", strays: []v1alpha1.Stray{{ID: gone.String()}}, accounted: true},
+		{network: "storage", accounted: true},
+	} {
+		before := p.DeepCopy()
+		p.Status.Network, p.Status.Strays = &v1alpha1.Network{Name: is.network, Address: "10.0.0.2:4420"}, is.strays
+		p.Status.StrayCount = len(is.strays)
+		if is.accounted {
+			meta.SetStatusCondition(&p.Status.Conditions, metav1.Condition{Type: v1alpha1.Accounted, Status: metav1.ConditionTrue, Reason: "NoStrays"})
+		}
+		check.OK(t, x.Client.Status().Patch(w.ctx, p, client.MergeFrom(before)))
+		var err error
+		w.eventually(fmt.Sprintf("the store has heard of %+v", is), func() bool {
+			err = s.Delete(w.ctx, gone)
+			return is.says == "" && err == nil || is.says != "" && errors.Is(err, errdefs.ErrUnavailable) && strings.Contains(err.Error(), is.says)
+		})
+		if t.Failed() {
+			t.Fatalf("the deletion was answered with %v", err)
+		}
+	}
+	check.OK(t, w.Client.Delete(w.ctx, moved))
 }
 
 // TestViewTakenOver: the overview does not show what an attacker says of others' volumes: a snapshot is not shown as one of such a volume, nor a volume as

@@ -306,8 +306,8 @@ func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 }
 
 // checkStrays returns ErrUnavailable if a pool reports a stray with an ID: its bytes are there, and only an operator can decide about them. It is ErrUnavailable
-// too until the pool that may have it has told of its strays. home is the node that the volume, snapshot or group was on; empty: the node that its PersistentVolume
-// is bound to. If either is known, strays of other nodes do not count: any node can report a stray of any ID.
+// too until the pool that may have it has told of its strays. home is the node that the volume, snapshot or group was on; empty: where its PersistentVolume may be
+// used (boundTo). If either is known, strays of other nodes do not count: any node can report a stray of any ID.
 func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
@@ -317,6 +317,7 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 		return s.checkUntold(ctx, id, home)
 	}
 	of, _ := volume.ParseID(id) // a group has no pool
+	at := bound{node: home}
 	for i := range pools.Items {
 		p := &pools.Items[i]
 		stray := slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id })
@@ -324,14 +325,14 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 		if !stray && !untold {
 			continue
 		}
-		if home == "" {
+		if at == (bound{}) {
 			var err error
-			if home, err = s.boundTo(ctx, id); err != nil {
+			if at, err = s.boundTo(ctx, id); err != nil {
 				return err
 			}
 		}
-		switch here := home == p.Spec.NodeName; {
-		case stray && (here || home == ""):
+		switch here := at.mayBeIn(p); {
+		case stray && (here || at == bound{}):
 			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
 				errdefs.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
 		case untold && here:
@@ -342,27 +343,38 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	return nil
 }
 
-// checkUntold is checkStrays while no pool is told of at all: ErrUnavailable, unless the node that has, or had, what an ID names is gone for good.
+// checkUntold is checkStrays while no pool is told of at all: ErrUnavailable, unless the only node that has, or had, what an ID names is gone for good.
 func (s *Store) checkUntold(ctx context.Context, id, home string) (err error) {
 	untold := s.told(ctx)
 	if untold == nil {
 		return fmt.Errorf("%w: pools are told of just now, and perhaps %s among what they keep; ask again", errdefs.ErrUnavailable, id)
 	}
+	at := bound{node: home}
 	if home == "" {
-		if home, err = s.boundTo(ctx, id); err != nil {
+		if at, err = s.boundTo(ctx, id); err != nil {
 			return err
 		}
 	}
-	if home != "" {
-		if gone, err := s.isGone(ctx, home); gone || err != nil {
+	if at.node != "" && at.network == "" {
+		if gone, err := s.isGone(ctx, at.node); gone || err != nil {
 			return err
 		}
 	}
 	return fmt.Errorf("whether %s is gone is not known: %w", id, untold)
 }
 
-// boundTo returns the node that the PersistentVolume with a handle is bound to by its node affinity; empty if there is none.
-func (s *Store) boundTo(ctx context.Context, handle string) (node string, _ error) {
+// bound is where something may be, as far as that is known. A volume that other nodes of a network can use was made on the node, and may have moved to any of
+// these since: what is said of it when it is made stays.
+type bound struct{ node, network string }
+
+// mayBeIn reports whether it may be in a pool.
+func (b bound) mayBeIn(p *v1alpha1.Pool) bool {
+	n := p.Status.Network
+	return b.node == p.Spec.NodeName || b.network != "" && n != nil && n.Name == b.network
+}
+
+// boundTo returns where the volume of the PersistentVolume with a handle may be, by its node affinity; nothing if there is none.
+func (s *Store) boundTo(ctx context.Context, handle string) (at bound, _ error) {
 	err := kube.EachPage(ctx, s.kube.Live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
 		for i := range list.Items {
 			pv := &list.Items[i].Spec
@@ -371,14 +383,18 @@ func (s *Store) boundTo(ctx context.Context, handle string) (node string, _ erro
 			}
 			for _, term := range pv.NodeAffinity.Required.NodeSelectorTerms {
 				for _, e := range term.MatchExpressions {
-					if e.Key == v1alpha1.TopologyKey && len(e.Values) == 1 {
-						node = e.Values[0]
+					switch {
+					case len(e.Values) != 1:
+					case e.Key == v1alpha1.TopologyKey:
+						at.node = e.Values[0]
+					case e.Key == v1alpha1.NetworkKey:
+						at.network = e.Values[0]
 					}
 				}
 			}
 		}
 	})
-	return node, kube.APIError("look for PersistentVolumes", err)
+	return at, kube.APIError("look for PersistentVolumes", err)
 }
 
 func compareIDs(a, b volume.ID) int {
