@@ -57,7 +57,7 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 // open has the home export a volume for the present claim. An export that was there before (Again, Otherwise) the home does not change, as this node may use
 // it: if it is connected, that goes on. If not, as after a start of the machine, or after the home did not answer, it is given back first, and asked for
 // again: giving it back waits for what this node wrote before and is on its way to the disk still, which could overwrite what is written from now on.
-// errdefs.ErrUnavailable if the export still is Otherwise then.
+// errdefs.ErrUnavailable if the export still is Otherwise or Again then.
 func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
 	export, err := p.ask(ctx, ref)
 	if err != nil || !export.Otherwise && !export.Again {
@@ -72,8 +72,12 @@ func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
 		return Export{}, fmt.Errorf("give %s, which is not connected, back to its home, which is to give it anew: %w", ref, err)
 	}
 	export, err = p.ask(ctx, ref)
-	if err == nil && export.Otherwise {
+	switch {
+	case err != nil:
+	case export.Otherwise:
 		err = fmt.Errorf("%w: the home of %s was to give it otherwise, with TLS or without, and gives it as before; nothing was connected", errdefs.ErrUnavailable, ref)
+	case export.Again: // another home was told, perhaps: this node may not know yet that the volume has moved
+		err = fmt.Errorf("%w: the home of %s was to give it anew, and gives it as before; nothing was connected", errdefs.ErrUnavailable, ref)
 	}
 	return export, err
 }

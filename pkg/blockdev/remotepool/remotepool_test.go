@@ -44,6 +44,7 @@ type home struct {
 	stays      bool   // Otherwise also after that
 	again      bool   // Export.Again, until it is closed
 	notEnded   error  // of Close
+	astray     bool   // Close tells another home than the volume's
 
 	name string // NQN that it answers; empty: that of the export
 	host string // likewise
@@ -142,6 +143,9 @@ func (h *home) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool,
 }
 
 func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64) error {
+	if h.astray {
+		return nil
+	}
 	h.closed = append(h.closed, generation)
 	if h.notEnded != nil {
 		return h.notEnded
@@ -223,7 +227,7 @@ func TestOtherwise(t *testing.T) {
 
 // TestGivenAgain: a node lost its connection to a volume, as its home did not answer for too long, or as its own machine was started anew. What it wrote by
 // that connection may still be on its way to the home's disk. So it has the export ended, and connects to another one; it connects to none while that
-// cannot end. A node that is connected goes on.
+// cannot end, or another home than the volume's was told. A node that is connected goes on.
 func TestGivenAgain(t *testing.T) {
 	h, all := start(t)
 	used := pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
@@ -238,7 +242,12 @@ func TestGivenAgain(t *testing.T) {
 	if n := h.connected(t); n != 0 {
 		t.Errorf("there are %d connections", n)
 	}
-	h.notEnded = nil
+	h.notEnded, h.astray = nil, true
+	pooltest.Fails(t, pooltest.Second(all.Named("fast").Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrUnavailable, "Attach of what its home was not told to end")
+	if n := h.connected(t); n != 0 {
+		t.Errorf("there are %d connections", n)
+	}
+	h.astray = false
 	device := pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
 	list, err := h.List("")
 	if check.OK(t, err); len(list) != 1 || list[0].Number != device.Number || list[0].NQN != h.nqn(1) || list[0].NQN == before || len(h.closed) != 2 {
