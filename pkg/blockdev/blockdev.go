@@ -124,7 +124,8 @@ type Spec struct {
 	// error from it ends the call, and all is undone.
 	Cut    func(ctx context.Context) error
 	Labels map[string]string
-	// Sector is the logical sector that the devices are to have, in bytes, if the pool has a choice; 0: the pool's own. A copy has its origin's.
+	// Sector is the logical sector that the devices are to have, in bytes, if the pool has a choice; 0: the pool's own. A copy has its origin's. A pool without
+	// a choice refuses one that is smaller than its own (errdefs.ErrUnsupported), if it takes long to find that out later.
 	Sector int64
 	// Prepare, if set, is called with the path of the finished bytes (a file or a
 	// device) before the object becomes ready. It must be repeatable.

@@ -62,6 +62,7 @@ type consumerVolumes struct {
 	all     map[string]*consumerVolume
 	percent int      // the last one of Throttle
 	user    *machine // the node "user"
+	cannot  error    // of CanMirror
 }
 
 func (c *consumerVolumes) of(key string) *consumerVolume {
@@ -138,11 +139,20 @@ func (c *consumerVolumes) Mirrored(_ context.Context, id volume.ID) (volume.Mirr
 	return *v.m, true, nil
 }
 
+func (c *consumerVolumes) CanMirror() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.cannot
+}
+
 func (c *consumerVolumes) Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error {
 	if _, err := data(ctx); err != nil {
 		return err
 	}
 	v := c.of(id.Key)
+	if v.name == "does not fit" {
+		return fmt.Errorf("%w: %w: other sectors", errdefs.ErrPrecondition, volume.ErrUnfit)
+	}
 	return v.do("mirror", func() {
 		v.m = &volume.Mirrored{Old: firstLeg, New: to.Number, Synced: mib, Total: movingSize}
 		for i := range v.legs {
@@ -271,6 +281,9 @@ func (h fakeHomes) Took(context.Context, volume.ID, time.Time) (bool, error) {
 }
 
 func (h fakeHomes) Prepare(_ context.Context, of move.Of, _ volume.Origin) (export.Opened, error) {
+	if v := h.of(of.ID.Key); v.name == "room takes long" && v.count("prepare") < 4 {
+		return export.Opened{}, errors.Join(v.do("prepare", func() {}), fmt.Errorf("%w: it makes room", errdefs.ErrBusy))
+	}
 	return export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: newHomeNQN + ":" + of.ID.Key, Host: "host", Size: movingSize},
 		h.of(of.ID.Key).do("prepare", func() {})
 }
@@ -310,7 +323,18 @@ func (h fakeHome) serve(t *testing.T) {
 	connection, err := grpc.NewClient("passthrough:///"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
 	check.OK(t, err)
 	t.Cleanup(func() { check.OK(t, connection.Close()) })
-	fakeConnection = connection
+	fakeConnection = busily{connection}
+}
+
+// busily tells errdefs.ErrBusy of the other side from its other errors, as rpc.Dial does.
+type busily struct{ grpc.ClientConnInterface }
+
+func (c busily) Invoke(ctx context.Context, method string, args, reply any, options ...grpc.CallOption) error {
+	err := c.ClientConnInterface.Invoke(ctx, method, args, reply, options...)
+	if err != nil && strings.Contains(err.Error(), errdefs.ErrBusy.Error()) {
+		err = fmt.Errorf("%w: %w", errdefs.ErrBusy, err)
+	}
+	return err
 }
 
 // fakeExports stands for the homes as an export.Home.
@@ -465,6 +489,16 @@ func (v *consumerVolume) steps() []string {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return slices.Clone(v.said)
+}
+
+// count returns how often a step was tried.
+func (v *consumerVolume) count(step string) (n int) {
+	for _, said := range v.steps() {
+		if said == step {
+			n++
+		}
+	}
+	return n
 }
 
 // has reports whether a step was tried.
@@ -771,6 +805,23 @@ func TestCarry(t *testing.T) {
 			v.flips()
 			v.switches() // with the same mirror
 		},
+		"room takes long": func(v *consumerVolume) {
+			v.movesays("node new makes room for it")
+			v.kernel(synced)
+			v.pins()
+			v.flips()
+			v.switches()
+		},
+		"does not fit": func(v *consumerVolume) { // no room is made for it again and again
+			v.movesays("other sectors")
+			time.Sleep(2 * time.Second) // some forty looks
+			if n := v.count("prepare"); n != 1 || !v.has("drop") {
+				v.Errorf("room was made %d times: %v", n, v.steps())
+			}
+			v.movesTo(v.name, "")
+			v.movesTo(v.name, "new")
+			v.says("it is tried anew", func() bool { return v.count("prepare") == 2 })
+		},
 		"has no seat": func(v *consumerVolume) {
 			v.movesays("not staged there yet")
 		},
@@ -810,6 +861,24 @@ func TestCarry(t *testing.T) {
 			})
 		}
 	})
+}
+
+// TestCarryCannot: a node whose kernel has no mirrors has no room made for what it uses.
+func TestCarryCannot(t *testing.T) {
+	w, all, _ := carrying(t)
+	all.mu.Lock()
+	all.cannot = fmt.Errorf("%w: no target mirror", errdefs.ErrUnsupported)
+	all.mu.Unlock()
+	v := w.movingInUse(all, "v")
+	v.movesays("no target mirror")
+	if v.has("describe") || v.has("prepare") {
+		t.Errorf("%v", v.steps())
+	}
+	all.mu.Lock()
+	all.cannot = nil
+	all.mu.Unlock()
+	v.kernel(synced)
+	v.pins()
 }
 
 // TestCarryOneByOne: volumes are copied one after another, within the bandwidth that the node was given, and the object of one that waits says what it

@@ -59,14 +59,25 @@ func Throttle(percent int) error {
 	return err
 }
 
+// CanMirror returns errdefs.ErrUnsupported if the kernel has no mirrors.
+func CanMirror() error {
+	if err := dm.HasTarget(mirrorTarget); err != nil {
+		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
+	}
+	return nil
+}
+
+// ErrUnfit is in errors of Mirror for a device that this volume is never mirrored to, while it stays attached as it is. The text says why.
+var ErrUnfit = errors.New("it does not move there while it is used")
+
 // Mirror has the kernel copy an attached volume to another device while the volume is used: see Mirrored. That device has to be as large or larger, and
 // zeros throughout. data returns the ranges that hold anything but zeros, in order. It is called while all writes are held back and earlier ones are
 // durable; nil: all is copied. If there is a mirror to the same device, it stays. The caller holds the device open, and keeps it attached until after
 // Unmirror, Switch or Detach.
 //
 // errdefs.ErrUnsupported if the volume is attached without a seat, if the kernel has no mirrors, or if the device has to be flushed and the seat does not
-// pass flushes; errdefs.ErrPrecondition for a device that is too small or has other sectors, or if there is a mirror to another one. With any error all is
-// as without Mirror.
+// pass flushes (ErrUnfit); errdefs.ErrPrecondition for a device that is too small or has other sectors (ErrUnfit), or if there is a mirror to another one. With
+// any error all is as without Mirror.
 func (s Stack) Mirror(ctx context.Context, to blockdev.Device, data func(ctx context.Context) ([]blockdev.Extent, error)) error {
 	return s.moving("mirror it", func() error { return s.mirror(ctx, to, data) })
 }
@@ -84,8 +95,8 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 	case is:
 		return settle(d)
 	}
-	if err := dm.HasTarget(mirrorTarget); err != nil {
-		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
+	if err := CanMirror(); err != nil {
+		return err
 	}
 	t, _ := s.top() // there is one, as there is a seat
 	from, there, err := t.underSeat(ctx, d)
@@ -119,26 +130,29 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 	return nil
 }
 
-// fits returns errdefs.ErrPrecondition if a device cannot be the new leg: it is too small, the same, or has other sectors.
+// fits returns errdefs.ErrPrecondition if a device cannot be the new leg: it is too small, the same, or has other sectors (ErrUnfit).
 func fits(from, to blockdev.Device, size int64) error {
 	sector, err := dm.SectorSize(from.Number)
 	if err != nil {
 		return err
 	}
 	other, err := dm.SectorSize(to.Number)
-	if err == nil && (to.Size < size || to.Number == from.Number || other != sector) {
-		err = fmt.Errorf("%w: %s, of %d bytes in sectors of %d, is to be mirrored to %s, of %d bytes in sectors of %d",
-			errdefs.ErrPrecondition, from.Path, size, sector, to.Path, to.Size, other)
+	if err != nil || to.Size >= size && to.Number != from.Number && other == sector {
+		return err
 	}
-	return err
+	err = fmt.Errorf("%s, of %d bytes in sectors of %d, is to be mirrored to %s, of %d bytes in sectors of %d", from.Path, size, sector, to.Path, to.Size, other)
+	if other != sector {
+		err = fmt.Errorf("%w: %w", ErrUnfit, err)
+	}
+	return fmt.Errorf("%w: %w", errdefs.ErrPrecondition, err)
 }
 
-// flushes returns ErrUnsupported if the new leg has to be flushed, and the seat was made over a device that need not be. What is over the seat was told
+// flushes returns ErrUnsupported and ErrUnfit if the new leg has to be flushed, and the seat was made over a device that need not be. What is over the seat was told
 // then that there is no cache, so the kernel drops its flushes.
 func flushes(seat *dm.Device, to blockdev.Device) error {
 	if !dm.Flushed(seat.Number) && dm.Flushed(to.Number) {
-		return fmt.Errorf("%w: the disk of the volume's node has no cache that could be lost, so what uses the volume does not flush it, and the disk of the new node has one; it moves when it is not used",
-			errdefs.ErrUnsupported)
+		return fmt.Errorf("%w: %w: the disk of the volume's node has no cache that could be lost, so what uses the volume does not flush it, and the disk of the new node has one; it moves when it is not used",
+			errdefs.ErrUnsupported, ErrUnfit)
 	}
 	return nil
 }

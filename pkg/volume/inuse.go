@@ -168,6 +168,15 @@ type prepared struct {
 
 const preparedWord = "inuse"
 
+// roomLabel is the label (labelImport) of what Prepare has not made all of yet: it reads as zeros, and nobody was ever given it. It says nothing of the
+// description, which is another one each time that Prepare is called: so a pool that was cut short can go on (blockdev.Pool.Create), however long it takes.
+func roomLabel(key string) string { return key + "/room" }
+
+// isRoom reports whether a record is of what Prepare has made for an origin, and not prepared yet.
+func isRoom(pool blockdev.Pool, r blockdev.Record, from Origin) bool {
+	return r.Labels[labelImport] == roomLabel(r.Key) && r.Size == sizeIn(pool, from)
+}
+
 func (p prepared) label(key string) string {
 	return key + "/" + p.described.UTC().Format(time.RFC3339Nano) + "/" + preparedWord + "." + strconv.FormatInt(p.generation, 10)
 }
@@ -199,8 +208,9 @@ func preparedSince(r blockdev.Record) time.Time {
 
 // Prepare makes room in pool in for a volume that moves here while it is used, as the origin describes it. The room reads as zeros. It is exported for the
 // next claim of the consumer; if that is this node, nothing is exported. Called again with the same description, it returns the same export. If that
-// export has ended, or the description is later, the room is removed and made anew. ErrPrecondition if what is here is of a later description. Nobody but
-// the consumer can use it before Complete and Arrive.
+// export has ended, or the description is later, the room is removed and made anew. If ctx ends while the room is being made, the next call goes on with
+// it, as far as the pool can, also with a later description. ErrPrecondition if what is here is of a later description. Nobody but the consumer can use it
+// before Complete and Arrive.
 func (l *Local) Prepare(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin, to Grant) (_ Exported, err error) {
 	if err := from.checkMove(name); err != nil {
 		return Exported{}, err
@@ -226,7 +236,9 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 			(to.Node == l.node && !is || is && e.Grant == to && e.boot == how.Boot) {
 			return l.showPrepared(ctx, pool, record, e, from)
 		}
-		err = l.replacePrepared(ctx, pool, record, want, from)
+		if !isRoom(pool, record, from) {
+			err = l.replacePrepared(ctx, pool, record, want, from)
+		}
 	}
 	if errdefs.IgnoreNotFound(err) != nil {
 		return Exported{}, err
@@ -238,10 +250,26 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 		e = newExport(to, how.Boot)
 		labels[labelExport] = e.label()
 	}
-	if record, err = l.createMoved(ctx, pool, name, provisioning, from, labels); err != nil {
+	if record, err = l.makeRoom(ctx, pool, name, provisioning, from, labels); err != nil {
 		return Exported{}, err
 	}
 	return l.showPrepared(ctx, pool, record, e, from)
+}
+
+// makeRoom makes what Prepare prepares, or goes on with it (roomLabel), and then gives it its labels.
+func (l *Local) makeRoom(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin, labels map[string]string) (blockdev.Record, error) {
+	ref := from.ID.ref()
+	room := map[string]string{labelImport: roomLabel(ref.Key)}
+	record, err := l.createMoved(ctx, pool, name, provisioning, from, room)
+	if err != nil {
+		return record, err
+	}
+	return pool.SetLabels(ctx, ref, func(all map[string]string) error {
+		clear(all)
+		maps.Copy(all, labels)
+		setLabel(all, labelPool, room[labelPool])
+		return nil
+	})
 }
 
 // replacePrepared removes what is here of a volume, to make room for a later description. ErrPrecondition if it is of a later one itself.

@@ -15,6 +15,9 @@ import (
 // Mirrored is how far a volume is written to both of its homes.
 type Mirrored = device.Mirrored
 
+// ErrUnfit is in errors of Everywhere.Mirror: the volume never moves to that device while it stays staged as it is.
+var ErrUnfit = device.ErrUnfit
+
 // seated reports whether a volume has a seat among the devices of the pools of l.
 func (l *Local) seated(ctx context.Context, id ID) (bool, error) {
 	stack, err := l.stack(id)
@@ -70,6 +73,9 @@ func (e *Everywhere) Mirrored(ctx context.Context, id ID) (Mirrored, bool, error
 	}
 	return stack.Mirrored(ctx)
 }
+
+// CanMirror returns ErrUnsupported if the kernel of this node has no mirrors.
+func (e *Everywhere) CanMirror() error { return device.CanMirror() }
 
 // Mirror makes a mirror of a volume to another device, and has the kernel copy the ranges that data returns: see device.Stack.Mirror.
 func (e *Everywhere) Mirror(ctx context.Context, id ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error {

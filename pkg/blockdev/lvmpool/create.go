@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -247,6 +248,9 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 		return err
 	}
 	defer target.Close()
+	if err := p.hasSector(target, spec.Sector); err != nil { // before anything is written, which may take hours
+		return err
+	}
 	// From here on the device goes with its last user, and so with the driver.
 	if _, err := dm.Remove(d.Name); err != nil {
 		return err
@@ -280,6 +284,21 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 		return err
 	}
 	p.removeNodes(spec.Ref.String())
+	return nil
+}
+
+// hasSector returns errdefs.ErrUnsupported if the logical sector of a device is larger than is asked for; 0: any will do.
+func (p *pool) hasSector(f *os.File, sector int64) error {
+	if sector == 0 {
+		return nil
+	}
+	has, err := ioctl.SectorSize(f)
+	if err != nil {
+		return fmt.Errorf("sector of %s: %w", f.Name(), errdefs.FromErrno(err))
+	}
+	if int64(has) > sector {
+		return fmt.Errorf("%w: the sectors of pool %s have %d bytes, and not %d or less, as what comes there needs; choose another pool", errdefs.ErrUnsupported, p.name, has, sector)
+	}
 	return nil
 }
 

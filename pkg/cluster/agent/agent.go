@@ -58,6 +58,8 @@ type Options struct {
 	LookEvery time.Duration
 	// MoveCopies is how many moves in use copy at once; 0 is the usual number.
 	MoveCopies int
+	// RoomTime is for how long room is made at once for a volume that moves here while it is used (move.New); 0 is the usual time.
+	RoomTime time.Duration
 	// CopyBandwidth is how many bytes per second the kernel copies for moves in use and for legs that join, all together; 0: no limit.
 	CopyBandwidth int64
 	// ScrubEvery is how often the legs of each volume that the node uses are compared (scrubbed); 0: only on request.

@@ -33,6 +33,8 @@ type MoveMirrors interface {
 	Grow(ctx context.Context, id volume.ID, key volume.Key) (volume.Volume, error)
 	Mirrors(ctx context.Context) ([]volume.ID, error)
 	Mirrored(ctx context.Context, id volume.ID) (volume.Mirrored, bool, error)
+	// CanMirror is ErrUnsupported if the kernel has no mirrors. Mirror is ErrUnfit for a device that the volume is never mirrored to, as it is staged now.
+	CanMirror() error
 	Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error
 	HoldMirror(ctx context.Context, id volume.ID) error
 	ReleaseMirror(ctx context.Context, id volume.ID) error
@@ -68,6 +70,11 @@ const (
 	// A move that failed is tried again after firstBackoff looks, then later each time, and after longestBackoff at the latest.
 	firstBackoff   = 2
 	longestBackoff = 2 * time.Minute
+	// unfitBackoff is the pause after a new home that the volume does not move to, as it is staged now (volume.ErrUnfit). Each try makes room there for nothing.
+	unfitBackoff = time.Hour
+	// roomTime is how long Prepare makes room at once (Options.RoomTime). If that is not enough, it is asked again, and goes on: some pools have to overwrite the
+	// room with zeros.
+	roomTime = openTime - homeTime
 	// longestSwitch is how long writes may be held back: until a mirror is in effect, and until the controller has moved a pinned volume.
 	longestSwitch = 10 * time.Second
 	// awayLooks is for how many looks (Options.LookEvery) a new home may be unreachable before the copy to it ends. Pods wait meanwhile, although the old home
@@ -96,6 +103,7 @@ type inUseMove struct {
 	unpinned   bool      // the object is known not to be pinned, and no write that pins it is under way; false: not known
 	tries      int       // that failed
 	retryAt    time.Time // when the next one may start
+	unfit      int64     // metadata.generation of the object by which the volume was to move to where it cannot (volume.ErrUnfit); 0: that is not so
 	busySince  time.Time // since when the lock of the volume is held by somebody else
 	awaySince  time.Time // since when the new home does not answer
 	heldSince  time.Time // since when the pinned volume is held

@@ -107,23 +107,17 @@ func (o otherHome) Took(ctx context.Context, id volume.ID, sealed time.Time) (to
 // ownHome is this node as the old or the new home. The caller of Ranges, Seal and Complete has the lock of the volume; the other methods take it.
 type ownHome struct{ *Moving }
 
-func (o ownHome) locked(of move.Of, work func() error) error {
+func (o ownHome) locking(of move.Of, work func() error) error {
 	return o.withLocks([]string{keylock.Volume(of.ID.Key)}, work)
 }
 
 // Describe: see move.Old.
 func (o ownHome) Describe(ctx context.Context, of move.Of) (from volume.Origin, err error) {
-	err = o.locked(of, func() (err error) { from, err = o.Moving.Describe(ctx, of); return err })
+	err = o.locking(of, func() (err error) { from, err = o.Moving.Describe(ctx, of); return err })
 	return from, err
-}
-
-// Prepare: see move.New.
-func (o ownHome) Prepare(ctx context.Context, of move.Of, from volume.Origin) (room export.Opened, err error) {
-	err = o.locked(of, func() (err error) { room, err = o.Moving.Prepare(ctx, of, from); return err })
-	return room, err
 }
 
 // Drop: see move.New.
 func (o ownHome) Drop(ctx context.Context, of move.Of, nqn string) error {
-	return o.locked(of, func() error { return o.Moving.Drop(ctx, of, nqn) })
+	return o.locking(of, func() error { return o.Moving.Drop(ctx, of, nqn) })
 }

@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -66,40 +67,50 @@ func (m *Moving) inUse(ctx context.Context, of move.Of) (*v1alpha1.Volume, volum
 	return v, to, nil
 }
 
-// lockedInUse does work under the lock of a volume, with the object of inUse.
-func (m *Moving) lockedInUse(ctx context.Context, of move.Of, work func(v *v1alpha1.Volume, to volume.Grant) error) error {
-	looked := func() error {
+// locked does work under the lock of a volume.
+func (m *Moving) locked(of move.Of, work func() error) error {
+	if m.here {
+		return work()
+	}
+	return m.withLocks([]string{keylock.Volume(of.ID.Key)}, work)
+}
+
+// leaving does work on a volume of this node that is to move, under its lock.
+func (m *Moving) leaving(ctx context.Context, of move.Of, work func(v *v1alpha1.Volume, to volume.Grant) error) error {
+	return m.locked(of, func() error {
 		v, to, err := m.inUse(ctx, of)
+		if err == nil && v.Spec.NodeName != m.local.Node() {
+			err = fmt.Errorf("%w: volume %s is on node %s, not on node %s", errdefs.ErrPrecondition, of.ID, v.Spec.NodeName, m.local.Node())
+		}
 		if err != nil {
 			return err
 		}
 		return work(v, to)
-	}
-	if m.here {
-		return looked()
-	}
-	return m.withLocks([]string{keylock.Volume(of.ID.Key)}, looked)
-}
-
-// leaving does work on a volume of this node that is to move.
-func (m *Moving) leaving(ctx context.Context, of move.Of, work func(v *v1alpha1.Volume, to volume.Grant) error) error {
-	return m.lockedInUse(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
-		if v.Spec.NodeName != m.local.Node() {
-			return fmt.Errorf("%w: volume %s is on node %s, not on node %s", errdefs.ErrPrecondition, of.ID, v.Spec.NodeName, m.local.Node())
-		}
-		return work(v, to)
 	})
 }
 
-// coming does work for a volume that is to move to this node; to is the next claim of its user.
+// coming does work for a volume that is to move to this node, under its lock; to is the next claim of its user.
 func (m *Moving) coming(ctx context.Context, of move.Of, work func(v *v1alpha1.Volume, to volume.Grant) error) error {
-	return m.lockedInUse(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
-		if v.Spec.Move.Node != m.local.Node() {
-			return fmt.Errorf("%w: volume %s moves to node %s, not to node %s", errdefs.ErrPrecondition, of.ID, v.Spec.Move.Node, m.local.Node())
+	return m.locked(of, func() error {
+		v, to, err := m.comes(ctx, of)
+		if err != nil {
+			return err
 		}
-		to.Generation = cluster.NextClaim(v)
 		return work(v, to)
 	})
+}
+
+// comes is inUse for a volume that is to move to this node; to is the next claim of its user.
+func (m *Moving) comes(ctx context.Context, of move.Of) (v *v1alpha1.Volume, to volume.Grant, err error) {
+	v, to, err = m.inUse(ctx, of)
+	if err != nil {
+		return v, to, err
+	}
+	if v.Spec.Move.Node != m.local.Node() {
+		return v, to, fmt.Errorf("%w: volume %s moves to node %s, not to node %s", errdefs.ErrPrecondition, of.ID, v.Spec.Move.Node, m.local.Node())
+	}
+	to.Generation = cluster.NextClaim(v)
+	return v, to, nil
 }
 
 // Describe: see move.Old.
@@ -132,30 +143,45 @@ func (m *Moving) Seal(ctx context.Context, of move.Of) (from volume.Origin, err 
 	return from, err
 }
 
-// Prepare: see move.New.
+// Prepare: see move.New. It takes the lock of the volume in any case, and gives way to calls: a pod of this node may be the one that uses the volume.
 func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (opened export.Opened, err error) {
 	if err := (exports{m.Agent}).check(); err != nil {
 		return export.Opened{}, err
 	}
-	err = m.coming(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
-		if err := m.checkMayCome(ctx, v); err != nil {
-			return err
-		}
-		if pinned(v) {
-			return fmt.Errorf("%w: volume %s is all here, and about to move", errdefs.ErrPrecondition, of.ID)
-		}
-		if err := errors.Join(checkKnowsPools(v, from), checkSize(v, from)); err != nil {
-			return err
-		}
-		defer m.Changed()
-		out, err := m.local.Prepare(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), limitTo(v, from), to)
+	making, end := context.WithTimeout(ctx, cmp.Or(m.options.RoomTime, roomTime))
+	defer end()
+	err = m.withYieldingLocks(making, []string{keylock.Volume(of.ID.Key)}, nil, func(ctx context.Context) error {
+		v, to, err := m.comes(ctx, of)
 		if err != nil {
-			return fmt.Errorf("make room for volume %s on node %s: %w", of.ID, m.local.Node(), err)
+			return err
 		}
-		opened, err = exports{m.Agent}.opened(out)
+		opened, err = m.makeRoom(ctx, v, to, from)
 		return err
 	})
+	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+		err = errdefs.Recast(errdefs.ErrBusy, err, "node %s makes room for volume %s, and goes on with that when it is asked again", m.local.Node(), of.ID)
+	}
 	return opened, err
+}
+
+// makeRoom is Prepare for a volume that comes here. The caller has the lock of the volume.
+func (m *Moving) makeRoom(ctx context.Context, v *v1alpha1.Volume, to volume.Grant, from volume.Origin) (export.Opened, error) {
+	id := cluster.VolumeID(v)
+	if err := m.checkMayCome(ctx, v); err != nil {
+		return export.Opened{}, err
+	}
+	if pinned(v) {
+		return export.Opened{}, fmt.Errorf("%w: volume %s is all here, and about to move", errdefs.ErrPrecondition, id)
+	}
+	if err := errors.Join(checkKnowsPools(v, from), checkSize(v, from)); err != nil {
+		return export.Opened{}, err
+	}
+	defer m.Changed()
+	out, err := m.local.Prepare(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), limitTo(v, from), to)
+	if err != nil {
+		return export.Opened{}, fmt.Errorf("make room for volume %s on node %s: %w", id, m.local.Node(), err)
+	}
+	return exports{m.Agent}.opened(out)
 }
 
 // Complete: see move.New.

@@ -53,7 +53,8 @@ func (c *inUseMover) stepUnmirrored(ctx context.Context, now *observed) (again t
 		c.forget(now.id.Key)
 		return 0, nil
 	}
-	if wait := time.Until(c.stateOf(now.id.Key).retryAt); wait > 0 {
+	known := c.stateOf(now.id.Key)
+	if wait := time.Until(known.retryAt); wait > 0 && (known.unfit == 0 || known.unfit == now.v.Generation) {
 		return wait, nil
 	}
 	if !c.starting.TryLock() {
@@ -74,9 +75,16 @@ func (c *inUseMover) stepUnmirrored(ctx context.Context, now *observed) (again t
 	switch {
 	case err == nil:
 		return c.options.LookEvery / shortestLook, nil
+	case errors.Is(err, errGaveWay):
+		return yieldRetry, nil
 	case errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil:
 		return 0, err
 	}
+	c.update(now.id.Key, func(k *inUseMove) {
+		if k.unfit = 0; errors.Is(err, volume.ErrUnfit) {
+			k.unfit = now.v.Generation
+		}
+	})
 	return c.endTry(now.id.Key), c.reportInUseWaits(ctx, now.v, err)
 }
 
@@ -92,6 +100,9 @@ func (c *inUseMover) endTry(key string) (pause time.Duration) {
 // backOff sets when to try again, later each time, and returns how long that is.
 func (c *inUseMover) backOff(k *inUseMove) (pause time.Duration) {
 	pause = min(firstBackoff*c.options.LookEvery<<min(k.tries, 16), longestBackoff)
+	if k.unfit != 0 {
+		pause = unfitBackoff
+	}
 	k.retryAt, k.heldSince = time.Now().Add(pause), time.Time{}
 	k.tries++
 	return pause
@@ -139,6 +150,9 @@ func (c *inUseMover) startMirror(ctx context.Context, now *observed) error {
 	} else if !home && !away {
 		return c.whyNoSeat(ctx, now)
 	}
+	if err := c.volumes.CanMirror(); err != nil { // before the new home makes room
+		return err
+	}
 	v, err := c.live(ctx, now.id.Key)
 	if err != nil {
 		return err
@@ -157,7 +171,13 @@ func (c *inUseMover) startMirror(ctx context.Context, now *observed) error {
 	}
 	room, err := next.Prepare(ctx, of, from)
 	if err != nil {
-		return fmt.Errorf("have node %s make room for the volume: %w", v.Spec.Move.Node, err)
+		err = fmt.Errorf("have node %s make room for the volume: %w", v.Spec.Move.Node, err)
+		if errors.Is(err, errdefs.ErrBusy) { // it may be so for long
+			err = errors.Join(err, kube.IgnoreConflict(c.reportMoveInUse(ctx, v, func(s *v1alpha1.MoveStatus) {
+				s.Waits, s.Progress, s.Message = false, nil, "node "+v.Spec.Move.Node+" makes room for it"
+			})))
+		}
+		return err
 	}
 	err = c.withVolumeLock(now.id.Key, false, func() error {
 		to, err := c.attachNewLeg(ctx, now, v, room)
@@ -174,7 +194,7 @@ func (c *inUseMover) startMirror(ctx context.Context, now *observed) error {
 		return err
 	}
 	c.update(now.id.Key, func(k *inUseMove) {
-		k.to, k.pool, k.unpinned, k.lookedAt = v.Spec.Move.Node, v.Spec.Move.Pool, true, time.Now()
+		k.to, k.pool, k.unpinned, k.unfit, k.lookedAt = v.Spec.Move.Node, v.Spec.Move.Pool, true, 0, time.Now()
 	})
 	if m, is, err := c.volumes.Mirrored(ctx, now.id); err == nil && is { // what holds no data needs no copy
 		c.gauges.mirror(now.id.Key, m.Synced, m.Total)
