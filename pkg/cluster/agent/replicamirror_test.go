@@ -842,6 +842,7 @@ func TestTakenOutAndOthersFail(t *testing.T) {
 	f.v.Spec.Legs = []string{"a"}
 	f.flaky("a")
 	write := f.write(0)
+	f.eventually("failed", func(now *mirrorView) bool { return len(now.s.Failed()) > 0 }) // else the leg that is to leave may have left before
 	f.starts()
 	f.ends(write, "what was written to the leg that is there")
 	f.current("b")
