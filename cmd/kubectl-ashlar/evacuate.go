@@ -121,87 +121,82 @@ func (e *evacuation) run(ctx context.Context) error {
 	if err := e.print(all, o, cordoned); err != nil {
 		return err
 	}
-	var copies *cuts
+	var snapshots *snapshotMoves
 	if e.with {
-		if copies, err = e.planSnapshots(ctx, all); err == nil {
-			err = copies.print(e.table)
+		if snapshots, err = e.planSnapshots(ctx, all); err == nil {
+			err = snapshots.print(e.table)
 		}
 		if err != nil {
 			return err
 		}
 	}
 	if e.dryRun {
-		return errors.Join(e.staying(all), copies.staying())
+		return errors.Join(e.staying(all), snapshots.staying())
 	}
 	if err := e.carryOut(ctx, all); err != nil {
 		return err
 	}
-	stay, copiesStay := e.staying(all), e.moveSnapshots(ctx, copies)
+	stay, snapshotsStay := e.staying(all), e.moveSnapshots(ctx, snapshots)
 	if stay == nil {
-		stay = e.empty(ctx, o, len(all))
+		stay = e.lastLook(ctx, "volume", len(all), "", func() ([]string, error) { return e.volumeNames(ctx, o) })
 	}
-	if copiesStay == nil && copies != nil {
-		copiesStay = e.emptyOfSnapshots(ctx, len(copies.all))
+	if snapshotsStay == nil && snapshots != nil {
+		snapshotsStay = e.lastLook(ctx, "snapshot", len(snapshots.all), " --with-snapshots", func() ([]string, error) { return e.snapshotNames(ctx) })
 	}
-	return errors.Join(stay, copiesStay)
+	return errors.Join(stay, snapshotsStay)
 }
 
 // moveSnapshots moves the snapshots of the node; nil: they stay.
-func (e *evacuation) moveSnapshots(ctx context.Context, copies *cuts) error {
-	if copies == nil {
+func (e *evacuation) moveSnapshots(ctx context.Context, snapshots *snapshotMoves) error {
+	if snapshots == nil {
 		return nil
 	}
-	if err := copies.carryOut(ctx); err != nil {
+	if err := snapshots.carryOut(ctx); err != nil {
 		return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s --with-snapshots)", err, e.node)
 	}
-	return copies.staying()
-}
-
-// empty is the last look at the node, when all volumes of the plan have left it. It prints that none is left, if any was there. It is an error if others have come
-// meanwhile, or some have come back: a plan may take hours, and schedules go on making copies of what is there.
-func (e *evacuation) empty(ctx context.Context, o *overview.Overview, planned int) error {
-	var here []v1alpha1.Volume
-	if err := e.patiently(ctx, func() (err error) { here, err = e.volumesHere(ctx); return err }); err != nil {
-		return fmt.Errorf("all volumes that were on node %s have left it, and it is not known whether others have come meanwhile: %w", e.node, err)
-	}
-	var names []string
-	for i := range here {
-		names = append(names, cli.Title(shown(o, &here[i])))
-	}
-	return e.sayEmpty("volume", names, planned, "")
-}
-
-// emptyOfSnapshots is empty for the snapshots of the node.
-func (e *evacuation) emptyOfSnapshots(ctx context.Context, planned int) error {
-	var here []*v1alpha1.Snapshot
-	if err := e.patiently(ctx, func() (err error) { here, err = e.snapshotsHere(ctx); return err }); err != nil {
-		return fmt.Errorf("all snapshots that were on node %s have left it, and it is not known whether others have come meanwhile: %w", e.node, err)
-	}
-	var names []string
-	for _, s := range here {
-		names = append(names, cli.Line(s.Spec.Name))
-	}
-	return e.sayEmpty("snapshot", names, planned, " --with-snapshots")
+	return snapshots.staying()
 }
 
 // mostNews is how many names an error lists of what has come to the node meanwhile.
 const mostNews = 10
 
-// sayEmpty prints that no volume, or no snapshot (kind), is left on the node, unless none was there from the beginning. It is an error if any is there now.
-func (e *evacuation) sayEmpty(kind string, here []string, planned int, flags string) error {
-	if len(here) == 0 {
-		if planned == 0 {
-			return nil
-		}
+// lastLook looks at the node again when everything of the plan has left it. here returns the names of the volumes, or of the snapshots (kind), that are
+// there now. If there are none, it prints that, unless none was planned. It is an error if there are some: they have come meanwhile, or come back. A plan may
+// take hours, and schedules go on making snapshots of what is there.
+func (e *evacuation) lastLook(ctx context.Context, kind string, planned int, flags string, here func() ([]string, error)) error {
+	var names []string
+	if err := e.patiently(ctx, func() (err error) { names, err = here(); return err }); err != nil {
+		return fmt.Errorf("all %ss that were on node %s have left it, and it is not known whether others have come meanwhile: %w", kind, e.node, err)
+	}
+	n := len(names)
+	switch {
+	case n == 0 && planned == 0:
+		return nil
+	case n == 0:
 		_, err := fmt.Fprintf(e.out, "No %s is left on node %s.\n", kind, e.node)
 		return err
 	}
-	slices.Sort(here)
-	n := len(here)
+	slices.Sort(names)
 	if n > mostNews {
-		here = append(here[:mostNews], fmt.Sprintf("and %d more", n-mostNews))
+		names = append(names[:mostNews], fmt.Sprintf("and %d more", n-mostNews))
 	}
-	return fmt.Errorf("%ss that have come to node %s meanwhile, or back to it: %d (%s); run it again (kubectl ashlar evacuate %s%s)", kind, e.node, n, strings.Join(here, ", "), e.node, flags)
+	return fmt.Errorf("%ss that have come to node %s meanwhile, or back to it: %d (%s); run it again (kubectl ashlar evacuate %s%s)", kind, e.node, n, strings.Join(names, ", "), e.node, flags)
+}
+
+func (e *evacuation) volumeNames(ctx context.Context, o *overview.Overview) (names []string, err error) {
+	here, err := e.volumesHere(ctx)
+	for i := range here {
+		names = append(names, cli.Title(shown(o, &here[i])))
+	}
+	return names, err
+}
+
+func (e *evacuation) snapshotNames(ctx context.Context) (names []string, err error) {
+	here, err := e.snapshotsHere(ctx)
+	for _, s := range here {
+		names = append(names, cli.Line(s.Spec.Name))
+	}
+	return names, err
 }
 
 // volumesHere returns the volumes that are on the node, or on their way to or from it.
@@ -290,14 +285,14 @@ func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) 
 	} else if err := cli.Table(e.table, []string{"VOLUME", "SIZE", "TO", "REMARKS"}, rows); err != nil {
 		return err
 	}
-	copies := 0
+	snapshots := 0
 	for _, s := range o.Snapshots {
 		if s.Node == e.node {
-			copies++
+			snapshots++
 		}
 	}
-	if copies > 0 && !e.with {
-		if _, err := fmt.Fprintf(e.out, "Snapshots on node %s, which stay there without --with-snapshots: %d\n", e.node, copies); err != nil {
+	if snapshots > 0 && !e.with {
+		if _, err := fmt.Fprintf(e.out, "Snapshots on node %s, which stay there without --with-snapshots: %d\n", e.node, snapshots); err != nil {
 			return err
 		}
 	}

@@ -15,16 +15,16 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// cuts are snapshots that move, some at a time.
-type cuts struct {
+// snapshotMoves are moves of snapshots, some at a time.
+type snapshotMoves struct {
 	*cluster
 	out      io.Writer
 	parallel int
-	all      []*cut
+	all      []*snapshotMove
 }
 
-// cut is the move of one snapshot.
-type cut struct {
+// snapshotMove is the move of one snapshot.
+type snapshotMove struct {
 	s       *v1alpha1.Snapshot
 	to      place // without a pool: a snapshot moves between pools of one name
 	why     error // why it stays; nil: it can move
@@ -35,7 +35,7 @@ type cut struct {
 	changed time.Time // when that text changed
 }
 
-func (s *cut) title() string { return "snapshot " + cli.Line(s.s.Spec.Name) }
+func (s *snapshotMove) title() string { return "snapshot " + cli.Line(s.s.Spec.Name) }
 
 // along is how many snapshots move at once: as many as an agent copies at once from one pool of another node.
 const along = 4
@@ -132,7 +132,7 @@ func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id strin
 		return err
 	}
 	if m.cancel {
-		return m.cancelMove(ctx, s, (&cut{s: s}).title())
+		return m.cancelMove(ctx, s, (&snapshotMove{s: s}).title())
 	}
 	to, err := placeOf(m.to)
 	if err != nil {
@@ -170,7 +170,7 @@ func (m *moving) cancelSnapshotsOf(ctx context.Context, v *v1alpha1.Volume) erro
 		return s.SourceID() == v.ID() && s.Spec.Move != nil && !s.Spec.Move.Left
 	})
 	for _, s := range all {
-		err = errors.Join(err, m.cancelMove(ctx, s, (&cut{s: s}).title()))
+		err = errors.Join(err, m.cancelMove(ctx, s, (&snapshotMove{s: s}).title()))
 	}
 	return err
 }
@@ -181,9 +181,9 @@ func (m *moving) moveAll(ctx context.Context, o *overview.Overview, all []*v1alp
 	if err != nil {
 		return err
 	}
-	c := &cuts{cluster: m.cluster, out: m.out, parallel: along}
+	c := &snapshotMoves{cluster: m.cluster, out: m.out, parallel: along}
 	for _, s := range all {
-		one := &cut{s: s, to: place{node: node}}
+		one := &snapshotMove{s: s, to: place{node: node}}
 		if !asked(s, one.to) {
 			if one.why = r.mayTake(s, node); one.why != nil {
 				if err := c.stays(one); err != nil {
@@ -208,7 +208,7 @@ func (m *moving) moveAll(ctx context.Context, o *overview.Overview, all []*v1alp
 }
 
 // carryOut moves the snapshots that can move, and returns when all moves have ended.
-func (c *cuts) carryOut(ctx context.Context) error {
+func (c *snapshotMoves) carryOut(ctx context.Context) error {
 	for {
 		busy, err := c.step(ctx)
 		if err != nil || !busy {
@@ -223,7 +223,7 @@ func (c *cuts) carryOut(ctx context.Context) error {
 }
 
 // step looks at each move, and begins up to parallel at a time. busy: it has to be called again.
-func (c *cuts) step(ctx context.Context) (busy bool, err error) {
+func (c *snapshotMoves) step(ctx context.Context) (busy bool, err error) {
 	under := 0
 	for _, s := range c.all {
 		if s.begun && !s.ended {
@@ -248,7 +248,7 @@ func (c *cuts) step(ctx context.Context) (busy bool, err error) {
 }
 
 // begin asks for the move of a snapshot. If it is refused, the snapshot stays, and the others go on; it is an error if the API server does not answer.
-func (c *cuts) begin(ctx context.Context, s *cut) error {
+func (c *snapshotMoves) begin(ctx context.Context, s *snapshotMove) error {
 	home := s.s.Spec.NodeName
 	err := c.ask(ctx, s.s, s.to, func() error {
 		if s.s.Spec.NodeName != home || s.s.Spec.Move != nil || v1alpha1.Going(s.s) {
@@ -270,13 +270,13 @@ func (c *cuts) begin(ctx context.Context, s *cut) error {
 }
 
 // stays prints why a snapshot stays.
-func (c *cuts) stays(s *cut) error {
+func (c *snapshotMoves) stays(s *snapshotMove) error {
 	_, err := fmt.Fprintf(c.out, "%s: stays on node %s: %v\n", s.title(), s.s.Spec.NodeName, s.why)
 	return err
 }
 
 // tell prints how far a move is, unless it is as far as when that was last printed.
-func (c *cuts) tell(s *cut) (err error) {
+func (c *snapshotMoves) tell(s *snapshotMove) (err error) {
 	if kind, text, done, failed := stageOf(s.s, s.to, ""); failed == nil && !done && kind != s.told {
 		s.told = kind
 		_, err = fmt.Fprintf(c.out, "%s: %s\n", s.title(), text)
@@ -285,7 +285,7 @@ func (c *cuts) tell(s *cut) (err error) {
 }
 
 // lookAt reads how far the move of a snapshot is, and prints what has changed.
-func (c *cuts) lookAt(ctx context.Context, s *cut) error {
+func (c *snapshotMoves) lookAt(ctx context.Context, s *snapshotMove) error {
 	now := &v1alpha1.Snapshot{}
 	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(s.s), now) })
 	switch {
@@ -318,8 +318,8 @@ func (c *cuts) lookAt(ctx context.Context, s *cut) error {
 	return c.tell(s)
 }
 
-// staying returns an error if snapshots stay where they are. Of nil cuts none does.
-func (c *cuts) staying() error {
+// staying returns an error if snapshots stay where they are. It may be called on nil: then none stays.
+func (c *snapshotMoves) staying() error {
 	if c == nil {
 		return nil
 	}
@@ -337,7 +337,7 @@ func (c *cuts) staying() error {
 
 // planSnapshots returns the snapshots that are on the node, or on their way to or from it: each with the node it is to move to, or why it stays. It prefers the
 // node of the snapshot's volume, and the same node for all snapshots of a group.
-func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cuts, error) {
+func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*snapshotMoves, error) {
 	all, err := e.snapshotsHere(ctx)
 	if err != nil {
 		return nil, err
@@ -355,9 +355,9 @@ func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cu
 			wanted[v.Name] = v.Spec.NodeName
 		}
 	}
-	c := &cuts{cluster: e.cluster, out: e.out, parallel: e.parallel}
+	c := &snapshotMoves{cluster: e.cluster, out: e.out, parallel: e.parallel}
 	for _, s := range all {
-		one := &cut{s: s}
+		one := &snapshotMove{s: s}
 		one.to, one.why = e.targetOfSnapshot(s, wanted)
 		if g := s.Spec.Group; g != nil && one.why == nil {
 			wanted["group "+g.Key] = one.to.node
@@ -404,7 +404,7 @@ func (e *evacuation) targetOfSnapshot(s *v1alpha1.Snapshot, wanted map[string]st
 }
 
 // print prints the plan.
-func (c *cuts) print(table io.Writer) error {
+func (c *snapshotMoves) print(table io.Writer) error {
 	var rows [][]string
 	for _, s := range c.all {
 		to, remark := s.to.flag(), ""
