@@ -152,7 +152,7 @@ func (e *evacuation) moveSnapshots(ctx context.Context, snapshots *snapshotMoves
 		return nil
 	}
 	if err := snapshots.carryOut(ctx); err != nil {
-		return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s --with-snapshots)", err, e.node)
+		return fmt.Errorf("%w; moves that were asked for go on, and no others begin; run it again to go on (kubectl ashlar evacuate %s --with-snapshots)", err, e.node)
 	}
 	return snapshots.staying()
 }
@@ -319,7 +319,7 @@ func (e *evacuation) carryOut(ctx context.Context, all []*leaving) error {
 		} else if !errors.Is(err, errUnknown) {
 			return err
 		}
-		return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s)", err, e.node)
+		return fmt.Errorf("%w; moves that were asked for go on, and no others begin; run it again to go on (kubectl ashlar evacuate %s)", err, e.node)
 	}
 }
 
@@ -378,7 +378,7 @@ func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 	err := e.ask(ctx, l.v, l.to, func() error {
 		v := l.v
 		if v.Spec.NodeName != e.node || v.Spec.Move != nil {
-			return errors.New("somebody else has it moved; run this again")
+			return errors.New("somebody else moves it; run this again")
 		}
 		return e.room.leaves(v)
 	})

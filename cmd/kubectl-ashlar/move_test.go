@@ -585,7 +585,7 @@ func TestEvacuateInterrupted(t *testing.T) {
 	}
 	ctx, interrupt := context.WithCancel(t.Context())
 	out := interrupting{"pvc-b: node", interrupt, &bytes.Buffer{}}
-	if err := (&evacuation{cluster: connected(t), out: out, table: out, node: "n1", parallel: 2}).run(ctx); err == nil || !strings.Contains(err.Error(), "interrupted; what was asked to move goes on") {
+	if err := (&evacuation{cluster: connected(t), out: out, table: out, node: "n1", parallel: 2}).run(ctx); err == nil || !strings.Contains(err.Error(), "interrupted; moves that were asked for go on") {
 		t.Errorf("interrupted: %v after %s", err, out.String())
 	}
 	var all v1alpha1.VolumeList
@@ -666,7 +666,7 @@ func TestServerGone(t *testing.T) {
 	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c"} {
 		e.add(movable(name, "n1", 10*mib, nil))
 	}
-	const goes = "; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate n1)"
+	const goes = "; moves that were asked for go on, and no others begin; run it again to go on (kubectl ashlar evacuate n1)"
 	for words, want := range map[string]string{
 		"pvc-a: node": "pvc-b: it is not known how far its move is: the API server has not answered for 500ms: ", // at the next request for a move
 		"pvc-b: node": "pvc-a: it is not known how far its move is: the API server has not answered for 500ms: ",

@@ -191,7 +191,7 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 			return false, errors.New(why)
 		}
 		if r.network(v.Spec.NodeName, v.Spec.Pool) == "" {
-			return false, fmt.Errorf("its node %s is in no network that bytes could leave by; start the driver there with --remote-address", v.Spec.NodeName)
+			return false, fmt.Errorf("its node %s is in no network, so its bytes cannot leave it; start the driver there with --remote-address", v.Spec.NodeName)
 		}
 		seen := &overview.Volume{Node: v.Spec.NodeName, Pool: v.Spec.Pool, Encryption: v.Spec.Encryption}
 		if err := r.takesReplicas(&v1alpha1.ReplicatedVolume{}, v.Spec.Pool, seen, keeps(v), want-1); err != nil {
@@ -204,7 +204,7 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 	case err != nil || !changed:
 		return err
 	case s.many == 1:
-		_, err := fmt.Fprintf(s.out, "%s: that it is to have replicas was taken back.\n", s.title)
+		_, err := fmt.Fprintf(s.out, "%s: the request for replicas was taken back.\n", s.title)
 		return err
 	case v.Spec.Replicas != s.many:
 		return errors.New("the definitions of ashlar.dev in this cluster know no replicas of volumes that are there: apply those of this version (deploy/kubernetes/crds)")
@@ -346,7 +346,7 @@ func (s *replicating) stageAlone(v *v1alpha1.Volume) (kind, text string, done bo
 	case v.Spec.Replicas == 0 && v.Spec.ReplicaOf == "" && s.many == 1:
 		return "", "it is on node " + v.Spec.NodeName + " alone", true, nil
 	case v.Spec.Replicas == 0 && v.Spec.ReplicaOf == "":
-		return "", "", false, fmt.Errorf("that it is to have replicas was taken back: it stays on node %s alone", v.Spec.NodeName)
+		return "", "", false, fmt.Errorf("the request for replicas was taken back: it stays on node %s alone", v.Spec.NodeName)
 	case v.Spec.ReplicaOf != "" || why == "":
 		text = "it becomes a volume with replicas"
 	case !waits:
@@ -375,7 +375,7 @@ func (s *replicating) stageOf(r *v1alpha1.ReplicatedVolume, legs []v1alpha1.Volu
 	case r.Going():
 		return "", "", false, errors.New("it is being deleted")
 	case r.Spec.Replicas != s.many:
-		return "", "", false, fmt.Errorf("somebody else has it have %s", counted(r.Spec.Replicas))
+		return "", "", false, fmt.Errorf("somebody else has asked for %s", counted(r.Spec.Replicas))
 	case len(r.Spec.Legs) == s.many && current == s.many:
 		return "", fmt.Sprintf("it has %s, and each has all that was written", counted(s.many)), true, nil
 	case r.Spec.Claim == nil && len(r.Spec.Legs) == s.many && made == s.many && current > 0:

@@ -173,7 +173,7 @@ func TestFirstReplicas(t *testing.T) {
 		t.Fatalf("it is asked for %d", v.Spec.Replicas)
 	}
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "2 replicas, when this is over: it is used on node n3")
-	run(t, apitest.Admin, "replicas", "pvc-1", "1").says(t, "that it is to have replicas was taken back")
+	run(t, apitest.Admin, "replicas", "pvc-1", "1").says(t, "the request for replicas was taken back")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.Replicas != 0 {
 		t.Fatalf("it was taken back, and is asked for %d", v.Spec.Replicas)

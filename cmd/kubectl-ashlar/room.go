@@ -108,7 +108,7 @@ func (r *room) leaves(v *v1alpha1.Volume) error {
 		return fmt.Errorf("its bytes are on node %s, which does not answer: %s", home, r.silent[home])
 	}
 	if r.network(home, v.Spec.Pool) == "" {
-		return fmt.Errorf("its node %s is in no network that bytes could leave by; start the driver there with --remote-address", home)
+		return fmt.Errorf("its node %s is in no network, so its bytes cannot leave it; start the driver there with --remote-address", home)
 	}
 	return nil
 }

@@ -63,7 +63,7 @@ func (r *room) leavesSnapshot(s *v1alpha1.Snapshot) error {
 	case v1alpha1.Going(s):
 		return errors.New("it is being deleted")
 	case s.Status.Created == nil:
-		return errors.New("it is not cut yet; try again when it is")
+		return errors.New("it is not taken yet; try again when it is")
 	case v1alpha1.IsLost(s):
 		return errors.New("its bytes are missing")
 	case m != nil && m.Left:
@@ -71,7 +71,7 @@ func (r *room) leavesSnapshot(s *v1alpha1.Snapshot) error {
 	case r.silent[home] != "":
 		return fmt.Errorf("its bytes are on node %s, which does not answer: %s", home, r.silent[home])
 	case !r.ported(home, s.Spec.Pool):
-		return fmt.Errorf("its node %s has no port that bytes could leave by; start the driver there with --agent-endpoint", home)
+		return fmt.Errorf("its node %s has no port, so its bytes cannot leave it; start the driver there with --agent-endpoint", home)
 	}
 	return nil
 }
@@ -202,7 +202,7 @@ func (m *moving) moveAll(ctx context.Context, o *overview.Overview, all []*v1alp
 		err = c.carryOut(ctx)
 	}
 	if err != nil {
-		return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on", err)
+		return fmt.Errorf("%w; moves that were asked for go on, and no others begin; run it again to go on", err)
 	}
 	return c.staying()
 }
@@ -252,7 +252,7 @@ func (c *snapshotMoves) begin(ctx context.Context, s *snapshotMove) error {
 	home := s.s.Spec.NodeName
 	err := c.ask(ctx, s.s, s.to, func() error {
 		if s.s.Spec.NodeName != home || s.s.Spec.Move != nil || v1alpha1.Going(s.s) {
-			return errors.New("somebody else has it moved, or deleted; run this again")
+			return errors.New("somebody else moves or deletes it; run this again")
 		}
 		return nil
 	})

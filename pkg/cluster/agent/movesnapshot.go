@@ -91,7 +91,7 @@ func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile
 // moveSnapshotIn copies a snapshot that moves here, and reports when the copy is complete. errPoolBusy if too many copies of its pool are under way.
 func (a *Agent) moveSnapshotIn(ctx context.Context, r request, s *v1alpha1.Snapshot) error {
 	if s.Status.Created == nil {
-		return fmt.Errorf("%w: snapshot %s is not cut yet", errdefs.ErrUnavailable, cluster.SnapshotID(s))
+		return fmt.Errorf("%w: snapshot %s is not taken yet", errdefs.ErrUnavailable, cluster.SnapshotID(s))
 	}
 	ended, err := a.copyingIn.acquire(s.Spec.NodeName, s.In())
 	if err != nil {
