@@ -404,7 +404,7 @@ func TestPortElsewhere(t *testing.T) {
 			t.Errorf("%s has %v", c.of.ID, have)
 		}
 	}
-	fails(t, s.Changed(w.ctx, here.ID, there.ID, 0, nothing), errdefs.ErrInvalid)
+	fails(t, s.Changed(w.ctx, here.ID, there.ID, 0, nothing), errdefs.ErrNotFound)
 	// An agent is asked about a snapshot of another node.
 	fails(t, m.call(w.ctx, tokenFor(t, "ashlar-controller", port.Audience(nodeName)), there.ID), errdefs.ErrNotFound)
 }

@@ -138,29 +138,17 @@ func TestCopyOfEncrypted(t *testing.T) {
 	}
 }
 
-// TestWrongBase: Changed refuses a base that was cut after the target, or is of another volume, and says why.
+// TestWrongBase: Changed refuses a base that was cut after the target, and says why.
 func TestWrongBase(t *testing.T) {
 	l := start(t, 0, memory.NewDisk(1<<30).Open("pool", nil))
-	var cuts []volume.Snapshot
-	for _, name := range []string{"a", "b"} {
-		v := made(t)(l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: 1 << 20}}))
-		for _, cut := range []string{" first", " then"} {
-			s, err := l.CreateSnapshot(t.Context(), name+cut, v.ID)
-			check.OK(t, err)
-			cuts = append(cuts, s)
-		}
-	}
-	for _, c := range []struct {
-		base, target volume.Snapshot
-		says         string
-	}{
-		{cuts[1], cuts[0], "the target " + cuts[0].ID.String() + " before that, at " + cuts[0].Created.Format(time.RFC3339Nano)},
-		{cuts[0], cuts[3], "one of " + cuts[3].Source.String()},
-	} {
-		err := l.Changed(t.Context(), c.base.ID, c.target.ID, 0, func(blockdev.Extent) error { return nil })
-		fails(t, err, errdefs.ErrInvalid, "Changed since "+c.base.Name)
-		if err == nil || !strings.Contains(err.Error(), c.says) {
-			t.Errorf("%v does not say %q", err, c.says)
-		}
+	v := made(t)(l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 1 << 20}}))
+	first, err := l.CreateSnapshot(t.Context(), "first", v.ID)
+	check.OK(t, err)
+	then, err := l.CreateSnapshot(t.Context(), "then", v.ID)
+	check.OK(t, err)
+	err = l.Changed(t.Context(), then.ID, first.ID, 0, func(blockdev.Extent) error { return nil })
+	fails(t, err, errdefs.ErrInvalid, "Changed since a later snapshot")
+	if says := "the target " + first.ID.String() + " before that, at " + first.Created.Format(time.RFC3339Nano); err == nil || !strings.Contains(err.Error(), says) {
+		t.Errorf("%v does not say %q", err, says)
 	}
 }

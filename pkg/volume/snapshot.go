@@ -26,6 +26,19 @@ type Snapshot struct {
 	Node      string
 }
 
+// CheckBase returns nil if have, which is what was found with err of snapshot base, is the base of changes up to s (Differ.Changed). Whoever may see s need not
+// see what there is of other volumes: so it is ErrNotFound, in the same words, whether base is one of another volume or none.
+func (s Snapshot) CheckBase(base ID, have Snapshot, err error) error {
+	switch {
+	case errors.Is(err, errdefs.ErrNotFound), err == nil && have.Source != s.Source:
+		return fmt.Errorf("%w: no snapshot %s of volume %s, as %s is; name an earlier one of that volume, or read all that the target has", errdefs.ErrNotFound, base, s.Source, s.ID)
+	case err == nil && have.Created.After(s.Created):
+		return fmt.Errorf("%w: the base %s was cut at %s, and the target %s before that, at %s; name the earlier one as the base. If it was cut first, the node's clock was set back meanwhile: read all that the target has",
+			errdefs.ErrInvalid, base, have.Created.Format(time.RFC3339Nano), s.ID, s.Created.Format(time.RFC3339Nano))
+	}
+	return err
+}
+
 // CreateSnapshot: see Store.
 func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error) {
 	return l.CutLeg(ctx, name, source, source, "")
@@ -175,23 +188,16 @@ func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blo
 
 // Changed: see Differ.
 func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error {
-	old, err := l.GetSnapshot(ctx, base)
-	if err != nil {
-		return err
-	}
 	recent, err := l.GetSnapshot(ctx, target)
 	if err != nil {
 		return err
 	}
-	if old.Source != recent.Source {
-		return fmt.Errorf("%w: %s is a snapshot of volume %s, and %s one of %s; name two of one volume", errdefs.ErrInvalid, base, old.Source, target, recent.Source)
+	old, err := l.GetSnapshot(ctx, base)
+	if err := recent.CheckBase(base, old, err); err != nil {
+		return err
 	}
 	if l.placeOf(base) != l.placeOf(target) {
 		return fmt.Errorf("%w: %s and %s are in different pools, and only snapshots in one pool can be compared: read all that the target has", errdefs.ErrInvalid, base, target)
-	}
-	if old.Created.After(recent.Created) {
-		return fmt.Errorf("%w: the base %s was cut at %s, and the target %s before that, at %s; name the earlier one as the base. If it was cut first, the node's clock was set back meanwhile: read all that the target has",
-			errdefs.ErrInvalid, base, old.Created.Format(time.RFC3339Nano), target, recent.Created.Format(time.RFC3339Nano))
 	}
 	pool, ref, err := l.object(target, blockdev.Snapshot)
 	if err != nil {

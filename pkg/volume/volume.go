@@ -82,8 +82,8 @@ type Differ interface {
 	Store
 	// Allocated calls yield with the ranges of a snapshot that were ever written.
 	Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error
-	// Changed calls yield with the ranges in which target differs from base. ErrInvalid unless both are of one volume, and base was not made
-	// after target.
+	// Changed calls yield with the ranges in which target differs from base. ErrNotFound also if base is of another volume (Snapshot.CheckBase); ErrInvalid if it
+	// was made after target.
 	Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error
 }
 

@@ -36,12 +36,15 @@ func (s *Store) Allocated(ctx context.Context, id volume.ID, from int64, yield f
 
 // Changed: see volume.Differ. ErrInvalid also if the snapshots are not in one pool of one node: then no agent has the bytes of both.
 func (s *Store) Changed(ctx context.Context, base, target volume.ID, from int64, yield func(blockdev.Extent) error) error {
-	before, err := s.readableSnapshot(ctx, base)
+	snapshot, err := s.readableSnapshot(ctx, target)
 	if err != nil {
 		return err
 	}
-	snapshot, err := s.readableSnapshot(ctx, target)
-	if err != nil {
+	before, err := s.GetSnapshot(ctx, base)
+	if err := snapshot.CheckBase(base, before, err); err != nil {
+		return err
+	}
+	if _, err := s.readableSnapshot(ctx, base); err != nil {
 		return err
 	}
 	if before.Node != snapshot.Node || base.Pool != target.Pool {

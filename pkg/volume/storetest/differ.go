@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"slices"
+	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -129,7 +130,12 @@ func differ(f fixture) {
 	f.fails(store.Changed(f.ctx, unknown, two.ID, 0, nothing), errdefs.ErrNotFound)
 	f.fails(store.Changed(f.ctx, one.ID, unknown, 0, nothing), errdefs.ErrNotFound)
 	f.fails(store.Changed(f.ctx, two.ID, one.ID, 0, nothing), errdefs.ErrInvalid)
-	f.fails(store.Changed(f.ctx, one.ID, foreign.ID, 0, nothing), errdefs.ErrInvalid)
+	// Who may see one snapshot is told nothing of those of other volumes: not even that they are there.
+	none, others := store.Changed(f.ctx, unknown, two.ID, 0, nothing), store.Changed(f.ctx, foreign.ID, two.ID, 0, nothing)
+	f.fails(others, errdefs.ErrNotFound)
+	if want := strings.ReplaceAll(none.Error(), unknown.String(), foreign.ID.String()); others.Error() != want {
+		f.t.Errorf("with a base of another volume: %q, want %q as with one that is not there", others, want)
+	}
 	f.must(f.DeleteSnapshot(f.ctx, one.ID))
 	f.fails(store.Changed(f.ctx, one.ID, two.ID, 0, nothing), errdefs.ErrNotFound)
 }
