@@ -193,6 +193,28 @@ func TestRefusedBeside(t *testing.T) {
 	}
 }
 
+// TestRefusedLongAgo: a growth was refused for want of room, and whoever asked for it died before that was taken out of the spec. When there is room, the volume
+// does not grow because somebody claims or releases it: nobody asks for that any more.
+func TestRefusedLongAgo(t *testing.T) {
+	w, m, s := newCluster(t)
+	v := w.created(s, spec("v"))
+	for _, change := range []func() error{
+		func() error { return second(s.Claim(w.ctx, v.ID, volume.Claim{Node: m.name, Mode: "m"})) },
+		func() error { return s.Release(w.ctx, v.ID, m.name) },
+	} {
+		other := w.created(s, volume.Spec{Name: "other", Size: volume.Range{Required: storetest.Size / 4 * 3}})
+		w.edited(v.ID.Key, func(v *v1alpha1.Volume) { v.Spec.Size = storetest.Size / 2 })
+		w.eventually("the node has refused that", func() bool { o := w.object("v"); return o.Common().Refused(o.Generation) != nil })
+		check.OK(t, s.Delete(w.ctx, other.ID))
+		check.OK(t, change())
+		w.eventually("the node has answered", func() bool { return w.object("v").Status.Failure == nil })
+		if o := w.object("v"); o.Spec.Size != mib || o.Status.Size != mib {
+			t.Fatalf("it is to have %d bytes, and has %d", o.Spec.Size, o.Status.Size)
+		}
+	}
+	w.tally(m)
+}
+
 // TestCutNeverMade: snapshots were asked of a node that was away, and their volume is deleted before it is back. Repeated calls answer NotFound, and leave
 // no objects.
 func TestCutNeverMade(t *testing.T) {

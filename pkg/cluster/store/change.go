@@ -18,7 +18,8 @@ import (
 )
 
 // change changes the spec of a usable volume by compare-and-swap, until no conflict occurs. edit returns false if there is nothing to change, or an error if
-// it refuses: either counts only for an object that was read at the API server itself, so edit may be called several times.
+// it refuses: either counts only for an object that was read at the API server itself, so edit may be called several times. What the node has refused of the
+// spec, and nobody has reverted, is reverted by a write of its own before: with a new generation of the spec the node would try it again, unasked.
 func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.Volume) (bool, error)) (*v1alpha1.Volume, error) {
 	v, err := s.usable(ctx, id)
 	leg := err == nil && v.Spec.ReplicaOf != ""
@@ -30,11 +31,15 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 			return nil, getsReplicas(id)
 		}
 		before := v.DeepCopy()
-		changed, err2 := edit(v)
+		reverted := revert(v)
+		changed, err2 := reverted, error(nil)
+		if !reverted {
+			changed, err2 = edit(v)
+		}
 		if err2 == nil && changed {
 			cluster.Trace(ctx, v)
 			err2 = s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
-			if !apierrors.IsConflict(err2) {
+			if !apierrors.IsConflict(err2) && (err2 != nil || !reverted) {
 				return v, kube.APIError("change volume "+id.String(), err2)
 			}
 		} else if live {
@@ -50,6 +55,17 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 			err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
 		}
 	}
+}
+
+// revert sets size and mutable parameters in the spec of a volume to those of its status, if the node has refused the present spec, and reports whether that
+// changes the spec.
+func revert(v *v1alpha1.Volume) (changed bool) {
+	if v.Common().Refused(v.Generation) == nil {
+		return false
+	}
+	changed = v.Spec.Size != v.Status.Size || !maps.Equal(v.Spec.Mutable, v.Status.Mutable)
+	v.Spec.Size, v.Spec.Mutable = v.Status.Size, maps.Clone(v.Status.Mutable)
+	return changed
 }
 
 // Expand: see volume.Store. If the node refuses, the size goes back to what it was.
@@ -177,11 +193,6 @@ func (s *Store) changeOnce(ctx context.Context, w *kube.Watch, v *v1alpha1.Volum
 	if err := s.nodes.Ready(ctx, v.Spec.NodeName); err != nil {
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
 	}
-	if v.Common().Refused(v.Generation) != nil { // an earlier change was refused, and is not reverted yet
-		if err := s.revertRefused(ctx, id); err != nil {
-			return volume.Volume{}, err
-		}
-	}
 	v, err := s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) { return edit(v), nil })
 	if err != nil {
 		return volume.Volume{}, err
@@ -214,15 +225,8 @@ func (s *Store) changeOnce(ctx context.Context, w *kube.Watch, v *v1alpha1.Volum
 	return cluster.ToVolume(v), nil
 }
 
-// revertRefused sets size and mutable parameters in the spec of a volume to those of its status, if the node has refused the present spec.
+// revertRefused reverts what the node has refused of the spec of a volume.
 func (s *Store) revertRefused(ctx context.Context, id volume.ID) error {
-	_, err := s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
-		if v.Common().Refused(v.Generation) == nil {
-			return false, nil
-		}
-		changed := v.Spec.Size != v.Status.Size || !maps.Equal(v.Spec.Mutable, v.Status.Mutable)
-		v.Spec.Size, v.Spec.Mutable = v.Status.Size, maps.Clone(v.Status.Mutable)
-		return changed, nil
-	})
+	_, err := s.change(ctx, id, func(*v1alpha1.Volume) (bool, error) { return false, nil })
 	return err
 }

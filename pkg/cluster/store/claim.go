@@ -255,6 +255,7 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 			return fmt.Errorf("release volume %s: %w", id, getsReplicas(id))
 		}
 		if before := v.DeepCopy(); released(v, node) {
+			revert(v) // see change
 			err := s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
 			if err == nil {
 				return s.waitReturned(ctx, w, v, node)
