@@ -76,3 +76,61 @@ func TestGrowthTakesLong(t *testing.T) {
 	}
 	w.tally(m)
 }
+
+// vanishing is a pool whose objects are deleted only when the test lets them, as those of a file pool whose images are in millions of pieces.
+type vanishing struct {
+	*memory.Pool
+	begun chan blockdev.Ref
+	let   chan struct{} // closed
+}
+
+func (e *vanishing) Delete(ctx context.Context, ref blockdev.Ref) error {
+	e.begun <- ref
+	select {
+	case <-e.let:
+		return e.Pool.Delete(ctx, ref)
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// TestDeletionTakesLong: while volumes and snapshots are deleted, which may take minutes, what else there is to do on their node is done. They are gone in the end.
+func TestDeletionTakesLong(t *testing.T) {
+	const pairs = 10
+	w := newEnvironment(t)
+	goes := &vanishing{begun: make(chan blockdev.Ref, 1000), let: make(chan struct{})}
+	m := w.begin(&machine{name: nodeName, wrap: func(p *memory.Pool) blockdev.Pool { goes.Pool = p; return goes }})
+	s := w.knowing(m)
+	other, err := s.Create(w.ctx, spec("other"))
+	check.OK(t, err)
+	answers := make(chan error, 2*pairs)
+	for i := range pairs {
+		name := fmt.Sprint("v", i)
+		v, err := s.Create(w.ctx, spec(name))
+		check.OK(t, err)
+		cut, err := s.CreateSnapshot(w.ctx, name, v.ID)
+		check.OK(t, err)
+		go func() { answers <- s.Delete(w.ctx, v.ID) }()
+		go func() { answers <- s.DeleteSnapshot(w.ctx, cut.ID) }()
+	}
+	for none := false; !none; { // as many as may
+		select {
+		case <-goes.begun:
+		case <-time.After(3 * time.Second):
+			none = true
+		}
+	}
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	if err := second(s.Expand(ctx, other.ID, volume.Range{Required: 2 * mib})); err != nil {
+		t.Errorf("another volume does not grow meanwhile: %v", err)
+	}
+	if err := second(s.Create(ctx, spec("new"))); err != nil {
+		t.Errorf("another volume is not made meanwhile: %v", err)
+	}
+	close(goes.let)
+	for range 2 * pairs {
+		check.OK(t, <-answers)
+	}
+	w.tally(m)
+}

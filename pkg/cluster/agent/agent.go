@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -139,19 +140,19 @@ func (a *Agent) Run(ctx context.Context) error {
 	if err := a.watch(ctx); err != nil {
 		return err
 	}
-	work, err := a.queue(ctx, "agent", workers, false)
-	if err != nil {
-		return err
-	}
-	making, err := a.queue(ctx, "maker", makers, true)
-	if err != nil {
-		return err
+	var work []controller.TypedController[request]
+	for name := range queues {
+		queue, err := a.queue(ctx, name)
+		if err != nil {
+			return err
+		}
+		work = append(work, queue)
 	}
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	failures := make(chan error, 8)
+	failures := make(chan error, 6+len(work))
 	if a.options.Namespace != "" {
 		beating := &heartbeat{live: a.kube.Live, namespace: a.options.Namespace, node: a.local.Node(), every: a.options.Heartbeat}
 		done.Go(func() { beating.run(ctx) })
@@ -168,8 +169,9 @@ func (a *Agent) Run(ctx context.Context) error {
 	a.read.Store(true)
 	done.Go(func() { failures <- a.runMoves(ctx) })
 	done.Go(func() { failures <- a.runSnapshotMoves(ctx) })
-	done.Go(func() { failures <- work.Start(ctx) })
-	done.Go(func() { failures <- making.Start(ctx) })
+	for _, queue := range work {
+		done.Go(func() { failures <- queue.Start(ctx) })
+	}
 	done.Go(func() {
 		if err := a.reportPools(ctx); err != nil {
 			failures <- err

@@ -46,11 +46,15 @@ const (
 	yieldRetry = 5 * time.Second
 	// checkAgain is how often a volume is reconciled without a change.
 	checkAgain = 5 * time.Minute
-	// workers is how many objects are reconciled at once; makers is how many are made at once. To make one may take hours (a copy, zeroing), so the two have
-	// queues of their own.
-	workers = 16
-	makers  = 64
+	// workers is how many objects are reconciled at once; makers is how many of them are made, and deleters how many are deleted. To make one may take hours (a
+	// copy, zeroing), and to delete one minutes (an image in millions of pieces). So each has a queue of its own.
+	workers  = 16
+	makers   = 64
+	deleters = 16
 )
+
+// queues are the queues of the objects of this node, with how many objects each works on at once.
+var queues = map[string]int{"agent": workers, "maker": makers, "deleter": deleters}
 
 // errAwaited is the error of a step that needs an object, or an answer of another node, which is not there yet.
 var errAwaited = errors.New("something is not there yet")
@@ -67,14 +71,14 @@ func requestOf(o client.Object) request {
 	return request{aSnapshot, s.Name}
 }
 
-// queue returns a queue of the requests of this node's objects: with makes of those that are still to be made (unmade), otherwise of all others.
-func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool) (controller.TypedController[request], error) {
+// queue returns one of the queues: of the requests that queueOf has in it.
+func (a *Agent) queue(ctx context.Context, name string) (controller.TypedController[request], error) {
 	log := klog.FromContext(ctx)
 	queue, err := controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
 		SkipNameValidation:      new(true), // tests run several agents
-		MaxConcurrentReconciles: workers,
+		MaxConcurrentReconciles: queues[name],
 		Reconciler: reconcile.TypedFunc[request](func(ctx context.Context, r request) (reconcile.Result, error) {
-			if unmade, err := a.unmade(ctx, r); err != nil || unmade != makes {
+			if its, err := a.queueOf(ctx, r); err != nil || its != name {
 				return reconcile.Result{}, err
 			}
 			return a.reconcile(ctx, r)
@@ -101,19 +105,41 @@ func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool)
 		queue.Watch(source.TypedKind(a.kube.Cache, &v1alpha1.Snapshot{}, snapshots)))
 }
 
-// unmade reports whether an object of a request is still to be made: it has no status.created, and is not to be deleted.
-func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
-	unmade := func(o cluster.Object) bool { return o.Common().Created == nil && !v1alpha1.Going(o) }
+// queueOf returns in which queue a request is, by its objects: those that are still to be made (without status.created), all to be deleted, or neither.
+func (a *Agent) queueOf(ctx context.Context, r request) (string, error) {
+	objects, err := a.objectsOf(ctx, r)
+	switch {
+	case err != nil || len(objects) == 0:
+		return "agent", err
+	case slices.ContainsFunc(objects, func(o cluster.Object) bool { return o.Common().Created == nil && !v1alpha1.Going(o) }):
+		return "maker", nil
+	case !slices.ContainsFunc(objects, func(o cluster.Object) bool { return !o.Deleting() }):
+		return "deleter", nil
+	}
+	return "agent", nil
+}
+
+// objectsOf returns the objects of a request, by the cache.
+func (a *Agent) objectsOf(ctx context.Context, r request) (objects []cluster.Object, err error) {
+	add := func(o cluster.Object, there bool, err error) ([]cluster.Object, error) {
+		if err != nil || !there {
+			return nil, err
+		}
+		return []cluster.Object{o}, nil
+	}
 	switch r.kind {
 	case aVolume:
 		v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
-		return there && unmade(v), err
+		return add(v, there, err)
 	case aSnapshot:
 		s, there, err := get(ctx, a, r.key, &v1alpha1.Snapshot{})
-		return there && unmade(s), err
+		return add(s, there, err)
 	}
 	members, err := cluster.Members(ctx, a.kube.Client, r.key)
-	return slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return unmade(&m) }), err
+	for i := range members {
+		objects = append(objects, &members[i])
+	}
+	return objects, err
 }
 
 // reconcile carries out the objects that a request names. After an error that it returns, the request is tried again, later each time; for some errors it
