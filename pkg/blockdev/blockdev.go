@@ -301,6 +301,10 @@ type Pool interface {
 // has the same ID. It is empty if a pool of an older driver could not be given one yet.
 type Identified interface{ ID() string }
 
+// Copied is a Pool that can tell whether it has bytes of another one (IsCopy), although it has an identity of its own: the storage below was copied, and the
+// copy given another identity.
+type Copied interface{ IsCopy(of Pool) bool }
+
 // Leaver is a Pool that can tell that it has to be closed and opened anew (Gone): it keeps its disk from being unmounted and repaired, or what it has open
 // is not what is at its place any more.
 type Leaver interface{ Gone() bool }
@@ -321,7 +325,7 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one with an optional power (Identified, Leaver, Shelver, Prover, Measurer, ThinPool, Comparer, Cutter, Stackable, Differ, Founded, Marker); false if
+// As returns a pool as one with an optional power (Identified, Copied, Leaver, Shelver, Prover, Measurer, ThinPool, Comparer, Cutter, Stackable, Differ, Founded, Marker); false if
 // it does not have that, or is not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)

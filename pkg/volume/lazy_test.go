@@ -146,7 +146,7 @@ func TestCopiedPool(t *testing.T) {
 	}
 	l, err := volume.NewLocal(t.Context(), node, both, mounts, 0)
 	check.OK(t, err)
-	if problems := both[1].PoolHealth(t.Context()); len(problems) != 1 || problems[0].Reason != "PoolMissing" || !strings.Contains(problems[0].Message, "pool first has too") {
+	if problems := both[1].PoolHealth(t.Context()); len(problems) != 1 || problems[0].Reason != "PoolMissing" || !strings.Contains(problems[0].Message, "pool second has the volumes of pool first") {
 		t.Errorf("the health of the copy: %v", problems)
 	}
 	if have, err := l.Get(t.Context(), v.ID); err != nil || have.Name != "a" {

@@ -41,14 +41,14 @@ type Local struct {
 	inquiries map[string]*inquiry  // of pools that are being asked for their room
 
 	mu         sync.Mutex
-	identities map[string]string   // of the pools that have come, by their names
-	claims     map[string]int64    // how many claims the records of each pool have
-	incomplete map[string]bool     // keys of groups that are being made or undone
-	tooLong    map[held]time.Time  // when writers were last held back for longestFreeze in vain
-	looks      map[string]*looking // for an overview, by the names of the pools
-	freezing   map[ID]bool         // volumes whose freeze the kernel has not finished, and nobody waits for any more
-	lifted     map[ID]bool         // volumes whose limits of I/O are lifted while they are frozen
-	places     map[ID]string       // pools of the volumes that are not where their IDs say, or that were located (Locate)
+	came       map[string]blockdev.Pool // the pools that have come, also if they are away now, by their names
+	claims     map[string]int64         // how many claims the records of each pool have
+	incomplete map[string]bool          // keys of groups that are being made or undone
+	tooLong    map[held]time.Time       // when writers were last held back for longestFreeze in vain
+	looks      map[string]*looking      // for an overview, by the names of the pools
+	freezing   map[ID]bool              // volumes whose freeze the kernel has not finished, and nobody waits for any more
+	lifted     map[ID]bool              // volumes whose limits of I/O are lifted while they are frozen
+	places     map[ID]string            // pools of the volumes that are not where their IDs say, or that were located (Locate)
 
 	exports exports
 	moves   Moves // nil outside of a cluster
@@ -76,7 +76,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, patience: patience,
 		looks: map[string]*looking{}, arrived: map[string]blockdev.Pool{}, placed: map[string]placement{}, inquiries: map[string]*inquiry{},
-		identities: map[string]string{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[held]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{}, places: map[ID]string{},
+		came: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[held]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{}, places: map[ID]string{},
 		exports: exports{failed: map[place]error{}, given: map[ID]map[string]string{}}}
 	for _, pool := range pools {
 		if late, ok := pool.(deferred); ok {

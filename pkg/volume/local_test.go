@@ -1034,3 +1034,30 @@ func TestFreezeBesidePipe(t *testing.T) {
 		})
 	}
 }
+
+// cloned is a pool that may be a copy of another one, and has an identity of its own.
+type cloned struct {
+	*memory.Pool
+	of blockdev.Pool
+}
+
+func (c cloned) IsCopy(of blockdev.Pool) bool { return of == c.of }
+
+// TestCopyByContent: of a pool and its copy, which has the same identity or does not, a driver uses the one that comes first.
+func TestCopyByContent(t *testing.T) {
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	disk := memory.NewDisk(1 << 30)
+	first, other := disk.Open("first", nil), memory.NewDisk(1<<30).Open("other", nil)
+	for name, copied := range map[string]blockdev.Pool{
+		"one identity":         disk.Open("copied", nil),
+		"another identity":     cloned{memory.NewDisk(1<<30).Open("copied", nil), first},
+		"of an absent pool":    cloned{memory.NewDisk(1<<30).Open("copied", nil), disk.Open("absent", nil)},
+		"no copy of the other": cloned{memory.NewDisk(1<<30).Open("copied", nil), nil},
+	} {
+		_, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{first, other, copied}, mounts, 0)
+		if refused := errors.Is(err, errdefs.ErrUnavailable) && strings.Contains(err.Error(), "pool copied has the volumes of pool first"); refused != strings.HasSuffix(name, "identity") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}

@@ -55,23 +55,29 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	return l.exportAgain(ctx, pool)
 }
 
-// refuseCopy returns ErrUnavailable if a pool has the identity of one that came before, or is coming just now: somebody copied its bytes. The members of a
+// refuseCopy returns ErrUnavailable if a pool is a copy of one that came before, or is coming just now (isCopy): somebody copied its bytes. The members of a
 // group snapshot would be there twice, and to delete the group would delete both. This also holds while the first pool is away, as it may come back.
 func (l *Local) refuseCopy(pool blockdev.Pool) error {
-	is, ok := pool.(blockdev.Identified)
-	if !ok || is.ID() == "" {
-		return nil
-	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for name, identity := range l.identities {
-		if name != pool.Name() && identity == is.ID() {
-			return fmt.Errorf("%w: pool %s has the identity %s, which pool %s has too: one is a copy of the other; start the driver with one of the two (--pool)",
-				errdefs.ErrUnavailable, pool.Name(), identity, name)
+	for name, first := range l.came {
+		if name != pool.Name() && isCopy(pool, first) {
+			return fmt.Errorf("%w: pool %s has the volumes of pool %s: one is a copy of the other; start the driver with one of the two (--pool)",
+				errdefs.ErrUnavailable, pool.Name(), name)
 		}
 	}
-	l.identities[pool.Name()] = is.ID()
+	l.came[pool.Name()] = pool
 	return nil
+}
+
+// isCopy reports whether two pools have one identity, or what they keep tells that one is a copy of the other (blockdev.Copied).
+func isCopy(pool, of blockdev.Pool) bool {
+	is, identified := pool.(blockdev.Identified)
+	if first, ok := of.(blockdev.Identified); identified && ok && is.ID() != "" && is.ID() == first.ID() {
+		return true
+	}
+	copied, can := pool.(blockdev.Copied)
+	return can && copied.IsCopy(of)
 }
 
 // setMixedAside sets aside what a pool has under the name of something else: keys derive from names, so the name in a record tells the key. A record that is

@@ -289,6 +289,34 @@ func poolID(rows []lvm2.Row, thin string) string {
 // ID: see blockdev.Identified.
 func (p *pool) ID() string { return p.id }
 
+// IsCopy: see blockdev.Copied. vgimportclone gives a copy of a group, and its disks, UUIDs of their own, and its logical volumes keep theirs.
+func (p *pool) IsCopy(of blockdev.Pool) bool {
+	other, is := of.(*pool)
+	if !is {
+		return false
+	}
+	theirs := other.volumeUUIDs()
+	for uuid := range p.volumeUUIDs() {
+		if theirs[uuid] {
+			return true
+		}
+	}
+	return false
+}
+
+// volumeUUIDs returns the UUIDs that lvm2 gave the logical volumes of all objects.
+func (p *pool) volumeUUIDs() map[string]bool {
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	all := map[string]bool{}
+	for _, o := range p.Objects {
+		if o.uuid != "" {
+			all[o.uuid] = true
+		}
+	}
+	return all
+}
+
 // Foundations: see blockdev.Founded. They are the physical volumes that the group has now; those that are missing are left out.
 func (p *pool) Foundations(ctx context.Context) (numbers []uint64, err error) {
 	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
