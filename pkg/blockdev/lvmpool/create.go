@@ -635,7 +635,8 @@ func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]
 		if err := p.stillGroup(run); err != nil {
 			return err
 		}
-		_, err := run("lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare, "-l", strconv.FormatInt(size/p.extent, 10), p.location.Group)
+		// -ky, as in lvcreate: nobody who activates all volumes at boot shows what others have had there.
+		_, err := run("lvcreate", "-ay", "-K", "-ky", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare, "-l", strconv.FormatInt(size/p.extent, 10), p.location.Group)
 		return err
 	}); err != nil {
 		return nil, err
