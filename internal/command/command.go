@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
@@ -69,7 +71,7 @@ func RunWith(ctx context.Context, o Options, argv ...string) (stdout, stderr str
 	cmd.WaitDelay = 5 * time.Second
 	var out, warnings limited
 	cmd.Stdout, cmd.Stderr = &out, &warnings
-	err = cmd.Run()
+	err = run(ctx, cmd)
 	if errors.Is(err, exec.ErrWaitDelay) {
 		// The program has ended, but something that it started has its outputs open.
 		_ = cmd.Cancel()
@@ -78,6 +80,46 @@ func RunWith(ctx context.Context, o Options, argv ...string) (stdout, stderr str
 		return out.String(), warnings.String(), nil
 	}
 	return out.String(), warnings.String(), failed(ctx, argv, err, warnings.String()+" "+out.String())
+}
+
+// ErrProcessorTime is the error of a program that has had more time of processors than it may have (WithProcessorTime).
+var ErrProcessorTime = errors.New("it has had more time of processors than it may have")
+
+type processorTime struct{}
+
+// WithProcessorTime returns a context with which each program has at most so much time of processors, in whole seconds, and not of a clock: for one that works on
+// what others may have made up so that it never comes to an end. A program that has had more is killed: ErrProcessorTime.
+func WithProcessorTime(ctx context.Context, most time.Duration) context.Context {
+	return context.WithValue(ctx, processorTime{}, max(most.Truncate(time.Second), time.Second))
+}
+
+// run runs a command that is set up, within the time of WithProcessorTime.
+func run(ctx context.Context, cmd *exec.Cmd) error {
+	if err := start(ctx, cmd); err != nil {
+		return err
+	}
+	return wait(ctx, cmd)
+}
+
+// start starts a command. The kernel counts the time of processors from here on (RLIMIT_CPU, setrlimit(2)).
+func start(ctx context.Context, cmd *exec.Cmd) error {
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	if most, limited := ctx.Value(processorTime{}).(time.Duration); limited {
+		seconds := uint64(most / time.Second)
+		_ = unix.Prlimit(cmd.Process.Pid, unix.RLIMIT_CPU, &unix.Rlimit{Cur: seconds, Max: seconds}, nil) // it may have ended already
+	}
+	return nil
+}
+
+// wait waits for a command that start has started.
+func wait(ctx context.Context, cmd *exec.Cmd) error {
+	err := cmd.Wait()
+	if most, limited := ctx.Value(processorTime{}).(time.Duration); limited && err != nil && cmd.ProcessState.UserTime()+cmd.ProcessState.SystemTime() > most/10*9 { // what is told afterwards may be less than what was counted
+		return fmt.Errorf("%w, %s: %w", ErrProcessorTime, most, err)
+	}
+	return err
 }
 
 // failed returns the error of a program that has printed something.

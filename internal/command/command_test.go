@@ -257,3 +257,20 @@ func TestDidItsWork(t *testing.T) {
 		}
 	}
 }
+
+// TestProcessorTime: a program that works for ever is killed when it has had its time of processors, and one that sleeps is not.
+func TestProcessorTime(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	little := WithProcessorTime(ctx, time.Second)
+	loop := []string{"sh", "-c", "while :; do :; done"}
+	_, _, err := Run(little, loop...)
+	for _, err := range []error{err, Lines(little, func([]byte) error { return nil }, loop...)} {
+		if !errors.Is(err, ErrProcessorTime) || ctx.Err() != nil {
+			t.Errorf("a loop ends with %v", err)
+		}
+	}
+	if _, _, err := Run(little, "sleep", "2"); err != nil {
+		t.Error(err)
+	}
+}

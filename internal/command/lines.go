@@ -34,7 +34,7 @@ func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (e
 		return failed(ctx, argv, err, warnings.String())
 	}
 	began := time.Now()
-	if err := cmd.Start(); err != nil {
+	if err := start(ctx, cmd); err != nil {
 		err = failed(ctx, argv, err, warnings.String())
 		observe(argv[0], began, err)
 		return err
@@ -43,7 +43,7 @@ func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (e
 	if refused != nil || broken != nil {
 		stop()
 	}
-	err = cmd.Wait()
+	err = wait(ctx, cmd)
 	if refused != nil {
 		observe(argv[0], began, nil) // it did not fail
 		return refused

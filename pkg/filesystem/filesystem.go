@@ -339,7 +339,7 @@ func toolVersion(said string) version {
 
 // Check checks an ext4 before it is mounted, and repairs what is safe to repair (checkExt4). It writes nothing to a clean one, save that it removes a copy of
 // the superblock from the boot block. XFS and btrfs need no check: they recover when they are mounted. ErrDataLoss if somebody has to repair the filesystem
-// by hand; ErrUnsupported if the tool is not installed.
+// by hand, also ErrEndless if no tool comes to an end with it; ErrUnsupported if the tool is not installed.
 //
 // The superblock may be another one afterwards, from the journal or from a copy of it, and somebody may have written these byte by byte, too. So errors are also
 // those of Inspect.
@@ -347,7 +347,7 @@ func Check(ctx context.Context, t Type, device string) error {
 	if t != Ext4 {
 		return nil
 	}
-	if err := checkExt4(ctx, device); err != nil {
+	if err := inTime(ctx, device, func(ctx context.Context) error { return checkExt4(ctx, device) }); err != nil {
 		return err
 	}
 	return Inspect(t, device)

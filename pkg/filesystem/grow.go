@@ -134,7 +134,7 @@ func GrowBeforeMount(ctx context.Context, t Type, device string) error {
 	if err != nil {
 		return err
 	}
-	return growExt4Unmounted(ctx, device, size)
+	return inTime(ctx, device, func(ctx context.Context) error { return growExt4Unmounted(ctx, device, size) })
 }
 
 // GrowsMounted reports whether this process may grow a mounted filesystem of the type.

@@ -11,6 +11,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -21,7 +22,8 @@ const checkTime = 24 * time.Hour
 // caller. The call goes on meanwhile with its locks, so all others of the volume get ABORTED. A retry after that finds the filesystem checked, or gets the
 // error of the check.
 type checks struct {
-	driver context.Context // ends with the driver
+	driver  context.Context // ends with the driver
+	endless filesystem.Endless
 
 	mu      sync.Mutex
 	running map[string]check // by the volume's key
@@ -35,7 +37,7 @@ type check struct {
 }
 
 // run does the work of a check for the volume of a key, and waits for it. If an earlier check failed after its caller was gone, it returns that error, once,
-// and does not check again. ErrDataLoss if the check takes longer than checkTime; the error of ctx if the caller has gone meanwhile.
+// and does not check again; so it does each time after filesystem.ErrEndless. ErrDataLoss if the check takes longer than checkTime; the error of ctx if the caller has gone meanwhile.
 func (c *checks) run(ctx context.Context, key string, work func(context.Context) error) error {
 	if err := c.forget(key); err != nil {
 		return err
@@ -43,7 +45,7 @@ func (c *checks) run(ctx context.Context, key string, work func(context.Context)
 	working, stop := context.WithTimeout(klog.NewContext(c.driver, klog.FromContext(ctx)), checkTime)
 	defer stop()
 	c.begin(key, check{ctx, stop})
-	err := work(working)
+	err := c.endless.Do(key, func() error { return work(working) })
 	if errors.Is(working.Err(), context.DeadlineExceeded) && err != nil {
 		err = fmt.Errorf("%w: its filesystem was not checked within %s; check it by hand: %s", errdefs.ErrDataLoss, checkTime, err.Error())
 	}

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"time"
 
@@ -10,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -124,5 +126,25 @@ func TestFlags(t *testing.T) {
 	}
 	if !sameContext("", []string{context}) {
 		t.Error("of what an older driver staged nothing is known")
+	}
+}
+
+// TestCheckEndless: a filesystem with which the tools do not come to an end is not checked again by each try of the kubelet.
+func TestCheckEndless(t *testing.T) {
+	s, checked := New(t.Context(), nil, nil, Options{}), 0
+	for range 3 {
+		err := s.checks.run(t.Context(), "k", func(context.Context) error {
+			checked++
+			return fmt.Errorf("%w: %w", errdefs.ErrDataLoss, filesystem.ErrEndless)
+		})
+		if !errors.Is(err, errdefs.ErrDataLoss) {
+			t.Errorf("check: %v", err)
+		}
+	}
+	if checked != 1 {
+		t.Errorf("checked %d times", checked)
+	}
+	if err := s.checks.run(t.Context(), "other", func(context.Context) error { return nil }); err != nil {
+		t.Error(err)
 	}
 }

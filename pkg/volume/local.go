@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -35,6 +36,7 @@ type Local struct {
 	arrived  map[string]blockdev.Pool // pools that are open, or about to be; guarded by arriving
 	sources  keylock.Table            // snapshots that are copied, or deleted with their groups, by ID
 	progress progress.Table           // what is being copied or zeroed
+	endless  filesystem.Endless
 
 	placing   sync.Mutex           // held while pools are chosen; guards what follows
 	placed    map[string]placement // where the volumes of these keys are being made

@@ -174,7 +174,7 @@ func (l *Local) settle(ctx context.Context, pool blockdev.Pool, record blockdev.
 	if err := v.carries(attached, v.Filesystem); err != nil {
 		return err
 	}
-	return filesystem.Settle(ctx, v.Filesystem, attached.Path)
+	return l.endless.Do(v.ID.String(), func() error { return filesystem.Settle(ctx, v.Filesystem, attached.Path) })
 }
 
 // Readers returns the generations of the claims for which a volume is exported for reading.
