@@ -26,8 +26,12 @@ func Expect(ctx context.Context, known Known, id string) error {
 	if known == nil {
 		return nil
 	}
-	if want, err := known(ctx); err == nil && want != "" && want != id {
-		return fmt.Errorf("%w: another pool is here, with the identity %q; the one that is missing has %s: is its disk mounted?", errdefs.ErrUnavailable, id, want)
+	want, err := known(ctx)
+	switch {
+	case err != nil || want == "" || want == id:
+		return nil
+	case id == "":
+		return fmt.Errorf("%w: what is here does not say which pool it is: its file named pool is missing; the pool that is to be here has the identity %s: is its disk mounted? If this is that pool, bring that file back, or have it get another one (spec.uuid)", errdefs.ErrUnavailable, want)
 	}
-	return nil
+	return fmt.Errorf("%w: another pool is here, with the identity %q; the one that is missing has %s: is its disk mounted?", errdefs.ErrUnavailable, id, want)
 }

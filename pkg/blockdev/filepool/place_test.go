@@ -313,6 +313,13 @@ func TestKnownPool(t *testing.T) {
 		t.Fatalf("pools %s and %q: %s", id, second, why)
 	}
 	missing(dir, "", knows(second, nil), "another pool is here")
+
+	// Somebody removed the file with its identity.
+	check.OK(t, os.Remove(filepath.Join(dir, "pool")))
+	missing(dir, "", knows(id, nil), "what is here does not say which pool it is: its file named pool is missing; the pool that is to be here has the identity "+id)
+	if again, why := try(dir, "", none); again == "" || again == id {
+		t.Errorf("a pool that may have another identity has %q: %s", again, why)
+	}
 }
 
 // TestIdentityFile: a pool of an older driver gets an identity, which stays. One copy in the file is enough. A pool without either, or of a newer version,

@@ -106,7 +106,8 @@ func (p *pool) found(ref blockdev.Ref, r stored, image bool) error {
 	case r.err == nil:
 		p.insert(&object{Entry: catalog.Found(r.record.Decoded, r.record.State), growing: r.record.Growing, at: r.at})
 	case errors.Is(r.err, recordfile.ErrEmpty) && !image:
-		// A crash before the record was on disk; nothing was ever handed out.
+		// A crash before the record was on disk; nothing was ever handed out. If there was more once, it is lost: then the image is, too.
+		klog.Background().Info("Removing a record that has nothing in it, and no image", "pool", p.name, "object", ref.String(), "file", layout.Record(ref))
 		return errdefs.FromErrno(p.root.Remove(layout.Record(ref)))
 	case errors.Is(r.err, errdefs.ErrUnavailable): // the filesystem's fault, not the record's
 		return r.err
