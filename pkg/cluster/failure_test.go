@@ -815,6 +815,11 @@ func TestAbandoned(t *testing.T) {
 		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},
 		AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
 		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: owned.String()}}}}))
+	provisioned("pvc-adopted")
+	check.OK(t, w.Delete(w.ctx, w.object("pvc-adopted")))
+	w.strays("default", 1)
+	w.adopt("default", "all")
+	w.eventually("it is found", func() bool { o := w.object("pvc-adopted"); return o != nil && o.Status.Created != nil })
 	blank := provisioned("pvc-blank")
 	check.OK(t, second(s.Create(w.ctx, spec("named-by-somebody"))))
 	w.sweeping()
@@ -824,7 +829,7 @@ func TestAbandoned(t *testing.T) {
 		o := w.object("pvc-used")
 		return o != nil && o.Status.Is(v1alpha1.Abandoned, "False") && !o.Spec.Abandoned
 	})
-	for _, name := range []string{"pvc-used", "pvc-owned", "pvc-claimed", "named-by-somebody"} {
+	for _, name := range []string{"pvc-used", "pvc-owned", "pvc-claimed", "pvc-adopted", "named-by-somebody"} {
 		if o := w.object(name); o == nil || o.Spec.Abandoned || o.Deleting() {
 			t.Errorf("%s: %+v", name, o)
 		}

@@ -21,7 +21,7 @@ import (
 
 // collectVolume has a volume deleted that is older than AbandonGrace, and for which there is neither the PersistentVolumeClaim that it was made for nor a
 // PersistentVolume with its handle. Its node is asked (spec.abandoned), and deletes it only if it is blank. A volume with several legs is deleted if it was
-// never used (wasUsed). Of a further leg alone: see collectLeg.
+// never used (wasUsed). What was adopted or restored stays (isYounger). Of a further leg alone: see collectLeg.
 func (c *Collector) collectVolume(ctx context.Context, known *census, key string) error {
 	v := &v1alpha1.Volume{}
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
@@ -39,7 +39,7 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 			return err
 		}
 	}
-	if !provisioned(v) { // an earlier object of this name was
+	if !provisioned(v) || whole == nil && isYounger(v) { // an earlier object of this name was; or somebody has adopted it, and may have its PersistentVolume made later
 		return nil
 	}
 	if due, err := c.isDue(ctx, v); err != nil || !due {
