@@ -28,6 +28,7 @@ var pages = map[string]string{
 	"ImagesFragmented":        "pool-degraded",
 	"RecordsNotSafe":          "pool-degraded",
 	"SpaceUnknown":            "pool-degraded",
+	"NoSuchStray":             "strays",
 	"Strays":                  "strays",
 	"UnknownImage":            "strays",
 	"UnknownVolume":           "strays",

@@ -33,6 +33,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -1189,6 +1190,31 @@ func TestAdoptionRefused(t *testing.T) {
 	check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
 	w.strays("default", 1)
 	w.eventually("the others are back", func() bool { return w.object("a") != nil && w.object("b") != nil })
+}
+
+// TestAdoptionMisspelt: of what is to be adopted one is there, and another is not, as its ID is misspelt. The first is adopted, and an event tells of the other.
+func TestAdoptionMisspelt(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	check.OK(t, err)
+	check.OK(t, w.Delete(w.ctx, w.object("v")))
+	m.agent.Changed()
+	w.strays("default", 1)
+	pool := w.pool(nodeName, "default")
+	for _, misspelt := range []string{"All", "vol.other." + v.ID.Key, "group." + v.ID.Key} {
+		w.adopt("default", v.ID.String()+","+misspelt)
+		w.eventually("the other is told of", func() bool {
+			c := meta.FindStatusCondition(w.pool(nodeName, "default").Status.Conditions, v1alpha1.Adopted)
+			return c != nil && c.Status == metav1.ConditionFalse && strings.Contains(c.Message, "does not keep: "+misspelt+"; ")
+		})
+	}
+	w.eventually("there is an event", func() bool { return len(w.eventsOn(pool, events.NoSuchStray)) > 0 })
+	w.strays("default", 0)
+	w.adopt("default", "all")
+	w.eventually("all is known", func() bool {
+		return meta.IsStatusConditionTrue(w.pool(nodeName, "default").Status.Conditions, v1alpha1.Adopted)
+	})
+	w.tally(m)
 }
 
 // TestAdoptedMeanwhile: what somebody asks to be adopted while the agent makes the objects of other strays is adopted as well, and is not forgotten.

@@ -20,6 +20,9 @@ const ReasonNotConfigured = "NotConfigured"
 // ReasonCreated is the reason of the condition Ready of what was made for its object, as long as it was never lost meanwhile.
 const ReasonCreated = "Created"
 
+// ReasonNoSuchStray is the reason of the condition Adopted for a pool of which was to be adopted what it does not keep.
+const ReasonNoSuchStray = "NoSuchStray"
+
 // ReasonStrays is the reason of the condition Accounted for a pool with volumes or snapshots that have no object.
 const ReasonStrays = "Strays"
 

@@ -68,6 +68,8 @@ const (
 	Copied = "Copied"
 	// Accounted: every volume and snapshot that the pool keeps for the cluster has an object.
 	Accounted = "Accounted"
+	// Adopted: False if AdoptAnnotation of the pool named what the pool does not keep; it is there from then on.
+	Adopted = "Adopted"
 )
 
 // Reasons of the condition Copied; the last one is that of True.

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -326,7 +327,8 @@ func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*
 }
 
 // adopt creates the objects of the strays that v1alpha1.AdoptAnnotation of the pool's object names, and returns the other strays. If the API server refuses
-// some, the rest is adopted all the same; the annotation stays until none fails, and if it asks for more meanwhile.
+// some, the rest is adopted all the same; the annotation stays until none fails, and if it asks for more meanwhile. What it names and the pool does not keep,
+// the condition Adopted tells.
 func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) ([]stray, error) {
 	if pool.Annotations[v1alpha1.AdoptAnnotation] == "" {
 		return strays, nil
@@ -363,7 +365,51 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 		pool.Annotations = before.Annotations
 		return left, fmt.Errorf("take %s off pool %s: %w", v1alpha1.AdoptAnnotation, pool.Name, err)
 	}
-	return left, nil
+	return left, a.reportAdopted(ctx, pool, wanted)
+}
+
+// reportAdopted writes into the status of a pool's object whether the pool keeps all that was to be adopted (the condition Adopted): somebody may have misspelt
+// an ID, or named another pool.
+func (a *Agent) reportAdopted(ctx context.Context, pool *v1alpha1.Pool, wanted []string) error {
+	var unknown []string
+	for _, text := range wanted {
+		has, err := a.keeps(ctx, pool.Spec.Pool, text)
+		if err != nil {
+			return err
+		}
+		if text != adoptAll && !has {
+			unknown = append(unknown, text)
+		}
+	}
+	c := &pool.Status.Conditions
+	if len(unknown) == 0 {
+		if meta.FindStatusCondition(*c, v1alpha1.Adopted) != nil {
+			setCondition(c, pool, v1alpha1.Adopted, metav1.ConditionTrue, "AllKnown", "the pool keeps all that was to be adopted")
+		}
+		return nil
+	}
+	meta.RemoveStatusCondition(c, v1alpha1.Adopted) // each time is another one
+	setCondition(c, pool, v1alpha1.Adopted, metav1.ConditionFalse, cluster.ReasonNoSuchStray, fmt.Sprintf("the annotation %s named what the pool does not keep: %s; name IDs of its strays (status.strays), or %q", v1alpha1.AdoptAnnotation, strings.Join(unknown, ", "), adoptAll))
+	return nil
+}
+
+// keeps reports whether a pool has the volume, the snapshot or members of the group with an ID.
+func (a *Agent) keeps(ctx context.Context, pool, text string) (bool, error) {
+	if group, err := volume.ParseGroupID(text); err == nil {
+		all, err := a.local.ListSnapshots(ctx, volume.ID{}, volume.ID{}, 0)
+		return slices.ContainsFunc(all, func(s volume.Snapshot) bool { return s.Group == group }), err
+	}
+	id, err := volume.ParseID(text)
+	if err != nil {
+		return false, nil
+	}
+	for _, one := range a.options.Pools {
+		if one.Name() == pool {
+			record, err := one.Get(ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key})
+			return err == nil && volume.IDOf(pool, record) == id, errdefs.IgnoreNotFound(err)
+		}
+	}
+	return false, nil
 }
 
 // readopt makes what is here of a volume that has moved to another node, or may have, usable again, because somebody adopts it by its ID (volume.Readopt).

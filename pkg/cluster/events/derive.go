@@ -291,6 +291,10 @@ func ofPool(p *v1alpha1.Pool) []saying {
 			since: c.LastTransitionTime.Time, state: c.LastTransitionTime.UTC().Format(time.RFC3339), lasting: true}
 		all = append(all, one.each(pools)...)
 	}
+	if c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Adopted); c != nil && c.Status == metav1.ConditionFalse {
+		all = append(all, saying{on: onPool, of: p, reason: NoSuchStray, level: warning, note: subject + c.Message, since: c.LastTransitionTime.Time,
+			state: c.LastTransitionTime.UTC().Format(time.RFC3339)})
+	}
 	return append(all, ofRecovery(p, pools, subject, p.Status.Conditions, v1alpha1.Accounted)...)
 }
 

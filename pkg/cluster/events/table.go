@@ -4,6 +4,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
 // Entry is a row of the table of all events.
@@ -16,7 +17,8 @@ type Entry struct {
 
 // The reasons of events that do not come from the health of an object.
 const (
-	Strays          = "Strays"
+	Strays          = cluster.ReasonStrays
+	NoSuchStray     = cluster.ReasonNoSuchStray
 	AgentSilent     = "AgentSilent"
 	AgentHeard      = "AgentHeard"
 	NodeNotReady    = "NodeNotReady"
@@ -120,6 +122,7 @@ var Table = []Entry{
 	{"SpaceUnknown", warning, pools, "What volumes and snapshots share is not known."},
 	{"NotConfigured", warning, pools, "The node was started without the pool."},
 	{Strays, warning, pools, "The pool has volumes or snapshots that no object is for."},
+	{NoSuchStray, warning, []string{onPool}, "What was to be adopted is not in the pool."},
 
 	{AgentSilent, warning, []string{onNode, onVolume, onClaim}, "Nothing is heard of the driver on the node; on a volume: which waits for it."},
 	{NodeNotReady, warning, waiting, "The node that the volume waits for is not ready."},
