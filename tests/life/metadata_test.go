@@ -183,7 +183,7 @@ func TestSnapshotMetadata(t *testing.T) {
 				code         codes.Code
 			}{
 				"the newer as the base": {second.GetSnapshotId(), first.GetSnapshotId(), 0, 0, codes.InvalidArgument},
-				"of another volume":     {ofOther.GetSnapshotId(), second.GetSnapshotId(), 0, 0, codes.InvalidArgument},
+				"of another volume":     {ofOther.GetSnapshotId(), second.GetSnapshotId(), 0, 0, codes.NotFound},
 				"no base":               {"", second.GetSnapshotId(), 0, 0, codes.InvalidArgument},
 				"no target":             {first.GetSnapshotId(), "", 0, 0, codes.InvalidArgument},
 				"a base there is not":   {"snap.default." + strings.Repeat("0", 32), second.GetSnapshotId(), 0, 0, codes.NotFound},

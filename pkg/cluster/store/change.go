@@ -63,8 +63,9 @@ func revert(v *v1alpha1.Volume) (changed bool) {
 	if v.Common().Refused(v.Generation) == nil {
 		return false
 	}
-	changed = v.Spec.Size != v.Status.Size || !maps.Equal(v.Spec.Mutable, v.Status.Mutable)
-	v.Spec.Size, v.Spec.Mutable = v.Status.Size, maps.Clone(v.Status.Mutable)
+	size := cmp.Or(v.Status.Size, v.Spec.Size) // 0: an object without a status, as after a restore; nothing of it was refused
+	changed = v.Spec.Size != size || !maps.Equal(v.Spec.Mutable, v.Status.Mutable)
+	v.Spec.Size, v.Spec.Mutable = size, maps.Clone(v.Status.Mutable)
 	return changed
 }
 
