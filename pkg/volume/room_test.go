@@ -4,13 +4,13 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"runtime"
 	"strings"
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -106,29 +106,54 @@ func TestMoveInUseRoom(t *testing.T) {
 // TestLVMMoveInUseRoom is TestMoveInUseRoom for linear logical volumes.
 func TestLVMMoveInUseRoom(t *testing.T) {
 	drivertest.NeedLVM(t)
-	m := newMoving(t, "a")
 	group := drivertest.NewGroup(t, 1200*mib)
 	drivertest.SetUpLVM(t, `"a|.*|"`)
-	b := start(t, 0, open(t, "c", group.URL()+"?reservePercent=0"))
-	serve(t, b, m.kb, nil)
-	prepare := func(n int) (volume.Exported, error) {
-		from, err := m.a.Describe(t.Context(), m.v.ID, 3)
+	a, b := start(t, 0, open(t, "a", twoPools(t)["a"])), start(t, 0, open(t, "c", group.URL()+"?reservePercent=0"))
+	a.SetMoves(&stays{})
+	serve(t, a, newTarget(t), &consumer{nothing: true})
+	serve(t, b, newTarget(t), nil)
+	v, err := a.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Provisioning: blockdev.Thin, Size: volume.Range{Required: gib}})
+	check.OK(t, err)
+	check.OK(t, second(a.Export(t.Context(), v.ID, grant(3, "c"))))
+	defer func() { check.OK(t, a.Unexport(context.Background(), v.ID, 0)) }()
+	pieces := int(v.Size / (64 * mib)) // that are zeroed at once (lvmpool.zeroChunk)
+	for calls := 1; calls <= pieces+2; calls++ {
+		from, err := a.Describe(t.Context(), v.ID, 3)
 		check.OK(t, err)
-		return b.Prepare(&pooltest.EndsAfter{Context: t.Context(), N: n}, "c", "source", "", from, grant(4, "c"))
-	}
-	n := 0
-	for zeroed := false; !zeroed; n++ { // until a call ends when it has zeroed something
-		_, err := prepare(n)
-		fails(t, err, context.Canceled, "Prepare that runs out of time")
-		zeroed = strings.Contains(err.Error(), "zero /dev/")
-	}
-	for range 2 * m.v.Size / (64 * mib) { // pieces that are zeroed at once (lvmpool.zeroChunk)
-		room, err := prepare(n + 2)
+		room, err := b.Prepare(&endsZeroing{Context: t.Context(), after: 1}, "c", "source", "", from, grant(4, "c"))
 		if err == nil {
-			check.OK(t, b.DropPrepared(t.Context(), m.v.ID, grant(4, "c"), room.NQN))
+			check.OK(t, b.DropPrepared(t.Context(), v.ID, grant(4, "c"), room.NQN))
+			if calls < pieces {
+				t.Errorf("room was made in %d calls, and each was to zero one of %d pieces", calls, pieces)
+			}
 			return
 		}
 		fails(t, err, context.Canceled, "Prepare that runs out of time")
 	}
 	t.Error("no room was made; each call began anew")
+}
+
+// endsZeroing is a context that ends when so many pieces of a logical volume have been zeroed.
+type endsZeroing struct {
+	context.Context
+	after int
+	ended bool
+}
+
+func (c *endsZeroing) Err() error {
+	callers := make([]uintptr, 16)
+	frames := runtime.CallersFrames(callers[:runtime.Callers(2, callers)])
+	for more := !c.ended; more; {
+		var frame runtime.Frame
+		frame, more = frames.Next()
+		if strings.HasSuffix(frame.Function, "lvmpool.zeroFrom") {
+			c.after--
+			c.ended = c.after < 0
+			break
+		}
+	}
+	if c.ended {
+		return context.Canceled
+	}
+	return nil
 }

@@ -16,6 +16,7 @@ func TestLVMImportedClone(t *testing.T) {
 	f.url = f.group.URL() + "?reservePercent=0"
 	f.start()
 	f.make(pooltest.Vol("a"), 8*pooltest.MiB)
+	f.restart() // lvm2 has told the UUID of the volume
 	disk, copied := drivertest.Disk(t, 64*pooltest.MiB), f.group.Name+"-copied"
 	drivertest.Run(t, "dd", "if="+f.group.Devices[0], "of="+disk, "bs=1M", "iflag=direct", "oflag=direct", "status=none")
 	drivertest.Run(t, "vgimportclone", "-q", "-n", copied, disk)
