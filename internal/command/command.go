@@ -88,7 +88,7 @@ var ErrProcessorTime = errors.New("it has had more time of processors than it ma
 type processorTime struct{}
 
 // WithProcessorTime returns a context with which each program has at most so much time of processors, in whole seconds, and not of a clock: for one that works on
-// what others may have made up so that it never comes to an end. A program that has had more is killed: ErrProcessorTime.
+// what others may have made up so that it never comes to an end. A program that has had more is ended (SIGXCPU): ErrProcessorTime.
 func WithProcessorTime(ctx context.Context, most time.Duration) context.Context {
 	return context.WithValue(ctx, processorTime{}, max(most.Truncate(time.Second), time.Second))
 }
@@ -108,7 +108,7 @@ func start(ctx context.Context, cmd *exec.Cmd) error {
 	}
 	if most, limited := ctx.Value(processorTime{}).(time.Duration); limited {
 		seconds := uint64(most / time.Second)
-		_ = unix.Prlimit(cmd.Process.Pid, unix.RLIMIT_CPU, &unix.Rlimit{Cur: seconds, Max: seconds}, nil) // it may have ended already
+		_ = unix.Prlimit(cmd.Process.Pid, unix.RLIMIT_CPU, &unix.Rlimit{Cur: seconds, Max: seconds + 5}, nil) // it may have ended already; SIGXCPU, and SIGKILL 5 s later
 	}
 	return nil
 }
@@ -116,8 +116,10 @@ func start(ctx context.Context, cmd *exec.Cmd) error {
 // wait waits for a command that start has started.
 func wait(ctx context.Context, cmd *exec.Cmd) error {
 	err := cmd.Wait()
-	if most, limited := ctx.Value(processorTime{}).(time.Duration); limited && err != nil && cmd.ProcessState.UserTime()+cmd.ProcessState.SystemTime() > most/10*9 { // what is told afterwards may be less than what was counted
-		return fmt.Errorf("%w, %s: %w", ErrProcessorTime, most, err)
+	if most, limited := ctx.Value(processorTime{}).(time.Duration); limited && cmd.ProcessState != nil {
+		if status, is := cmd.ProcessState.Sys().(syscall.WaitStatus); is && status.Signaled() && status.Signal() == syscall.SIGXCPU {
+			return fmt.Errorf("%w, %s: %w", ErrProcessorTime, most, err)
+		}
 	}
 	return err
 }
