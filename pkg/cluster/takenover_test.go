@@ -43,6 +43,7 @@ func (x takenOver) has(o cluster.Object, size int64) {
 	before := o.DeepCopyObject().(client.Object)
 	now := metav1.NowMicro()
 	o.Common().Created, o.Common().Size = &now, size
+	meta.SetStatusCondition(&o.Common().Conditions, metav1.Condition{Type: v1alpha1.Ready, Status: metav1.ConditionTrue, Reason: cluster.ReasonCreated})
 	check.OK(x, x.Client.Status().Patch(x.ctx, o, client.MergeFrom(before)))
 }
 
