@@ -13,6 +13,17 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
+// asManyAsMay returns when as many calls are under way as may be at once: no further one has begun for a while.
+func asManyAsMay(begun <-chan blockdev.Ref) {
+	for {
+		select {
+		case <-begun:
+		case <-time.After(3 * time.Second):
+			return
+		}
+	}
+}
+
 // enlarging is a pool whose objects grow only when the test lets them, as those of a pool that has to zero what they grow by.
 type enlarging struct {
 	*memory.Pool
@@ -49,13 +60,7 @@ func TestGrowthTakesLong(t *testing.T) {
 		}()
 	}
 	first := <-grows.begun
-	for none := false; !none; { // as many as may
-		select {
-		case <-grows.begun:
-		case <-time.After(3 * time.Second):
-			none = true
-		}
-	}
+	asManyAsMay(grows.begun)
 	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
 	defer cancel()
 	if err := s.Delete(ctx, other.ID); err != nil {
@@ -113,13 +118,7 @@ func TestDeletionTakesLong(t *testing.T) {
 		go func() { answers <- s.Delete(w.ctx, v.ID) }()
 		go func() { answers <- s.DeleteSnapshot(w.ctx, cut.ID) }()
 	}
-	for none := false; !none; { // as many as may
-		select {
-		case <-goes.begun:
-		case <-time.After(3 * time.Second):
-			none = true
-		}
-	}
+	asManyAsMay(goes.begun)
 	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
 	defer cancel()
 	if err := second(s.Expand(ctx, other.ID, volume.Range{Required: 2 * mib})); err != nil {
