@@ -59,14 +59,6 @@ func Throttle(percent int) error {
 	return err
 }
 
-// CanMirror returns errdefs.ErrUnsupported if the kernel has no mirrors.
-func CanMirror() error {
-	if err := dm.HasTarget(mirrorTarget); err != nil {
-		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
-	}
-	return nil
-}
-
 // ErrUnfit is in errors of Mirror for a device that this volume is never mirrored to, while it stays attached as it is. The text says why.
 var ErrUnfit = errors.New("it does not move there while it is used")
 
@@ -95,7 +87,7 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 	case is:
 		return settle(d)
 	}
-	if err := CanMirror(); err != nil {
+	if err := dm.CanMirror(); err != nil {
 		return err
 	}
 	t, _ := s.top() // there is one, as there is a seat

@@ -5,6 +5,7 @@ import (
 	"errors"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -75,7 +76,7 @@ func (e *Everywhere) Mirrored(ctx context.Context, id ID) (Mirrored, bool, error
 }
 
 // CanMirror returns ErrUnsupported if the kernel of this node has no mirrors.
-func (e *Everywhere) CanMirror() error { return device.CanMirror() }
+func (e *Everywhere) CanMirror() error { return dm.CanMirror() }
 
 // Mirror makes a mirror of a volume to another device, and has the kernel copy the ranges that data returns: see device.Stack.Mirror.
 func (e *Everywhere) Mirror(ctx context.Context, id ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error {

@@ -13,6 +13,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
+// CanMirror returns errdefs.ErrUnsupported, with the module to load, unless the kernel has the target "mirror".
+func CanMirror() error {
+	if err := HasTarget("mirror"); err != nil {
+		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
+	}
+	return nil
+}
+
 // Mirror is the status of a target "mirror".
 type Mirror struct {
 	Legs          []Leg // as in its table

@@ -76,14 +76,6 @@ func (s State) devices() (devices []uint64) {
 	return devices
 }
 
-// Available returns errdefs.ErrUnsupported, with the module to load, unless the kernel has the target mirror.
-func Available() error {
-	if err := dm.HasTarget(target); err != nil {
-		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
-	}
-	return nil
-}
-
 // Make makes a mirror of size bytes over legs that are equal, current and at least as large. One leg alone is a mirror too. Reads go to the first leg, so
 // the near one comes first. Nothing is written to the legs. If the mirror is there already, with the same size and legs in the same order, it stays as it
 // is, also if legs have failed; with others, errdefs.ErrExists. A crash may leave a device without a table, of which the next Make makes the mirror.

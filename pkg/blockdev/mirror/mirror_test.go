@@ -111,7 +111,7 @@ type fixture struct {
 func need(t *testing.T) {
 	drivertest.NeedRoot(t)
 	drivertest.NeedMapper(t)
-	check.OK(t, mirror.Available())
+	check.OK(t, dm.CanMirror())
 }
 
 // newMirror makes a mirror over some legs; the others are not in it.

@@ -66,7 +66,7 @@ var (
 
 // New returns the pool of the volumes with several legs that a node uses. errdefs.ErrUnsupported if the kernel cannot mirror.
 func New(node string, legs Legs) (*Pool, error) {
-	return &Pool{Pool: abroad.New("replicated", node, "has its bytes in several legs, and is"), node: node, legs: legs}, mirror.Available()
+	return &Pool{Pool: abroad.New("replicated", node, "has its bytes in several legs, and is"), node: node, legs: legs}, dm.CanMirror()
 }
 
 // Named returns the pool for the volumes whose IDs name a pool of that name.

@@ -68,7 +68,7 @@ func disk(t *testing.T, name string) uint64 {
 func attached(t *testing.T) (blockdev.Pool, *oneLeg, blockdev.Ref, *os.File) {
 	drivertest.NeedRoot(t)
 	drivertest.NeedMapper(t)
-	check.OK(t, mirror.Available())
+	check.OK(t, dm.CanMirror())
 	legs := &oneLeg{claim: 7, number: disk(t, "leg")}
 	all, err := replicapool.New("node", legs)
 	check.OK(t, err)

@@ -82,7 +82,7 @@ type tendedLeg struct {
 func newTended(t *testing.T, current int, names ...string) *tended {
 	drivertest.NeedRoot(t)
 	drivertest.NeedMapper(t)
-	check.OK(t, mirror.Available())
+	check.OK(t, dm.CanMirror())
 	f := newObject(t, current, names...)
 	var numbers []uint64
 	for i, name := range names {
