@@ -149,18 +149,9 @@ func (s *Server) guarded(ctx context.Context, driver string) error {
 	if err != nil {
 		return err
 	}
-	object := func(kind, name, spec string) *unstructured.Unstructured {
-		o := &unstructured.Unstructured{}
-		text := fmt.Sprintf(`{apiVersion: %s, kind: %s, metadata: {name: %q}, spec: %s}`, map[bool]string{true: "coordination.k8s.io/v1", false: "ashlar.dev/v1alpha1"}[kind == "Lease"], kind, name, spec)
-		if err := utilyaml.Unmarshal([]byte(text), &o.Object); err != nil {
-			panic(err)
-		}
-		return o
-	}
 	refused := func(err error) bool {
 		return apierrors.IsInvalid(err) && strings.Contains(err.Error(), "does not say of which node it is")
 	}
-	ours := schema.GroupVersion{Group: "ashlar.dev", Version: "v1alpha1"}
 	pools := ours.WithResource("pools")
 	leases := schema.GroupVersionResource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
 	for _, probe := range []struct {
@@ -168,7 +159,7 @@ func (s *Server) guarded(ctx context.Context, driver string) error {
 		object *unstructured.Unstructured
 		want   func(err error) bool
 	}{
-		{nobody.Resource(ours.WithResource("volumes")), object("Volume", strings.Repeat("0", 32), "{nodeName: probe, pool: a, name: a, size: 4096, provisioning: '', filesystem: ''}"), refused},
+		{nobody.Resource(ours.WithResource("volumes")), aVolume(), refused},
 		{nobody.Resource(pools), object("Pool", "probe.a", "{nodeName: probe, pool: a, default: false, maxVolumes: 0}"), refused},
 		{nobody.Resource(ours.WithResource("replicatedvolumes")), object("ReplicatedVolume", strings.Repeat("0", 32), "{name: a, pool: a, replicas: 2, size: 4096, legs: [\"00000000000000000000000000000000\"], numbered: 1}"), refused},
 		{nobody.Resource(leases).Namespace(Namespace), object("Lease", "node.probe", "{holderIdentity: probe}"), refused},
@@ -187,6 +178,42 @@ func (s *Server) guarded(ctx context.Context, driver string) error {
 		}
 	}
 	return nil
+}
+
+var ours = schema.GroupVersion{Group: "ashlar.dev", Version: "v1alpha1"}
+
+// object returns an object of ours, or a Lease, with a spec in YAML.
+func object(kind, name, spec string) *unstructured.Unstructured {
+	o := &unstructured.Unstructured{}
+	text := fmt.Sprintf(`{apiVersion: %s, kind: %s, metadata: {name: %q}, spec: %s}`, map[bool]string{true: "coordination.k8s.io/v1", false: ours.String()}[kind == "Lease"], kind, name, spec)
+	if err := utilyaml.Unmarshal([]byte(text), &o.Object); err != nil {
+		panic(err)
+	}
+	return o
+}
+
+func aVolume() *unstructured.Unstructured {
+	return object("Volume", strings.Repeat("0", 32), "{nodeName: probe, pool: a, name: a, size: 4096, provisioning: '', filesystem: ''}")
+}
+
+// configured waits until an API server that has started again can ask the policies that were in force. One of them has parameters of our own kind. A server that
+// looked for its kinds before it served all of them does not find it, refuses each volume, and looks again every 30 seconds.
+func (s *Server) configured(ctx context.Context) error {
+	client, err := dynamic.NewForConfig(s.Config(Admin))
+	if err != nil {
+		return err
+	}
+	for {
+		_, err := client.Resource(ours.WithResource("volumes")).Create(ctx, aVolume(), metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		if err == nil || !strings.Contains(err.Error(), "failed to configure ") {
+			return nil // a test may have taken off the definitions
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("the API server cannot ask its policies: %w", err)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
 }
 
 // agentOf returns a client with the account of agents and further claims of the token (extra). It has all rights that the policies do not refuse.

@@ -359,7 +359,7 @@ func (s *Server) Kill(t testing.TB) (start func()) {
 	}
 	start = sync.OnceFunc(func() {
 		t.Helper()
-		if s.broken = s.on.start(); s.broken != nil {
+		if s.broken = s.start(); s.broken != nil {
 			t.Fatal(s.broken)
 		}
 	})
@@ -368,7 +368,17 @@ func (s *Server) Kill(t testing.TB) (start func()) {
 }
 
 // Restart kills the API server and its etcd (SIGKILL), and starts them again. It returns when they answer.
-func (s *Server) Restart() error { return errors.Join(s.on.kill(), s.on.start()) }
+func (s *Server) Restart() error { return errors.Join(s.on.kill(), s.start()) }
+
+// start starts again what was killed. It returns when the policies of guard.yaml can be asked, if they were in force.
+func (s *Server) start() error {
+	if err := s.on.start(); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
+	defer cancel()
+	return s.configured(ctx)
+}
 
 // Stop ends the API server, and removes its files.
 func (s *Server) Stop() { s.on.stop() }

@@ -2,6 +2,7 @@ package kube
 
 import (
 	"fmt"
+	"strings"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -18,10 +19,18 @@ func APIError(doing string, err error) error {
 		return nil
 	case apierrors.IsNotFound(err):
 		sentinel = errdefs.ErrNotFound
+	case unconfigured(err): // no fault of the request
 	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err):
 		sentinel = errdefs.ErrInvalid
 	}
 	return fmt.Errorf("%w: %s: %w", sentinel, doing, err)
+}
+
+// unconfigured reports whether the API server refused a request only because it could not ask one of its admission policies. A server that has just started
+// does not find the kind of their parameters, if it looked for its kinds before it served all of them; it looks again every 30 seconds
+// (k8s.io/apiserver/pkg/admission/plugin/policy). Its status says no more than that the object is invalid; so the message is looked at.
+func unconfigured(err error) bool {
+	return apierrors.IsInvalid(err) && strings.Contains(err.Error(), "failed to configure ")
 }
 
 // LockingPatch returns a patch that fails with a conflict if the object was changed since before was read (optimistic lock).
