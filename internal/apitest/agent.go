@@ -115,7 +115,7 @@ func (s *Server) Guard(ctx context.Context, driver string) error {
 	if _, err := client.Resource(of).Namespace(Namespace).Apply(ctx, controller, own, metav1.ApplyOptions{FieldManager: "apitest", Force: true}); err != nil {
 		return fmt.Errorf("ServiceAccount %s: %w", controller, err)
 	}
-	return s.guarded(ctx, driver)
+	return errors.Join(s.guarded(ctx, driver), s.configured(ctx))
 }
 
 // install applies the objects of a manifest; namespaced ones in Namespace.
@@ -196,8 +196,8 @@ func aVolume() *unstructured.Unstructured {
 	return object("Volume", strings.Repeat("0", 32), "{nodeName: probe, pool: a, name: a, size: 4096, provisioning: '', filesystem: ''}")
 }
 
-// configured waits until an API server that has started again can ask the policies that were in force. One of them has parameters of our own kind. A server that
-// looked for its kinds before it served all of them does not find it, refuses each volume, and looks again every 30 seconds.
+// configured waits until the API server can ask its policies. One of them has parameters of our own kind. A server that looked for its kinds while that was not
+// served, as it started or the definitions were away, does not find it, refuses each volume, and looks again every 30 seconds.
 func (s *Server) configured(ctx context.Context) error {
 	client, err := dynamic.NewForConfig(s.Config(Admin))
 	if err != nil {

@@ -20,7 +20,8 @@ import (
 
 var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
 
-// Define creates the custom resource definitions of deploy/kubernetes/crds, or updates them, and waits until the resources are served.
+// Define creates the custom resource definitions of deploy/kubernetes/crds, or updates them, and waits until the resources are served, and guard.yaml
+// is in force if it was.
 func (s *Server) Define(ctx context.Context) error {
 	client, err := dynamic.NewForConfig(s.Config(Admin))
 	if err != nil {
@@ -62,7 +63,7 @@ func (s *Server) Define(ctx context.Context) error {
 			}
 		}
 	}
-	return nil
+	return s.configured(ctx)
 }
 
 // Redefine changes a custom resource definition. It takes a moment until that is in force.
