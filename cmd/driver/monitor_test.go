@@ -38,7 +38,7 @@ func without(scrapes []metricstest.Scrape, but ...string) (missing []string) {
 
 // Metrics that only a cluster has (ofCluster), only thin pools (ofThin), and only disks with SMART (ofDisks).
 var (
-	ofCluster = []string{"ashlar_agent_failures_total", "ashlar_agent_oldest_wish_seconds", "ashlar_agent_queue_length", "ashlar_mirrored_bytes_total", "ashlar_mirrors_in_progress", "ashlar_node_agent_up", "ashlar_objects", "ashlar_pool_strays", "ashlar_replica_resync_bytes", "ashlar_replicas", "ashlar_replicas_differ", "ashlar_replicated_volumes"}
+	ofCluster = []string{"ashlar_agent_failures_total", "ashlar_agent_oldest_request_seconds", "ashlar_agent_queue_length", "ashlar_mirrored_bytes_total", "ashlar_mirrors_in_progress", "ashlar_node_agent_up", "ashlar_objects", "ashlar_pool_strays", "ashlar_replica_resync_bytes", "ashlar_replicas", "ashlar_replicas_differ", "ashlar_replicated_volumes"}
 	ofThin    = []string{"ashlar_pool_thin_data_ratio", "ashlar_pool_thin_metadata_ratio"}
 	ofDisks   = []string{"ashlar_disk_errors", "ashlar_disk_healthy", "ashlar_disk_wear_ratio"}
 )
@@ -224,7 +224,7 @@ func TestMetricsOfCluster(t *testing.T) {
 		`ashlar_pool_up{kind="file",node="` + testNode + `",pool="default"}`: 1,
 		`ashlar_pool_volumes{node="` + testNode + `",pool="default"}`:        1,
 		`ashlar_pool_strays{node="` + testNode + `",pool="default"}`:         0,
-		`ashlar_agent_oldest_wish_seconds{node="` + testNode + `"}`:          0,
+		`ashlar_agent_oldest_request_seconds{node="` + testNode + `"}`:       0,
 	})}
 	// TestMetrics has the metrics that need other operations. The agent has not failed here (TestMetrics of pkg/cluster).
 	for _, name := range slices.DeleteFunc(slices.Clone(ofCluster), func(n string) bool { return n == "ashlar_agent_failures_total" }) {

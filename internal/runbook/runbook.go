@@ -73,7 +73,7 @@ var pages = map[string]string{
 	"NodeNotReady": "agent-down",
 
 	// Of changes that take long or were refused (pkg/cluster/failure.go).
-	"TakesLong":       "wishes-stuck",
+	"TakesLong":       "requests-stuck",
 	"CopyRefused":     "refused",
 	"CopyWaits":       "refused",
 	"MoveWaits":       "refused",

@@ -26,25 +26,25 @@ func TestMetrics(t *testing.T) {
 	s, _ := w.store()
 	w.pooled(s, m)
 	ofNode := func(name, labels string) string { return name + `{` + labels + `node="` + nodeName + `"}` }
-	wish, failures := ofNode("ashlar_agent_oldest_wish_seconds", ""), `ashlar_agent_failures_total{kind="volume",node="`+nodeName+`"}`
+	request, failures := ofNode("ashlar_agent_oldest_request_seconds", ""), `ashlar_agent_failures_total{kind="volume",node="`+nodeName+`"}`
 	agentSays := func(series string) float64 { return metricstest.Of(t, m.agent.Samples).Values[series] }
 	volumes := func(state string) float64 {
 		return metricstest.Of(t, s.Samples).Values[`ashlar_objects{kind="volume",node="`+nodeName+`",state="`+state+`"}`]
 	}
 	metricstest.Of(t, s.Samples).Is(t, ofNode("ashlar_node_agent_up", ""), 1)
-	metricstest.Of(t, m.agent.Samples).Is(t, wish, 0)
+	metricstest.Of(t, m.agent.Samples).Is(t, request, 0)
 	metricstest.Of(t, m.agent.Samples).Is(t, ofNode("ashlar_agent_queue_length", ""), 0)
 	before := agentSays(failures)
 
 	busy := fmt.Errorf("%w: the disk does not answer", errdefs.ErrUnavailable)
 	failing.Store(&busy)
 	w.asked("the volume waits", func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) }, func() bool {
-		return agentSays(wish) > 0 && agentSays(failures) >= before+3 && volumes("making") == 1
+		return agentSays(request) > 0 && agentSays(failures) >= before+3 && volumes("making") == 1
 	})
 	broken := errors.New("the disk is on fire")
 	failing.Store(&broken)
 	w.eventually("the volume is said to have failed", func() bool { return volumes("failed") == 1 && volumes("making") == 0 })
-	w.eventually("an answer that is final is no wish any more", func() bool { return agentSays(wish) == 0 })
+	w.eventually("an answer that is final is no open request any more", func() bool { return agentSays(request) == 0 })
 	failing.Store(nil)
 	made, err := s.Create(w.ctx, spec("other"))
 	check.OK(t, err)

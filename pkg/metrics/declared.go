@@ -60,9 +60,9 @@ var (
 
 // A cluster, as its nodes' agents see it, and as the controller does.
 var (
-	AgentQueueLength = sampledGauge("ashlar_agent_queue_length", "Objects that wait for the agent of the node to look at them.", "node")
-	AgentFailures    = counter("ashlar_agent_failures_total", "Tries of the agent that failed, by the kind of the object (volume, snapshot or group), or move and snapshot-move for what comes from another node, or has left this one.", "node", "kind")
-	AgentOldestWish  = sampledGauge("ashlar_agent_oldest_wish_seconds", "Age of the oldest object of the node whose spec is not carried out, in seconds; 0 if all are. What is being copied or zeroed does not count.", "node")
+	AgentQueueLength   = sampledGauge("ashlar_agent_queue_length", "Objects that wait for the agent of the node to look at them.", "node")
+	AgentFailures      = counter("ashlar_agent_failures_total", "Tries of the agent that failed, by the kind of the object (volume, snapshot or group), or move and snapshot-move for what comes from another node, or has left this one.", "node", "kind")
+	AgentOldestRequest = sampledGauge("ashlar_agent_oldest_request_seconds", "Age of the oldest object of the node whose spec is not carried out, in seconds; 0 if all are. What is being copied or zeroed does not count.", "node")
 
 	Objects     = sampledGauge("ashlar_objects", "Volumes, snapshots and replicas of the cluster (volume, snapshot, replica), by their state (making, ready, deleting, failed, lost); volumes with replicas are none of the volumes.", "node", "kind", "state")
 	NodeAgentUp = sampledGauge("ashlar_node_agent_up", "1 if the node, which has pools, volumes or snapshots, is there and ready and its agent is heard.", "node")

@@ -310,7 +310,7 @@ func writes(t testing.TB) (sum float64) {
 	return sum
 }
 
-// BenchmarkMove: a volume that nobody uses, without holes, from one node to another and back, from the wish until the object names the new node, and a small one with
+// BenchmarkMove: a volume that nobody uses, without holes, from one node to another and back, from the request until the object names the new node, and a small one with
 // next to nothing to copy; and beside it the same bytes by a bare copy over the same network, synced in the end.
 func BenchmarkMove(b *testing.B) {
 	c := newNodes(b)

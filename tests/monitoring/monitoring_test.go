@@ -73,8 +73,7 @@ func rules(t *testing.T) (all []rule) {
 // names are the alerts that there are to be: others refer to them.
 var names = []string{"AshlarAgentDown", "AshlarCallsFailing", "AshlarCommandsFailing", "AshlarControllerDown", "AshlarDiskDegraded", "AshlarDiskFailing", "AshlarDriverGone", "AshlarHomeAway", "AshlarLongFreeze",
 	"AshlarLoopDevicesLow", "AshlarPoolDegraded",
-	"AshlarPoolDown", "AshlarPoolFull", "AshlarPoolNearlyFull", "AshlarReplicasDiffer", "AshlarReplicasMissing", "AshlarStrays", "AshlarThinPoolNearlyFull", "AshlarVolumeDataLoss", "AshlarVolumeDegraded", "AshlarVolumeInaccessible",
-	"AshlarWishesStuck"}
+	"AshlarPoolDown", "AshlarPoolFull", "AshlarPoolNearlyFull", "AshlarReplicasDiffer", "AshlarReplicasMissing", "AshlarRequestsStuck", "AshlarStrays", "AshlarThinPoolNearlyFull", "AshlarVolumeDataLoss", "AshlarVolumeDegraded", "AshlarVolumeInaccessible"}
 
 // TestAlerts: promtool takes the rules, and each alert does in its unit tests what it is to do.
 func TestAlerts(t *testing.T) {

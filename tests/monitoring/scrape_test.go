@@ -52,7 +52,7 @@ var ofCluster = map[string]string{
 	"fleet: Objects":                    "no objects",
 	"fleet: Requests to the API server": "no API server",
 	"node: Driver is heard":             "no controller",
-	"node: Oldest wish":                 "no agent",
+	"node: Oldest request":              "no agent",
 	"node: Queue of the agent":          "no agent",
 	"node: Replicas":                    "no objects",
 	"node: Replicas: yet to be copied":  "no objects",

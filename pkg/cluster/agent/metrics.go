@@ -19,14 +19,14 @@ import (
 type gauges struct {
 	mu     sync.Mutex
 	queues []interface{ Len() int }
-	wishes map[wish]time.Time // those that are not carried out, and since when
+	since  map[revision]time.Time // those that are not carried out, and since when
 
 	mirrors  map[string]int64 // by key of a volume that moves while it is used: how many bytes were mirrored at the last look
 	mirrored int64            // bytes that were mirrored since the start, of all volumes
 }
 
-// wish is one generation of an object's spec.
-type wish struct {
+// revision is one generation of an object's spec.
+type revision struct {
 	uid        types.UID
 	generation int64
 }
@@ -73,7 +73,7 @@ func (a *Agent) Samples() []metrics.Sample {
 	mirrors, mirrored := a.gauges.mirroring()
 	return append(samples, metrics.MirrorsInProgress.At(float64(mirrors), node), metrics.MirroredBytes.At(float64(mirrored), node),
 		metrics.AgentQueueLength.At(float64(a.gauges.length()), node),
-		metrics.AgentOldestWish.At(a.gauges.oldest(open, time.Now()).Seconds(), node))
+		metrics.AgentOldestRequest.At(a.gauges.oldest(open, time.Now()).Seconds(), node))
 }
 
 // unserved returns samples of the pools that the agent was started without, and that objects say to be in: no other source has them.
@@ -143,10 +143,10 @@ func (m *gauges) length() (n int) {
 func (m *gauges) oldest(open []cluster.Object, now time.Time) (age time.Duration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	wishes := map[wish]time.Time{}
+	first := map[revision]time.Time{}
 	for _, o := range open {
-		key := wish{o.GetUID(), o.GetGeneration()}
-		since, known := m.wishes[key]
+		key := revision{o.GetUID(), o.GetGeneration()}
+		since, known := m.since[key]
 		switch {
 		case known:
 		case o.GetDeletionTimestamp() != nil:
@@ -156,10 +156,10 @@ func (m *gauges) oldest(open []cluster.Object, now time.Time) (age time.Duration
 		default:
 			since = now
 		}
-		wishes[key] = since
+		first[key] = since
 		age = max(age, now.Sub(since))
 	}
-	m.wishes = wishes
+	m.since = first
 	return age
 }
 
