@@ -16,8 +16,12 @@ import (
 	"github.com/ashlar-csi/ashlar/tests/docs/reference"
 )
 
-// label is one of an alert, or its value, in its text.
-var label = regexp.MustCompile(`\{\{ \$(?:labels\.)?(\w+)[^}]*\}\}`)
+var (
+	// label is one of an alert, or its value, in its text.
+	label = regexp.MustCompile(`\{\{ [^}$]*\$(?:labels\.)?(\w+)[^}]*\}\}`)
+	// optional is a part of the text that is there only with a label.
+	optional = regexp.MustCompile(`\{\{ with (\$labels\.\w+) \}\}(.*?)\{\{ \. \}\}(.*?)\{\{ end \}\}`)
+)
 
 // alerts is a group of the rules of deploy/monitoring.
 type alerts struct {
@@ -54,7 +58,8 @@ func TestReferenceAlerts(t *testing.T) {
 				continue
 			}
 			_, file, _ := strings.Cut(r.Annotations["runbook_url"], "/docs/runbooks/")
-			says := label.ReplaceAllStringFunc(r.Annotations["summary"], func(found string) string { return strings.ToUpper(label.FindStringSubmatch(found)[1]) })
+			summary := optional.ReplaceAllString(r.Annotations["summary"], "$2{{ $1 }}$3")
+			says := label.ReplaceAllStringFunc(summary, func(found string) string { return strings.ToUpper(label.FindStringSubmatch(found)[1]) })
 			rows = append(rows, []string{"[" + r.Alert + "](../runbooks/" + file + ")", r.Labels["severity"], r.For, says})
 		}
 		page.WriteString(reference.Table([]string{"alert, and what to do", "severity", "after", "says"}, rows))
