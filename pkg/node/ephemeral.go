@@ -44,7 +44,7 @@ func (e Ephemeral) admit(spec *volume.Spec) error {
 // is removed again, unless the caller is gone or something else is mounted there. ErrExists if it was made before for another target or in another way.
 func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, how mountRequest) error {
 	if how.block {
-		return fmt.Errorf("%w: an inline ephemeral volume is for mount access", errdefs.ErrInvalid)
+		return fmt.Errorf("%w: an inline ephemeral volume is for mount access; for a raw device use a claim with volumeMode Block", errdefs.ErrInvalid)
 	}
 	if _, err := volume.ParseID(r.GetVolumeId()); err == nil {
 		return fmt.Errorf("%w: this is the ID of a volume that is not ephemeral", errdefs.ErrInvalid)

@@ -96,10 +96,10 @@ func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, how mount
 		return nil
 	}
 	if have := filesystem.TypeOf(at.Statfs.Type); c.GetMount().GetFsType() != "" && have != how.fs {
-		return fmt.Errorf("%w: it is staged as %s, not as %s", errdefs.ErrPrecondition, have, how.fs)
+		return fmt.Errorf("%w: it is staged as %s, not as %s; publish it as what it is, or unstage it first", errdefs.ErrPrecondition, have, how.fs)
 	}
 	if !how.many && !sameContext(v.Flags, how.options) {
-		return fmt.Errorf("%w: it is staged with another SELinux context", errdefs.ErrPrecondition)
+		return fmt.Errorf("%w: it is staged with another SELinux context; unpublish it everywhere and unstage it first", errdefs.ErrPrecondition)
 	}
 	return nil
 }
@@ -139,7 +139,7 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 			return err
 		}
 		if there.mounted && (there.dead || slices.Contains(numbers(devices), there.device)) {
-			return fmt.Errorf("%w: its access mode SINGLE_NODE_SINGLE_WRITER allows one target, and it is published at %s", errdefs.ErrInUse, other)
+			return fmt.Errorf("%w: its access mode SINGLE_NODE_SINGLE_WRITER allows one target, and it is published at %s; unpublish it there first", errdefs.ErrInUse, other)
 		}
 	}
 	if v.Target == target {
@@ -169,10 +169,10 @@ func (s *Server) publishMount(ctx context.Context, staged string, info volumeMou
 	}
 	if there.Root {
 		if there.Device != info.Device || there.Node {
-			return fmt.Errorf("%w: something else is mounted there", errdefs.ErrExists)
+			return fmt.Errorf("%w: something else is mounted there; look at what it is (findmnt), and unmount it if nobody needs it", errdefs.ErrExists)
 		}
 		if there.ReadOnly != readOnly {
-			return fmt.Errorf("%w: it is published there with read-only %v", errdefs.ErrExists, there.ReadOnly)
+			return fmt.Errorf("%w: it is published there with read-only %v; unpublish it first", errdefs.ErrExists, there.ReadOnly)
 		}
 		return nil
 	}
@@ -222,7 +222,7 @@ func (s *Server) unpublish(ctx context.Context, text, asked, target string) erro
 			return err
 		}
 		if !at.of(id, held) {
-			return fmt.Errorf("%w: what is mounted there is not this volume", errdefs.ErrPrecondition)
+			return fmt.Errorf("%w: what is mounted there is not this volume; look at what it is (findmnt), and unmount it if nobody needs it", errdefs.ErrPrecondition)
 		}
 	}
 	if err := mount.RemoveTarget(target); err != nil {

@@ -196,7 +196,7 @@ func (s *Server) mountDevice(ctx context.Context, device blockdev.Device, path s
 func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	at, err := s.volumeAt(ctx, v.ID, path)
 	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && at.Node) {
-		return fmt.Errorf("%w: something else is mounted at %s", errdefs.ErrExists, path)
+		return fmt.Errorf("%w: something else is mounted at %s; look at what it is (findmnt), and unmount it if nobody needs it", errdefs.ErrExists, path)
 	}
 	if err != nil {
 		return err
@@ -204,10 +204,10 @@ func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string,
 	// The kernel is asked for the filesystem, as the record of a volume that was used as a raw device does not have it.
 	have := filesystem.TypeOf(at.Statfs.Type)
 	if writable := s.mounts.Writable(at.Device, path); writable == how.readOnly || have != how.fs {
-		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", errdefs.ErrExists, path, have, writable)
+		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v; unstage it first", errdefs.ErrExists, path, have, writable)
 	}
 	if v.Flags != "" && v.Flags != flagsOf(how.options) && !how.many {
-		return fmt.Errorf("%w: it is mounted at %s with other mount flags", errdefs.ErrExists, path)
+		return fmt.Errorf("%w: it is mounted at %s with other mount flags; unstage it first", errdefs.ErrExists, path)
 	}
 	if how.readOnly || !filesystem.GrowsMounted(have) {
 		return nil
@@ -225,7 +225,7 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, h
 		return fmt.Errorf("%w: %s is no directory", errdefs.ErrPrecondition, path)
 	} else if info.Root {
 		if _, err := s.volumeAt(ctx, v.ID, path); err == nil {
-			return fmt.Errorf("%w: it is mounted at %s as a filesystem", errdefs.ErrExists, path)
+			return fmt.Errorf("%w: it is mounted at %s as a filesystem; unstage it first", errdefs.ErrExists, path)
 		} else if !errors.Is(err, errdefs.ErrNotFound) {
 			return err
 		}
@@ -329,14 +329,14 @@ func (s *Server) bindDevice(ctx context.Context, v volume.Volume, device blockde
 func (s *Server) checkBound(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	at, err := s.volumeAt(ctx, v.ID, path)
 	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && !at.Node) {
-		return fmt.Errorf("%w: something else is mounted at %s", errdefs.ErrExists, path)
+		return fmt.Errorf("%w: something else is mounted at %s; look at what it is (findmnt), and unmount it if nobody needs it", errdefs.ErrExists, path)
 	}
 	if err != nil {
 		return err
 	}
 	// An older driver gave a reader a read-only device of its own.
 	if readOnly := at.ReadOnly || at.device.ReadOnly; readOnly != how.readOnly {
-		return fmt.Errorf("%w: its device is at %s with read-only %v", errdefs.ErrExists, path, readOnly)
+		return fmt.Errorf("%w: its device is at %s with read-only %v; unpublish or unstage it there first", errdefs.ErrExists, path, readOnly)
 	}
 	return nil
 }
@@ -377,7 +377,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		if len(held) == 0 {
 			return nil // the volume has no device here, so it is not staged; what is mounted is another volume
 		}
-		return fmt.Errorf("%w: what is mounted at %s is not this volume", errdefs.ErrPrecondition, place)
+		return fmt.Errorf("%w: what is mounted at %s is not this volume; look at what it is (findmnt), and unmount it if nobody needs it", errdefs.ErrPrecondition, place)
 	}
 	if at.mounted && !slices.Contains(held, at.device) {
 		held = append(held, at.device)
@@ -387,7 +387,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return err
 	}
 	if len(others) > 0 {
-		return fmt.Errorf("%w: it is still published at %s", errdefs.ErrInUse, others[0])
+		return fmt.Errorf("%w: it is still published at %s; unpublish it there first", errdefs.ErrInUse, others[0])
 	}
 	relimit := func() {}
 	if at.mounted { // the mount keeps the device, so the number is still its own
@@ -408,7 +408,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return err
 	}
 	if len(left) > 0 { // at another name of the same directory (mount.Same), from where it was not unmounted, too
-		return fmt.Errorf("%w: it is still mounted at %s", errdefs.ErrInUse, left[0])
+		return fmt.Errorf("%w: it is still mounted at %s; unmount it there first", errdefs.ErrInUse, left[0])
 	}
 	if asked {
 		return s.volumes.Detach(ctx, id)
