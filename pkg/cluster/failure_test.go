@@ -899,6 +899,53 @@ func TestRefusedAndStuck(t *testing.T) {
 	w.tally(m)
 }
 
+// TestGroupNotDeleted: a node cannot delete a group snapshot. The call, and each snapshot of the group, say why. The node goes on trying.
+func TestGroupNotDeleted(t *testing.T) {
+	w := newEnvironment(t)
+	var broken atomic.Bool
+	m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
+		if operation == "Delete" && ref.Kind == blockdev.Snapshot && broken.Load() {
+			return errors.New("input/output error")
+		}
+		return nil
+	})
+	s, _ := w.store()
+	w.pooled(s, m)
+	var sources []volume.ID
+	for _, name := range []string{"a", "b"} {
+		v, err := s.Create(w.ctx, spec(name))
+		check.OK(t, err)
+		sources = append(sources, v.ID)
+	}
+	group, err := s.CreateGroup(w.ctx, "g", sources)
+	check.OK(t, err)
+	broken.Store(true)
+	for range 2 {
+		ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+		err := s.DeleteGroup(ctx, group.ID)
+		cancel()
+		if err == nil || errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "input/output error") {
+			t.Errorf("the deletion ended with %v", err)
+		}
+	}
+	for _, one := range group.Snapshots {
+		w.eventually("the snapshot says why it is still there", func() bool {
+			f := w.cutObject(one.ID).Status.Failure
+			return f != nil && strings.Contains(f.Message, "input/output error")
+		})
+	}
+	broken.Store(false)
+	if asked := w.cutObject(group.Snapshots[0].ID); asked != nil { // the node may have tried again meanwhile
+		before := asked.DeepCopy()
+		cluster.Annotate(asked, v1alpha1.AskedAnnotation, "now") // it tries at once
+		check.OK(t, client.IgnoreNotFound(w.Patch(w.ctx, asked, client.MergeFrom(before))))
+	}
+	for _, one := range group.Snapshots {
+		w.eventually("it is deleted", func() bool { return w.cutObject(one.ID) == nil })
+	}
+	w.tally(m)
+}
+
 // TestMadeAnewMeanwhile: an agent of an older version has made a volume, and the store takes spec.make off its object. It does not do so to another object
 // of that name, which was created meanwhile.
 func TestMadeAnewMeanwhile(t *testing.T) {

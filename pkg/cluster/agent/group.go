@@ -154,7 +154,8 @@ func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err 
 	return nil
 }
 
-// deleteGroup deletes the snapshots of a group, and then their objects. If one of the snapshots is not that of its object (sameBytes), all of them stay.
+// deleteGroup deletes the snapshots of a group, and then their objects. If one of the snapshots is not that of its object (sameBytes), all of them stay. If that
+// fails, each object says why, and it is tried again.
 func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
 	if err := a.withLocks(groupLocks(key, members), func() error {
@@ -172,7 +173,12 @@ func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.
 		}
 		return deleteBytes(ctx, a, pointers(members), func() error { return a.local.DeleteMembers(ctx, volume.GroupID{Key: key}, ids) })
 	}); err != nil {
-		return reconcile.Result{}, err
+		for i := range members {
+			if err := refuse(ctx, a, &members[i], err); err != nil {
+				return reconcile.Result{}, err
+			}
+		}
+		return reconcile.Result{RequeueAfter: lastRetry}, nil
 	}
 	var failures []error
 	for i := range members {
