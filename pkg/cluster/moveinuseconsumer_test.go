@@ -863,7 +863,15 @@ func TestCarry(t *testing.T) {
 	})
 }
 
-// TestCarryCannot: a node whose kernel has no mirrors has no room made for what it uses.
+// keepsRoom shows that room is kept on the new node for a volume that waits (v1alpha1.Move.IsToCome).
+func (v *consumerVolume) keepsRoom() {
+	v.Helper()
+	if o := v.object(v.name); !o.Spec.Move.IsToCome(o.Status.Move) {
+		v.Errorf("%s: no room is kept for it: %+v", v.name, o.Status.Move)
+	}
+}
+
+// TestCarryCannot: a node whose kernel has no mirrors has no room made for what it uses. Room is kept, as the volume moves when it is released.
 func TestCarryCannot(t *testing.T) {
 	w, all, _ := carrying(t)
 	all.mu.Lock()
@@ -871,6 +879,7 @@ func TestCarryCannot(t *testing.T) {
 	all.mu.Unlock()
 	v := w.movingInUse(all, "v")
 	v.movesays("no target mirror")
+	v.keepsRoom()
 	if v.has("describe") || v.has("prepare") {
 		t.Errorf("%v", v.steps())
 	}
@@ -882,7 +891,7 @@ func TestCarryCannot(t *testing.T) {
 }
 
 // TestCarryOneByOne: volumes are copied one after another, within the bandwidth that the node was given, and the object of one that waits says what it
-// waits for.
+// waits for. Room is kept for it meanwhile.
 func TestCarryOneByOne(t *testing.T) {
 	w, all, _ := carrying(t, func(o *agent.Options) { o.MoveCopies, o.CopyBandwidth = 0, mib })
 	percent := func() int {
@@ -895,6 +904,7 @@ func TestCarryOneByOne(t *testing.T) {
 	first.says("its copy is held back", func() bool { return percent() > 0 && percent() < 100 })
 	second := w.movingInUse(all, "second")
 	second.movesays("node user copies another volume now: " + first.id.Key)
+	second.keepsRoom()
 	if second.has("prepare") {
 		t.Errorf("%v", second.steps())
 	}

@@ -69,7 +69,7 @@ func (c *inUseMover) stepUnmirrored(ctx context.Context, now *observed) (again t
 	case err != nil:
 		return 0, err
 	case len(others) >= cmp.Or(c.options.MoveCopies, moveCopies):
-		return firstBackoff * c.options.LookEvery, c.reportInUseWaits(ctx, now.v, fmt.Errorf("node %s copies another volume now: %s", c.local.Node(), others[0].Key))
+		return firstBackoff * c.options.LookEvery, c.reportInUseWaits(ctx, now.v, fmt.Errorf("%w: node %s copies another volume now: %s", errdefs.ErrUnavailable, c.local.Node(), others[0].Key))
 	}
 	err = c.startMirror(ctx, now)
 	switch {
@@ -150,8 +150,8 @@ func (c *inUseMover) startMirror(ctx context.Context, now *observed) error {
 	} else if !home && !away {
 		return c.whyNoSeat(ctx, now)
 	}
-	if err := c.volumes.CanMirror(); err != nil { // before the new home makes room
-		return err
+	if err := c.volumes.CanMirror(); err != nil { // before the new home makes room; that does not refuse the volume, which it gets when nobody uses it
+		return errdefs.Recast(errdefs.ErrUnavailable, errors.New(errdefs.Words(err)), "node %s cannot copy the volume while it uses it", c.local.Node())
 	}
 	v, err := c.live(ctx, now.id.Key)
 	if err != nil {
