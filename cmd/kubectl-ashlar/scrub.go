@@ -83,7 +83,7 @@ func (s *scrubbing) find(ctx context.Context, name string) (*v1alpha1.Replicated
 	return r, err
 }
 
-// tell prints which node compares the replicas and when, and what the last compare has found.
+// tell prints which node compares the replicas and when, and what the last scrub has found.
 func (s *scrubbing) tell(r *v1alpha1.ReplicatedVolume) error {
 	what := "nobody uses it now: its replicas are compared when somebody does"
 	if c := r.Spec.Claim; c != nil {
@@ -94,7 +94,7 @@ func (s *scrubbing) tell(r *v1alpha1.ReplicatedVolume) error {
 	case r.Differ() != "":
 		known = r.Differ()
 	case c != nil && c.Ended != nil:
-		known = "By the compare that ended at " + c.Ended.UTC().Format(time.RFC3339) + " they are equal"
+		known = "By the scrub that ended at " + c.Ended.UTC().Format(time.RFC3339) + " they are equal"
 	}
 	if c := r.Status.Scrub; c != nil && c.Progress != nil && c.Progress.Total > 0 {
 		known += fmt.Sprintf("; one is under way, at %d %%, which ends first", 100*c.Progress.Done/c.Progress.Total)

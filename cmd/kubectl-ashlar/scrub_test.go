@@ -29,13 +29,13 @@ func TestScrub(t *testing.T) {
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(r), r))
 	r.Status.Scrub = &v1alpha1.Scrub{Asked: 1, Ended: new(metav1.NewTime(time.Unix(1e9, 0))), Progress: &v1alpha1.Progress{Done: 1, Total: 4}}
 	check.OK(t, e.Status().Update(t.Context(), r))
-	run(t, apitest.Admin, "scrub", r.ID()).says(t, "By the compare that ended at 2001-09-09T01:46:40Z they are equal; one is under way, at 25 %, which ends first.\n")
+	run(t, apitest.Admin, "scrub", r.ID()).says(t, "By the scrub that ended at 2001-09-09T01:46:40Z they are equal; one is under way, at 25 %, which ends first.\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(r), r))
 	r.Spec.Claims, r.Spec.Claim = 1, &v1alpha1.Claim{Node: "n7", Mode: "mount", Generation: 1}
 	check.OK(t, e.Update(t.Context(), r))
 	r.Status.Scrub.Last = &v1alpha1.Differences{Bytes: 4096, Ranges: []v1alpha1.ByteRange{{Offset: 8192, Length: 4096}}}
 	check.OK(t, e.Status().Update(t.Context(), r))
-	run(t, apitest.Admin, "scrub", key).says(t, "node n7 compares its replicas", "4096 bytes are not the same on all its replicas, by the compare that ended at 2001-09-09T01:46:40Z, at 8192+4096; one is under way")
+	run(t, apitest.Admin, "scrub", key).says(t, "node n7 compares its replicas", "4096 bytes are not the same on all its replicas, by the scrub that ended at 2001-09-09T01:46:40Z, at 8192+4096; one is under way")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(r), r))
 	if r.Spec.Scrubs != 3 {
 		t.Errorf("it was asked for %d times", r.Spec.Scrubs)

@@ -57,11 +57,11 @@ func TestReplicaEvents(t *testing.T) {
 	scrubbed := func(c v1alpha1.Scrub) { w.says(spec.Name, func(r *v1alpha1.ReplicatedVolume) { r.Status.Scrub = &c }) }
 	found, differences := metav1.NewTime(time.Now().Add(-2*time.Hour)), &v1alpha1.Differences{Bytes: 4096, Ranges: []v1alpha1.ByteRange{{Offset: 8192, Length: 4096}}}
 	scrubbed(v1alpha1.Scrub{Progress: &v1alpha1.Progress{Done: 1, Total: 2}, Found: differences, Turned: &found})
-	told(v1alpha1.ReasonReplicasDiffer, "4096 bytes are not the same on all its replicas, by the compare that is under way, at 8192+4096")
+	told(v1alpha1.ReasonReplicasDiffer, "4096 bytes are not the same on all its replicas, by the scrub that is under way, at 8192+4096")
 	scrubbed(v1alpha1.Scrub{Last: differences, Ended: new(metav1.Now()), Turned: &found})
 	scrubbed(v1alpha1.Scrub{Ended: new(metav1.Now()), Turned: new(metav1.Now())})
 	told(events.ReplicasEqual, "its replicas were compared anew, and are equal")
-	told(v1alpha1.ReasonReplicasDiffer, "by the compare that is under way") // still only one event
+	told(v1alpha1.ReasonReplicasDiffer, "by the scrub that is under way") // still only one event
 
 	m := all[away.Spec.NodeName]
 	m.stop()

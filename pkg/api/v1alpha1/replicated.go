@@ -206,13 +206,13 @@ type Leg struct {
 	Since *metav1.Time `json:"since,omitempty"`
 }
 
-// Scrub is a compare of all current legs of a volume, from its beginning to its end, while it is used. It goes on where it was with the next user.
+// Scrub is a comparison of all current legs of a volume, from its beginning to its end, while it is used. It goes on where it was with the next user.
 type Scrub struct {
-	// Asked is the spec.scrubs that the compare which began last is for.
+	// Asked is the spec.scrubs that the scrub which began last is for.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Asked int64 `json:"asked,omitempty"`
-	// Progress of the compare that is under way, in bytes; without it none is.
+	// Progress of the scrub that is under way, in bytes; without it none is.
 	// +optional
 	Progress *Progress `json:"progress,omitempty"`
 	// Found is what that one has found until now.
@@ -277,11 +277,11 @@ func (v *ReplicatedVolume) Differ() string {
 	if !s.Differs() {
 		return ""
 	}
-	found, when := s.Last, "by a compare that did not end"
+	found, when := s.Last, "by a scrub that did not end"
 	if s.Found != nil {
-		found, when = s.Found, "by the compare that is under way"
+		found, when = s.Found, "by the scrub that is under way"
 	} else if s.Ended != nil {
-		when = "by the compare that ended at " + s.Ended.UTC().Format(time.RFC3339)
+		when = "by the scrub that ended at " + s.Ended.UTC().Format(time.RFC3339)
 	}
 	var where []string
 	for _, r := range found.Ranges {
