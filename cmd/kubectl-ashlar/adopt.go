@@ -159,13 +159,13 @@ func (a *adoption) list(pools []v1alpha1.Pool) error {
 	return err
 }
 
-// choose returns what to ask of each pool, by its name: the IDs of strays, or adoptAll. It is an error if a name is unknown, or a stray may be one of several
+// choose returns what to ask of each pool, by its name: the IDs of strays, or v1alpha1.AdoptAll. It is an error if a name is unknown, or a stray may be one of several
 // pools.
 func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]string, error) {
 	asked := map[string][]string{}
 	for _, p := range pools {
 		if (all || slices.Contains(wanted, p.Name)) && strayed(&p) {
-			asked[p.Name] = []string{adoptAll}
+			asked[p.Name] = []string{v1alpha1.AdoptAll}
 		}
 	}
 	for _, one := range wanted {
@@ -191,7 +191,7 @@ func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]stri
 		if err := nowhereElse(pools, id, on[0]); err != nil && !named {
 			return nil, err
 		}
-		if !slices.Contains(asked[on[0]], adoptAll) {
+		if !slices.Contains(asked[on[0]], v1alpha1.AdoptAll) {
 			asked[on[0]] = append(asked[on[0]], id)
 		}
 	}
@@ -228,7 +228,7 @@ func nowhereElse(pools []v1alpha1.Pool, stray, on string) error {
 func seen(pools []v1alpha1.Pool, asked map[string][]string) error {
 	for i := range pools {
 		p := &pools[i]
-		if unlisted(p) == 0 || !slices.Contains(asked[p.Name], adoptAll) {
+		if unlisted(p) == 0 || !slices.Contains(asked[p.Name], v1alpha1.AdoptAll) {
 			continue
 		}
 		for j := range pools {
@@ -262,11 +262,8 @@ func once(pools []v1alpha1.Pool, asked map[string][]string) error {
 
 // among reports whether a stray is one of those that are asked for.
 func among(asked []string, s *v1alpha1.Stray) bool {
-	return slices.Contains(asked, adoptAll) || slices.Contains(asked, s.ID) || s.Group != "" && slices.Contains(asked, s.Group)
+	return slices.Contains(asked, v1alpha1.AdoptAll) || slices.Contains(asked, s.ID) || s.Group != "" && slices.Contains(asked, s.Group)
 }
-
-// adoptAll is the value of the annotation that asks for all strays of a pool.
-const adoptAll = "all"
 
 // ask writes into the object of a pool which strays its agent is to make objects for. With dryRun it only prints them.
 func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) error {

@@ -438,7 +438,7 @@ func TestAdoptInterrupted(t *testing.T) {
 		t.Errorf("interrupted: %v", err)
 	}
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(p), p))
-	if p.Annotations[v1alpha1.AdoptAnnotation] != adoptAll {
+	if p.Annotations[v1alpha1.AdoptAnnotation] != v1alpha1.AdoptAll {
 		t.Errorf("its annotations are %v", p.Annotations)
 	}
 }
@@ -724,7 +724,7 @@ func TestChoose(t *testing.T) {
 		t.Errorf("of a pool that does not have it: %v", asked)
 	}
 	asked, err := choose(pools, []string{"vol.default.2", "b.default"}, false)
-	if err != nil || len(asked) != 2 || !slices.Equal(asked["a.default"], []string{"vol.default.2"}) || !slices.Equal(asked["b.default"], []string{adoptAll}) {
+	if err != nil || len(asked) != 2 || !slices.Equal(asked["a.default"], []string{"vol.default.2"}) || !slices.Equal(asked["b.default"], []string{v1alpha1.AdoptAll}) {
 		t.Errorf("%v, %v", asked, err)
 	}
 }

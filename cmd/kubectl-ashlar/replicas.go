@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
 // replicating is the command replicas: it changes how many legs a volume has.
@@ -140,7 +141,7 @@ func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume
 		if more := s.many - whole.Spec.Replicas; more > 0 {
 			size := whole.Spec.Size
 			if seen.Encryption != "" {
-				size += header
+				size += view.EncryptionHeader
 			}
 			if err := r.takesReplicas(whole, cmp.Or(whole.Spec.Pools, seen.Pool), seen, size, more); err != nil {
 				return false, err

@@ -14,6 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
 // room is what decides whether a volume or snapshot can move, and where to.
@@ -162,9 +163,6 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 	return nil
 }
 
-// header is how many bytes a pool keeps of an encrypted volume besides its size.
-const header = 16 << 20
-
 // keeps returns how many bytes a pool keeps of a volume or snapshot. It repeats cluster.Keeps, which is for Linux only.
 func keeps(o mobile) int64 {
 	size, encryption := int64(0), ""
@@ -175,7 +173,7 @@ func keeps(o mobile) int64 {
 		size, encryption = one.Status.Size, one.Spec.Encryption
 	}
 	if encryption != "" {
-		size += header
+		size += view.EncryptionHeader
 	}
 	return size
 }

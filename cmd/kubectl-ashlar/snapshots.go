@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -52,7 +53,7 @@ func (c *cluster) snapshotsOf(ctx context.Context, is func(*v1alpha1.Snapshot) b
 			all = append(all, s)
 		}
 	}
-	slices.SortStableFunc(all, func(a, b *v1alpha1.Snapshot) int { return int(min(max(b.Status.Size-a.Status.Size, -1), 1)) })
+	slices.SortStableFunc(all, func(a, b *v1alpha1.Snapshot) int { return cmp.Compare(b.Status.Size, a.Status.Size) })
 	return all, nil
 }
 

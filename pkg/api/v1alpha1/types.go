@@ -23,9 +23,12 @@ const Finalizer = "ashlar.dev/node"
 // NewPool as the UUID of a pool lets the agent take what is there, or make a pool.
 const NewPool = "new"
 
-// AdoptAnnotation on a Pool asks for objects of volumes and snapshots that have none: "all",
-// IDs of status.strays, or both, with commas between. The agent takes it off when done. What was about to move to another node is not meant by "all".
-const AdoptAnnotation = "ashlar.dev/adopt"
+// AdoptAnnotation on a Pool asks for objects of volumes and snapshots that have none: AdoptAll, IDs of status.strays, or both, with commas between. The agent takes
+// it off when done. What was about to move to another node is not meant by AdoptAll.
+const (
+	AdoptAnnotation = "ashlar.dev/adopt"
+	AdoptAll        = "all"
+)
 
 // DoubtAnnotation on a Volume: the controller is finding out whether anybody still wants its claim. Whoever asks for
 // the claim again takes it off, so that the claim is not taken back.

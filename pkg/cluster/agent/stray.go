@@ -25,12 +25,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-const (
-	// mostStrays is how many strays of a pool are listed.
-	mostStrays = 100
-	// adoptAll is the value of v1alpha1.AdoptAnnotation that asks to adopt all strays but those that are sealed.
-	adoptAll = "all"
-)
+// mostStrays is how many strays of a pool are listed.
+const mostStrays = 100
 
 // stray is a volume or snapshot in a pool of this node that has no object.
 type stray struct {
@@ -334,7 +330,7 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 		return strays, nil
 	}
 	wanted := pool.Adopting()
-	all := slices.Contains(wanted, adoptAll)
+	all := slices.Contains(wanted, v1alpha1.AdoptAll)
 	var left []stray
 	var failures []error
 	for _, one := range strays {
@@ -377,7 +373,7 @@ func (a *Agent) reportAdopted(ctx context.Context, pool *v1alpha1.Pool, wanted [
 		if err != nil {
 			return err
 		}
-		if text != adoptAll && !has {
+		if text != v1alpha1.AdoptAll && !has {
 			unknown = append(unknown, text)
 		}
 	}
@@ -389,7 +385,7 @@ func (a *Agent) reportAdopted(ctx context.Context, pool *v1alpha1.Pool, wanted [
 		return nil
 	}
 	meta.RemoveStatusCondition(c, v1alpha1.Adopted) // each time is another one
-	setCondition(c, pool, v1alpha1.Adopted, metav1.ConditionFalse, cluster.ReasonNoSuchStray, fmt.Sprintf("the annotation %s named what the pool does not keep: %s; name IDs of its strays (status.strays), or %q", v1alpha1.AdoptAnnotation, strings.Join(unknown, ", "), adoptAll))
+	setCondition(c, pool, v1alpha1.Adopted, metav1.ConditionFalse, cluster.ReasonNoSuchStray, fmt.Sprintf("the annotation %s named what the pool does not keep: %s; name IDs of its strays (status.strays), or %q", v1alpha1.AdoptAnnotation, strings.Join(unknown, ", "), v1alpha1.AdoptAll))
 	return nil
 }
 

@@ -321,7 +321,7 @@ func (t *taking) classes() {
 			}
 			scheme := c.Parameters["encryption"]
 			if scheme != "" {
-				class.Header = encryptionHeader
+				class.Header = EncryptionHeader
 				class.Nodes = t.among(&class, func(s *v1alpha1.PoolStatus) bool { return encrypts(s, scheme) })
 			}
 			if n, err := strconv.Atoi(c.Parameters["replicas"]); err == nil && n > 1 {
@@ -332,8 +332,9 @@ func (t *taking) classes() {
 	}
 }
 
-// encryptionHeader is luks.HeaderSize, in bytes. It is written here once more, as package luks builds on Linux only (TestEncryptionHeader).
-const encryptionHeader = 16 << 20
+// EncryptionHeader is how many bytes a pool keeps of an encrypted volume besides its size: luks.HeaderSize. It is written here once more, as package luks builds on
+// Linux only (TestEncryptionHeader).
+const EncryptionHeader = 16 << 20
 
 // encrypts reports whether volumes of a pool can be encrypted by a scheme; empty: not encrypted.
 func encrypts(s *v1alpha1.PoolStatus, scheme string) bool {

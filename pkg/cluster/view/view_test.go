@@ -85,7 +85,7 @@ func TestMoveWaitsForANode(t *testing.T) {
 
 // TestEncryptionHeader: the room of an encrypted class is counted with the header that the driver writes.
 func TestEncryptionHeader(t *testing.T) {
-	if encryptionHeader != luks.HeaderSize {
-		t.Errorf("the header is counted with %d bytes, and has %d", encryptionHeader, luks.HeaderSize)
+	if EncryptionHeader != luks.HeaderSize {
+		t.Errorf("the header is counted with %d bytes, and has %d", EncryptionHeader, luks.HeaderSize)
 	}
 }
