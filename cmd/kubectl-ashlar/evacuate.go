@@ -112,7 +112,7 @@ func (e *evacuation) run(ctx context.Context) error {
 	}
 	cordoned, known := e.room.cordoned[e.node]
 	if !known && !slices.Contains(nodesOf(o), e.node) {
-		return fmt.Errorf("there is no node %q", e.node)
+		return fmt.Errorf("there is no node %q; kubectl ashlar pools lists the nodes that have pools", e.node)
 	}
 	all, err := e.plan(ctx, o)
 	if err != nil {

@@ -126,7 +126,7 @@ func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id strin
 		return err
 	}
 	if len(all) == 0 {
-		return fmt.Errorf("there is no snapshot %s", cli.Line(id))
+		return fmt.Errorf("there is no snapshot %s; kubectl ashlar describe VOLUME -o wide lists those of a volume", cli.Line(id))
 	}
 	s := all[0]
 	if err := comesFrom(s, m.from); err != nil {

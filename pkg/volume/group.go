@@ -53,9 +53,8 @@ type member struct {
 	wasWhole bool
 }
 
-// A group has no record of its own: it is there if and only if as many snapshots
-// say that they belong to it as each of them says there are. So there is no moment
-// at which a crash could leave a part of a group that looks like the whole.
+// complete reports whether a group is there. It has no record of its own: it is there if and only if as many snapshots say that they belong to it as each of them
+// says there are. So there is no moment at which a crash could leave a part of a group that looks like the whole.
 func complete(members []member) bool { return len(members) > 0 && len(members) == members[0].GroupSize }
 
 // wasWhole reports whether the group was complete once. A member that is missing was lost then, with its disk or its record. The others stay, as somebody

@@ -14,8 +14,7 @@ import (
 //
 //	vol.default.9f86d081884c7d659a2feaa0c55ad015
 //
-// with a kind of vol or snap, the name of the pool, and the key that KeyOf derives
-// from the CSI name. An ID says by itself where to look, and none can be a path.
+// with a kind of vol or snap, the name of the pool that it was made in, and the key that KeyOf derives from the CSI name. None can be a path.
 type ID struct {
 	Kind blockdev.Kind
 	Pool string

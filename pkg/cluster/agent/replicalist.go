@@ -379,7 +379,7 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]opene
 		return nil, fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before: its list %d of the legs that are current has a leg which none has that leg %s knows of; "+
 			"say which legs are current (status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, v.Name, v.Status.Lists, by)
 	}
-	last := slices.MaxFunc(all, func(a, b openedLeg) int { return int(a.Knows() - b.Knows()) })
+	last := slices.MaxFunc(all, func(a, b openedLeg) int { return cmp.Compare(a.Knows(), b.Knows()) })
 	number := last.Knows()
 	if number <= v.Status.Lists {
 		return opened, nil
