@@ -130,7 +130,7 @@ func (s *scrub) run(ctx context.Context) error {
 	})
 	found := addDifferences(before, differ, "")
 	if err != nil {
-		return s.reportInterrupted(ctx, at, found, err)
+		return s.reportInterrupted(ctx, at, state.Size, found, err)
 	}
 	return s.reportEnd(ctx, found)
 }
@@ -145,7 +145,7 @@ func (s *scrub) limitRate(ctx context.Context) error {
 
 // reportInterrupted writes how far a scrub was when err ended it, and returns err. A part that could not be read scrubTries times, while no leg has
 // failed, counts as differing, and is skipped.
-func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1.Differences, err error) error {
+func (s *scrub) reportInterrupted(ctx context.Context, at, size int64, found *v1alpha1.Differences, err error) error {
 	if ctx.Err() != nil || errors.Is(err, errdefs.ErrNotFound) {
 		return err
 	}
@@ -156,10 +156,15 @@ func (s *scrub) reportInterrupted(ctx context.Context, at int64, found *v1alpha1
 		}
 		if s.failed++; s.failed >= scrubTries {
 			s.failed, next = 0, at+mirror.Chunk
-			found = addDifferences(found, []dm.Range{{Offset: at, Length: mirror.Chunk}}, errdefs.Words(err))
+			found = addDifferences(found, []dm.Range{chunkAt(at, size)}, errdefs.Words(err))
 		}
 	}
 	return errors.Join(err, s.reportProgress(ctx, next, found))
+}
+
+// chunkAt returns what is compared at once from an offset on, of a volume of some size.
+func chunkAt(at, size int64) dm.Range {
+	return dm.Range{Offset: at, Length: min(mirror.Chunk, size-at)}
 }
 
 // reportProgress writes how far a scrub is, and what it has found.

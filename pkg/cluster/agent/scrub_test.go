@@ -8,6 +8,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 )
 
 // TestScrubDue: a scrub is due if one was begun, if a person asks for it, or if the last one is long ago. A volume that was never scrubbed has to be old
@@ -52,6 +53,16 @@ func TestDifferences(t *testing.T) {
 	all := addDifferences(first, many, "it cannot be read")
 	if first.Bytes != 4096 || len(first.Ranges) != 1 || all.Bytes != (v1alpha1.MostRanges+1)*4096 || len(all.Ranges) != v1alpha1.MostRanges || all.Message != "it cannot be read" {
 		t.Errorf("%+v, then %+v", first, all)
+	}
+}
+
+// TestChunkAt: what cannot be read at the end of a volume is no longer than the volume.
+func TestChunkAt(t *testing.T) {
+	const size = 2*mirror.Chunk + 4096
+	for at, want := range map[int64]int64{0: mirror.Chunk, mirror.Chunk: mirror.Chunk, 2 * mirror.Chunk: 4096} {
+		if r := chunkAt(at, size); r.Offset != at || r.Length != want {
+			t.Errorf("from %d on it is %+v", at, r)
+		}
 	}
 }
 
