@@ -347,8 +347,8 @@ func (l *Local) BeginEra(ctx context.Context, id ID) (number uint32, err error) 
 	if err != nil {
 		return 0, err
 	}
-	number, told := m.number(begun)
-	if !told {
+	number, fits := m.number(begun)
+	if !fits {
 		return 0, fmt.Errorf("%w: eras are counted up to %d", errdefs.ErrUnsupported, 1<<eraBits)
 	}
 	return number, nil

@@ -29,11 +29,11 @@ func (l *Local) Record(ctx context.Context, id ID) (blockdev.Record, error) {
 	if err == nil && unfinished(record) {
 		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrNotFound, id)
 	}
-	return l.told(record), err
+	return l.forOthers(record), err
 }
 
-// told is shown; the record of a leg also gets the boot ID of this machine.
-func (l *Local) told(r blockdev.Record) blockdev.Record {
+// forOthers returns a record as other nodes may see it: that of a leg has the boot ID of this machine.
+func (l *Local) forOthers(r blockdev.Record) blockdev.Record {
 	r = shown(r)
 	if how, _ := l.exporting(); r.Labels[labelReplicaOf] != "" {
 		r.Labels[labelBoot] = how.Boot
@@ -84,5 +84,5 @@ func (l *Local) SwapLabels(ctx context.Context, id ID, before, after map[string]
 		}
 		return nil
 	})
-	return l.told(record), err
+	return l.forOthers(record), err
 }

@@ -23,13 +23,11 @@ const (
 )
 
 // atNode calls the agent of a node at the endpoint where it was found last. If that does not answer, it reads the endpoint at the API server and calls again
-// there. So it works without an API server for an agent that was found before.
+// there. So it works without an API server for an agent that was found before. It may call twice: a copy, which takes
+// long, uses agentOf.
 func (a *Agent) atNode(ctx context.Context, node string, call func(grpc.ClientConnInterface) error) error {
-	if a.options.Agents == nil {
-		return fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
-	}
 	at := func(place v1alpha1.AgentEndpoint) error {
-		agent, err := a.options.Agents.Agent(node, place)
+		agent, err := a.connection(node, place)
 		if err != nil {
 			return err
 		}
@@ -82,14 +80,19 @@ func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoi
 	return v1alpha1.AgentEndpoint{}, fmt.Errorf("%w: the agent of node %s has no port: start its driver with --agent-endpoint", errdefs.ErrUnavailable, node)
 }
 
-// agentOf returns a connection to the agent of another node. ErrUnavailable if its endpoint is not known yet.
+// agentOf returns a connection to the agent of another node, for a copy. ErrUnavailable if its endpoint is not known yet.
 func (a *Agent) agentOf(ctx context.Context, node string) (grpc.ClientConnInterface, error) {
-	if a.options.Agents == nil {
-		return nil, fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
-	}
 	at, err := a.endpoint(ctx, node)
 	if err != nil {
 		return nil, err
+	}
+	return a.connection(node, at)
+}
+
+// connection returns a connection to the agent of a node at an endpoint. ErrUnavailable if this agent calls no other ones.
+func (a *Agent) connection(node string, at v1alpha1.AgentEndpoint) (grpc.ClientConnInterface, error) {
+	if a.options.Agents == nil {
+		return nil, fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
 	}
 	return a.options.Agents.Agent(node, at)
 }
