@@ -66,5 +66,5 @@ func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
 			return filesystem.Grow(filesystem.TypeOf(info.Statfs.Type), device.Path, path)
 		}
 	}
-	return fmt.Errorf("%w: the filesystem of volume %s is mounted read-only and cannot grow", errdefs.ErrPrecondition, v.ID)
+	return fmt.Errorf("%w: the filesystem of volume %s is mounted read-only and cannot grow; it grows when it is next staged for writing", errdefs.ErrPrecondition, v.ID)
 }

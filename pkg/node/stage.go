@@ -147,7 +147,7 @@ func (s *Server) attach(ctx context.Context, v volume.Volume, how mountRequest) 
 func (s *Server) mountUnwritten(ctx context.Context, v volume.Volume, device blockdev.Device, path string, how mountRequest) error {
 	have, err := filesystem.Probe(device.Path)
 	if err == nil && have != how.fs {
-		err = fmt.Errorf("%w: %s carries %q, not %s; nothing was formatted", errdefs.ErrPrecondition, device.Path, have, how.fs)
+		err = fmt.Errorf("%w: %s carries %q, not %s; nothing was formatted: use it with the fsType that it has, or look at what is on it", errdefs.ErrPrecondition, device.Path, have, how.fs)
 	}
 	if err == nil {
 		err = s.check(ctx, v, device, how)

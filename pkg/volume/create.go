@@ -141,7 +141,7 @@ func (l *Local) check(spec Spec) error {
 		}
 		return nil
 	}
-	return fmt.Errorf("%w: unknown encryption %q", errdefs.ErrInvalid, spec.Encryption.Scheme)
+	return fmt.Errorf("%w: unknown encryption %q; %s is known", errdefs.ErrInvalid, spec.Encryption.Scheme, LUKS2)
 }
 
 // createEmpty makes a volume whose bytes are zeros.

@@ -168,7 +168,7 @@ func (v *Volume) carries(device blockdev.Device, want filesystem.Type) error {
 		return fmt.Errorf("%w: it was formatted with %s, and %s carries no filesystem now; nothing was formatted: restore it from a snapshot or a backup", errdefs.ErrDataLoss, v.Format.Type, device.Path)
 	}
 	if have == "" {
-		return fmt.Errorf("%w: it was used as a raw block device, so it is not formatted for %s: its bytes are its user's", errdefs.ErrPrecondition, want)
+		return fmt.Errorf("%w: it was used as a raw block device, so it is not formatted for %s: its bytes are its user's; use it with volumeMode Block", errdefs.ErrPrecondition, want)
 	}
-	return fmt.Errorf("%w: it carries %s, not %s", errdefs.ErrPrecondition, have, want)
+	return fmt.Errorf("%w: it carries %s, not %s; nothing was formatted: use it with the fsType that it has, or look at what is on it", errdefs.ErrPrecondition, have, want)
 }
