@@ -194,9 +194,11 @@ const askAgain = 100 * time.Millisecond
 // currentLeg returns a current leg, as its node has it: that of this node, or else the first one that answers. All are asked at once, as a node that is gone
 // takes until the end of ctx. A leg that answers with an error is asked again until each has failed: its node may not have heard of a new claim yet.
 func (l *ReplicaLegs) currentLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume) (leg volume.Leg, err error) {
-	err = fmt.Errorf("%w: no leg of the replicated volume %s is current", errdefs.ErrDataLoss, v.Name)
 	names := l.nearFirst(ctx, v)
-	if len(names) > 0 && l.isNear(ctx, names[0]) {
+	if len(names) == 0 {
+		return volume.Leg{}, noneCurrent(v)
+	}
+	if l.isNear(ctx, names[0]) {
 		if leg, err = l.leg(ctx, v, names[0]); err == nil {
 			return leg, nil
 		}
@@ -239,6 +241,11 @@ func (l *ReplicaLegs) currentLeg(ctx context.Context, v *v1alpha1.ReplicatedVolu
 		}
 	}
 	return volume.Leg{}, err
+}
+
+// noneCurrent is the error for a volume whose object names no current leg. No step of the driver makes such a list.
+func noneCurrent(v *v1alpha1.ReplicatedVolume) error {
+	return fmt.Errorf("%w: no leg of the replicated volume %s is current by its object: say which one is (docs/runbooks/replicas-missing.md)", errdefs.ErrDataLoss, v.Name)
 }
 
 // leg returns a leg as its node has it.

@@ -1044,6 +1044,20 @@ func TestSilentLeg(t *testing.T) {
 	}
 }
 
+// TestOpenAsTimeEnds: the caller's time ends as the last leg opens, or no leg is current. The volume is not open then, and the error says why.
+func TestOpenAsTimeEnds(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	ctx, cancel := context.WithCancel(t.Context())
+	f.openings = cancel
+	if _, err := f.Open(ctx, "", f.mirrorReconciler.ref); !errors.Is(err, errdefs.ErrUnavailable) {
+		t.Errorf("as its time ends: %v", err)
+	}
+	f.v.Status.Legs = nil
+	if _, err := f.Open(t.Context(), "", f.mirrorReconciler.ref); !errors.Is(err, errdefs.ErrDataLoss) {
+		t.Errorf("without a list: %v", err)
+	}
+}
+
 // TestRecordWhereOneIsSilent: the record of a volume is known as soon as one current leg answers, even if the first one on the list answers nothing at
 // all.
 func TestRecordWhereOneIsSilent(t *testing.T) {

@@ -46,6 +46,9 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if v.Spec.Pool != pool || v.Going() || v.Status.Made == nil {
 		return replicapool.Opened{}, fmt.Errorf("%w: replicated volume %s is not there to be used", errdefs.ErrPrecondition, ref.Key)
 	}
+	if len(v.Current()) == 0 {
+		return replicapool.Opened{}, noneCurrent(v)
+	}
 	opened, away, failed := l.openAll(ctx, v)
 	defer func() {
 		if err != nil {
@@ -63,7 +66,7 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 		return replicapool.Opened{}, err
 	}
 	if len(opened) == 0 || ctx.Err() != nil {
-		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
+		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, cmp.Or(failed, ctx.Err()), "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
 	var others []openedLeg
 	if !isLast(v, opened) {
