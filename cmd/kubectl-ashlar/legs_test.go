@@ -73,6 +73,9 @@ func TestMoveReplicas(t *testing.T) {
 	whole.Status.Legs = []v1alpha1.Leg{{Name: first.Name, Current: true}, {Name: third.Name, State: v1alpha1.LegJoining, Message: "25Mi of 50Mi are equal to the others"}}
 	check.OK(t, e.Status().Update(t.Context(), whole))
 	program.saying(t, "25Mi of 50Mi are equal to the others\n")
+	large := movable("large", "n4", 380*mib, nil)
+	e.add(large) // the figures of the pool of node n3, 400 MiB, have the replica that takes the place of the other one
+	run(t, apitest.Admin, "move", large.ID(), "--to=n3", "--wait=false").says(t, "large: ")
 	whole.Spec.Legs = slices.DeleteFunc(whole.Spec.Legs, func(name string) bool { return name == second.Name })
 	check.OK(t, e.Update(t.Context(), whole))
 	program.saying(t, "this one is being deleted\n")

@@ -57,7 +57,7 @@ func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error)
 	return r, c.lookForAsked(ctx, r)
 }
 
-// lookForAsked counts the room of all that is to move and is not copied yet, and reads the legs.
+// lookForAsked reads the legs, and counts the room of all that is to move and is not copied yet.
 func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
 	var volumes v1alpha1.VolumeList
 	if err := c.List(ctx, &volumes); err != nil {
@@ -67,13 +67,15 @@ func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
 	if err != nil {
 		return err
 	}
-	for i := range volumes.Items {
-		if v := &volumes.Items[i]; isToCome(v) {
-			r.promise(v, goal(v))
-		}
-	}
 	if err := c.lookForLegs(ctx, volumes.Items, r.legs); err != nil {
 		return err
+	}
+	for i := range volumes.Items {
+		v := &volumes.Items[i]
+		// Another leg takes the place of one whose volume is in use: once it is there, the figures of its pool have it.
+		if isToCome(v) && v.OtherLeg(v.Spec.Move.Node, r.legs.all) == nil {
+			r.promise(v, goal(v))
+		}
 	}
 	for _, s := range snapshots {
 		if isToCome(s) {
