@@ -1,10 +1,6 @@
 package dm
 
-import (
-	"fmt"
-	"os"
-	"time"
-)
+import "time"
 
 // The kernel undoes a suspension whose process ends while it waits, as a driver may that is killed while a disk does not answer. dm-mirror does not undo
 // its part (drivers/md/dm-raid1.c has no presuspend_undo): from then on what a leg fails has errors in place of being held, and the next suspension never
@@ -29,34 +25,30 @@ func answered(name string) {
 		return
 	}
 	for end := time.Now().Add(answerPatience); len(devices) > 0; devices = devices[1:] {
-		asked, before := underWay(devices[0])
+		asked, before := UnderWay(devices[0])
 		for left := asked; left > 0 && time.Now().Before(end); {
 			time.Sleep(answerPause)
-			now, ended := underWay(devices[0])
+			now, ended := UnderWay(devices[0])
 			left = min(now, asked-(ended-before))
 		}
 	}
 }
 
-// underWay returns how many requests are under way to a device, and how many have ended since it was made, as far as the kernel counts them:
-// Documentation/block/stat.rst. Of an NVMe namespace with several paths a request may count twice in both: for the path, and for the namespace.
-func underWay(device uint64) (now, ended int64) {
+// UnderWay returns how many requests are under way to a device, and how many have ended since it was made, as far as the kernel counts them:
+// Documentation/block/stat.rst. Of a device that is none of the device mapper it does not count flushes that are under way. Of an NVMe namespace with several
+// paths a request may count twice in both: for the path, and for the namespace.
+func UnderWay(device uint64) (now, ended int64) {
 	disks, err := countedBy(device)
 	if err != nil {
 		return 0, 0
 	}
 	for _, disk := range disks {
-		var reads, writes int64
-		text, err := os.ReadFile(disk + "/inflight")
-		if err == nil {
-			_, err = fmt.Sscan(string(text), &reads, &writes)
-		}
-		if err != nil {
-			continue
-		}
-		now += reads + writes
-		for _, field := range []int{0, 4, 11, 15} { // reads, writes, discards, flushes
-			if count, err := counted(disk, field); err == nil { // older kernels count fewer
+		counts, _ := countsOf(disk)
+		for field, count := range counts {
+			switch field {
+			case 8:
+				now += count
+			case 0, 4, 11, 15: // reads, writes, discards, flushes; older kernels count fewer
 				ended += count
 			}
 		}

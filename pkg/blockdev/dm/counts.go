@@ -85,16 +85,30 @@ func (c *counters) reads() ([]int64, error) {
 	return all, nil
 }
 
-// counted returns a field of the kernel's statistics of a disk, by its directory in sysfs: Documentation/block/stat.rst.
-func counted(disk string, field int) (count int64, err error) {
+// counted returns a field of the kernel's statistics of a disk (countsOf).
+func counted(disk string, field int) (int64, error) {
+	counts, err := countsOf(disk)
+	if err != nil {
+		return 0, err
+	}
+	if len(counts) <= field {
+		return 0, fmt.Errorf("%w: the kernel counts of disk %s %v", errdefs.ErrUnsupported, disk, counts)
+	}
+	return counts[field], nil
+}
+
+// countsOf returns the kernel's statistics of a disk, by its directory in sysfs: Documentation/block/stat.rst.
+func countsOf(disk string) (counts []int64, err error) {
 	text, err := os.ReadFile(disk + "/stat")
 	if err != nil {
-		return 0, errdefs.FromErrno(err)
+		return nil, errdefs.FromErrno(err)
 	}
-	fields := strings.Fields(string(text))
-	if len(fields) <= field {
-		return 0, fmt.Errorf("%w: the kernel counts of disk %s %q", errdefs.ErrUnsupported, disk, text)
+	for _, field := range strings.Fields(string(text)) {
+		count, err := strconv.ParseInt(field, 10, 64)
+		if err != nil {
+			return nil, fmt.Errorf("%w: the kernel counts of disk %s %q", errdefs.ErrUnsupported, disk, text)
+		}
+		counts = append(counts, count)
 	}
-	count, err = strconv.ParseInt(fields[field], 10, 64)
-	return count, err
+	return counts, nil
 }

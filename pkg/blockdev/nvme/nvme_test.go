@@ -641,6 +641,25 @@ func TestDisconnectCutOff(t *testing.T) {
 	link(t, "up")
 }
 
+// TestDisconnectHangs: I/O to a target that answers, and whose disk hangs, gets errors when the consumer disconnects.
+func TestDisconnectHangs(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, hanging(t, drivertest.Disk(t, 16*mib)))
+	w := write(t, connect(t, c).Path, 4)
+	w.until(t, 100, time.Minute)
+	resume := hang(t)
+	time.Sleep(time.Second)
+	began := time.Now()
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+	took := time.Since(began)
+	t.Logf("disconnected from a disk that hangs in %s", took.Round(time.Millisecond))
+	if took > 45*time.Second { // the kernel waits for 30 s for each request (nvme_core.io_timeout)
+		t.Error("that is too long")
+	}
+	w.ends(t, time.Minute)
+	resume()
+}
+
 // TestDisconnectUnopened: the target goes away before the kernel has looked for partitions on its device, so that this cannot be opened. Connect returns when
 // its context ends, and Disconnect ends the connection.
 func TestDisconnectUnopened(t *testing.T) {

@@ -24,6 +24,13 @@ import (
 // legSilence is for how many looks the node of a leg may not answer before the others go on without it.
 const legSilence = 5
 
+// hangTime is for how long requests may be under way to a leg whose node answers, and none of them end, before the others go on without it. The kernel itself
+// gives up a request to another node after 30 s (nvme_core.io_timeout), connects anew, and sends it again.
+const hangTime = 20 * time.Second
+
+// diskHangs: see findHung.
+const diskHangs = "its node answers, and what is written to it, or read from it, does not end: its disk hangs"
+
 // dropSilent takes legs that have failed, or do not answer, off the list, and ends the connections to them, if another leg is current. They leave the mirror
 // in the next step.
 func (m *mirrorReconciler) dropSilent(ctx context.Context) {
@@ -54,8 +61,8 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 	}
 }
 
-// findFailed fills now.failing with the legs that have to leave, and why: they failed; they do not answer for too long; they are to be legs no more, and
-// others stay; or they are listed, and not in the mirror, so that nobody may take them for current.
+// findFailed fills now.failing with the legs that have to leave, and why: they failed; they do not answer for too long; their disks hang; they are to be legs
+// no more, and others stay; or they are listed, and not in the mirror, so that nobody may take them for current.
 func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	var left []string // to be legs no more
 	for _, l := range now.legs() {
@@ -76,8 +83,42 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 			now.failing[name] = "it is not written to"
 		}
 	}
+	m.findHung(now)
 	m.findLeft(now, left)
 	m.findUntold(now)
+}
+
+// findHung adds the legs to now.failing whose disks hang, if a current leg is left that ends its requests. A leg of this node stays: nothing ends what is
+// under way to it, and the mirror waits for that before the leg can leave.
+func (m *mirrorReconciler) findHung(now *mirrorView) {
+	var hung []string
+	ends := false
+	for _, l := range now.all() {
+		name := now.leg[l.Device]
+		if name == "" || now.failing[name] != "" {
+			continue
+		}
+		switch stuck := m.stuckFor(now, l.Device); {
+		case stuck > hangTime && l.Device != now.near:
+			hung = append(hung, name)
+		case stuck < legSilence*m.options.LookEvery && slices.Contains(now.v.Current(), name):
+			ends = true
+		}
+	}
+	for _, name := range hung {
+		if ends {
+			now.failing[name] = diskHangs
+		}
+	}
+}
+
+// stuckFor returns for how long requests have been under way to a leg, and none has ended. While its node does not answer it is 0 (whyUnreachable).
+func (m *mirrorReconciler) stuckFor(now *mirrorView, device uint64) time.Duration {
+	k, io := m.stateOf(now.leg[device]), now.io[device]
+	if io.underWay == 0 || io.ended != k.ended || !k.silentSince.IsZero() || k.goesOnAt.IsZero() {
+		k.ended, k.goesOnAt = io.ended, time.Now()
+	}
+	return time.Since(k.goesOnAt)
 }
 
 // findLeft adds the legs to now.failing that are to be legs no more. Those that are current stay as long as no other current leg does: they alone have
@@ -175,7 +216,7 @@ func (m *mirrorReconciler) delistThere(ctx context.Context, now *mirrorView) (de
 	return m.delist(ctx, now)
 }
 
-// delist takes the failing legs off the list, ends the connections to those that do not answer, and returns the devices that have to leave the mirror.
+// delist takes the failing legs off the list, ends the connections to those that do not answer, or hang, and returns the devices that have to leave the mirror.
 // ErrUnavailable if no current leg would be left. ErrBusy if the watch is behind the object, so that a leg that leaves may have been listed meanwhile.
 func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
@@ -205,7 +246,7 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 		if device, is := now.device[name]; is {
 			devices = append(devices, device)
 		}
-		m.disconnectSilent(ctx, name)
+		m.disconnect(ctx, name, why == diskHangs)
 	}
 	return devices, nil
 }
@@ -226,9 +267,14 @@ func (m *mirrorReconciler) forgetLeft(ctx context.Context, now *mirrorView) erro
 // disconnectSilent ends the connections to a leg that does not answer: I/O that is under way ends with errors, which the mirror holds. Otherwise it would be
 // waited for.
 func (m *mirrorReconciler) disconnectSilent(ctx context.Context, name string) {
+	m.disconnect(ctx, name, false)
+}
+
+// disconnect is disconnectSilent; with all, connections that answer end, too. The kernel gives up what is under way by those after 30 s.
+func (m *mirrorReconciler) disconnect(ctx context.Context, name string, all bool) {
 	legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
 	for _, c := range legs {
-		if !c.Live {
+		if all || !c.Live {
 			err = errors.Join(err, m.connections.End(ctx, c.NQN))
 		}
 	}

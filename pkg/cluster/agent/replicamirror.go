@@ -205,11 +205,15 @@ type mirrorView struct {
 	s       mirror.State
 	device  map[string]uint64 // of the legs that are attached here, by their names
 	leg     map[uint64]string
-	near    uint64   // the device of the leg that this node has; 0: none
-	absent  []string // the legs that have no Volume
+	near    uint64              // the device of the leg that this node has; 0: none
+	absent  []string            // the legs that have no Volume
+	io      map[uint64]ioCounts // of the mirror's devices
 	failing map[string]string
 	last    *lastList // what lastKnownList has found; nil: nothing yet
 }
+
+// ioCounts are how many requests are under way to a device, and how many have ended so far: dm.UnderWay.
+type ioCounts struct{ underWay, ended int64 }
 
 // step takes the next step with the mirror in state s. If the claim that it was made for has ended, the mirror ends; as long as that is not known nothing is
 // done: what failed is held by the kernel, and the rest is fenced by the nodes of the legs.
@@ -373,7 +377,11 @@ func (m *mirrorReconciler) holdsWrites(ctx context.Context, v *v1alpha1.Replicat
 // gone. If it is still in the mirror, its device is unknown. A leg may be in a pool that is not there, as its disk is dead, or this node may have none of
 // that name, and no claim of the leg: if such a leg has a device, that is known by its name.
 func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) (*mirrorView, error) {
-	now := &mirrorView{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}}
+	now := &mirrorView{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}, io: map[uint64]ioCounts{}}
+	for _, l := range now.all() {
+		underWay, ended := dm.UnderWay(l.Device)
+		now.io[l.Device] = ioCounts{underWay, ended}
+	}
 	names := slices.Clone(v.Spec.Legs)
 	for _, leg := range v.Status.Legs {
 		if !slices.Contains(names, leg.Name) {
@@ -411,11 +419,7 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 
 // namedAfter returns the device of the mirror that has the key of a leg in its name, as all devices over one of this node have. It needs no pool.
 func (n *mirrorView) namedAfter(leg string) (devices []blockdev.Device) {
-	legs := slices.Clone(n.s.Legs)
-	if n.s.Joining != nil {
-		legs = append(legs, *n.s.Joining)
-	}
-	for _, l := range legs {
+	for _, l := range n.all() {
 		if name, err := os.ReadFile(dm.Sysfs(l.Device) + "/dm/name"); err == nil && strings.Contains(string(name), leg) {
 			devices = append(devices, blockdev.Device{Number: l.Device})
 		}
@@ -425,7 +429,15 @@ func (n *mirrorView) namedAfter(leg string) (devices []blockdev.Device) {
 
 // has reports whether a device is one of the mirror's.
 func (n *mirrorView) has(device uint64) bool {
-	return slices.ContainsFunc(n.s.Legs, func(l mirror.Leg) bool { return l.Device == device }) || n.s.Joining != nil && n.s.Joining.Device == device
+	return slices.ContainsFunc(n.all(), func(l mirror.Leg) bool { return l.Device == device })
+}
+
+// all returns all legs of the mirror, also one that joins.
+func (n *mirrorView) all() []mirror.Leg {
+	if n.s.Joining == nil {
+		return n.s.Legs
+	}
+	return append(slices.Clone(n.s.Legs), *n.s.Joining)
 }
 
 // legs returns the legs whose writes the mirror waits for: all but one that joins, and that one too once it is equal and on the list.
@@ -457,11 +469,13 @@ func (n *mirrorView) unknown() (devices []uint64) {
 	return devices
 }
 
-// legState is what this process remembers of a leg: how often it has tried to join, and since when its node fails to do its part.
+// legState is what this process remembers of a leg: how often it has tried to join, and since when its node, or its disk, fails to do its part.
 type legState struct {
 	tries       int
 	retryAt     time.Time
 	silentSince time.Time // since when its node does not answer; zero: it answers
+	ended       int64     // how many requests to it had ended at goesOnAt
+	goesOnAt    time.Time // when no request to it was under way, or one had just ended; zero: not known
 	untoldSince time.Time // since when its record cannot be written, which others that are to leave wait for; zero: it can be, as far as is known
 }
 

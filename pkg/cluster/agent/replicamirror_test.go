@@ -468,7 +468,9 @@ func (f tendedConnections) End(_ context.Context, nqn string) error {
 	f.mu.Lock()
 	f.legs[nqn].ended = true
 	f.mu.Unlock()
-	f.fails(f.legs[nqn])
+	if f.legs[nqn].disk != 0 {
+		f.fails(f.legs[nqn])
+	}
 	return nil
 }
 
@@ -557,6 +559,86 @@ func TestSilentWhileFlushed(t *testing.T) {
 	f.joins("b")
 	check.OK(t, mirror.Finish(context.Background(), f.mirrorReconciler.name, 0))
 	f.goesOnWithout("b")
+}
+
+// TestHangs: requests to legs are under way, and none has ended for a while. A leg on another node whose disk hangs leaves, and the connection to it ends, if
+// that node answers, and another current leg ends its requests.
+func TestHangs(t *testing.T) {
+	const long, short = hangTime + time.Second, hangTime - time.Second
+	for what, one := range map[string]struct {
+		near, far, joins time.Duration // for how long they hang; 0: they do not
+		ends, away, only bool          // a request to far has ended; its node does not answer; it alone is current
+		want             []string
+	}{
+		"far":                            {far: long, want: []string{"far"}},
+		"far, not for long":              {far: short},
+		"far, which has ended a request": {far: long, ends: true},
+		"far, which is away":             {far: long, away: true},
+		"far, the only current one":      {far: long, only: true},
+		"near":                           {near: long},
+		"both":                           {near: long, far: long},
+		"both, near not for long":        {near: short, far: long},
+		"the one that joins":             {joins: long, want: []string{"joins"}},
+		"all but near":                   {far: long, joins: long, want: []string{"far", "joins"}},
+	} {
+		t.Run(what, func(t *testing.T) {
+			f := newObject(t, 2, "near", "far", "joins")
+			f.legs["far"].live = !one.away
+			f.v.Status.Legs[0].Current = !one.only
+			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: "joins", State: v1alpha1.LegJoining})
+			view := func(ended int64) *mirrorView {
+				now := &mirrorView{v: f.v.DeepCopy(), device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}, io: map[uint64]ioCounts{}, near: 1}
+				for i, name := range f.v.Spec.Legs {
+					d := uint64(i + 1)
+					now.device[name], now.leg[d] = d, name
+					now.io[d] = ioCounts{min(1, int64(map[string]time.Duration{"near": one.near, "far": one.far, "joins": one.joins}[name])), 5 + ended}
+				}
+				now.s.Legs, now.s.Joining = []mirror.Leg{{Device: 1}, {Device: 2}}, &mirror.Leg{Device: 3}
+				if one.only {
+					now.s.Legs = now.s.Legs[1:]
+				}
+				return now
+			}
+			f.findFailed(view(0))
+			for name, hangs := range map[string]time.Duration{"near": one.near, "far": one.far, "joins": one.joins} {
+				k := f.stateOf(name)
+				k.goesOnAt = k.goesOnAt.Add(-hangs)
+			}
+			ended := int64(0)
+			if one.ends {
+				ended = 1
+			}
+			now := view(ended)
+			if f.findFailed(now); one.only {
+				delete(now.failing, "near") // it is not in the mirror
+			}
+			if failing := slices.Sorted(maps.Keys(now.failing)); !slices.Equal(failing, one.want) {
+				t.Fatalf("%v are to leave, and were to be %v", now.failing, one.want)
+			}
+			if len(one.want) == 0 {
+				return
+			}
+			devices, err := f.delist(t.Context(), now)
+			check.OK(t, err)
+			for _, name := range one.want {
+				if leg := f.v.Leg(name); !slices.Contains(devices, now.device[name]) || !f.legs[name].ended || leg == nil || leg.Current || !strings.Contains(leg.Message, "its disk hangs") {
+					t.Errorf("%s: connection ended %v, of %v; it is %+v", name, f.legs[name].ended, devices, leg)
+				}
+			}
+		})
+	}
+}
+
+// TestDiskHangs: the disk of a leg hangs while its node answers. Writes go on without it.
+func TestDiskHangs(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	l := f.legs["b"]
+	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: fmt.Sprint(dm.Number(l.disk), " 0 ", time.Hour.Milliseconds())}}))
+	write := f.write(0)
+	f.delays("b")
+	f.starts()
+	f.ends(write, "what was written to the leg whose disk does not hang")
+	f.current("a")
 }
 
 // has returns the first byte of a leg, from its disk.
