@@ -75,11 +75,21 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 // listTime is how long the cluster may take to say whether a leg is current: writers may wait meanwhile.
 const listTime = 5 * time.Second
 
-// listOf returns the number of the list of current legs that a leg is on: see Lists.
+// listOf returns the number of the list of current legs that a leg is on: see Lists. ErrNotCurrent as well if its machine has lost power while its volume was
+// used, and it is not alone on the list: it may lack what was acknowledged, and who uses the volume next takes another leg.
 func (l *Local) listOf(ctx context.Context, o origin) (list int64, err error) {
 	ctx, cancel := context.WithTimeout(ctx, listTime)
 	defer cancel()
-	return l.lists.ListOf(ctx, o.record.Labels[labelReplicaOf], o.record.Key)
+	list, many, err := l.lists.ListOf(ctx, o.record.Labels[labelReplicaOf], o.record.Key)
+	if err != nil || many == 1 {
+		return list, err
+	}
+	how, _ := l.exporting()
+	leg := Leg{Now: how.Boot}
+	if leg.LegState, err = legStateOf(o.record); err == nil && leg.LostPower() {
+		err = fmt.Errorf("copy leg %s, whose machine has started anew since its volume was used, so that it may lack what was not flushed; another leg can be copied, or this one once the volume was used again: %w", o.id(), ErrNotCurrent)
+	}
+	return list, err
 }
 
 // holdBack holds back the writes to an origin until thaw is called, which may be called again. It freezes the filesystem if one is mounted. Otherwise, or

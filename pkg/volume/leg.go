@@ -130,12 +130,12 @@ func (l *Local) leg(ctx context.Context, id ID) (leg Leg, err error) {
 
 // Lists tells which legs of a volume are current.
 type Lists interface {
-	// ListOf returns the number of the list of current legs of a volume, which has its own number whenever it changes. of and leg are the keys of the volume
-	// and of the leg. ErrNotCurrent if the leg is not on that list, ErrUnavailable if that is not known now.
-	ListOf(ctx context.Context, of, leg string) (list int64, err error)
+	// ListOf returns the number of the list of current legs of a volume, which has its own number whenever it changes, and how many legs it has. of and leg are
+	// the keys of the volume and of the leg. ErrNotCurrent if the leg is not on that list, ErrUnavailable if that is not known now.
+	ListOf(ctx context.Context, of, leg string) (list int64, many int, err error)
 }
 
-// ErrNotCurrent is the ErrUnavailable of a copy of a leg that does not have all that was written to its volume. Another leg has it.
+// ErrNotCurrent is the ErrUnavailable of a copy of a leg that does not have all that was written to its volume, or may not. Another leg has it.
 var ErrNotCurrent = fmt.Errorf("%w: it does not have all that was written to its volume", errdefs.ErrUnavailable)
 
 // SetLists sets the Lists. It has to be called before anything is copied. Without it a leg is copied whether it is current or not.

@@ -96,18 +96,19 @@ func (a *Agent) replicatedNow(ctx context.Context, key string) (*v1alpha1.Replic
 }
 
 // ListOf: see volume.Lists. It asks the API server.
-func (a *Agent) ListOf(ctx context.Context, of, leg string) (list int64, err error) {
+func (a *Agent) ListOf(ctx context.Context, of, leg string) (list int64, many int, err error) {
 	v := &v1alpha1.ReplicatedVolume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: of}, v); err != nil {
-		return 0, errdefs.Recast(errdefs.ErrUnavailable, err, "find out whether leg %s of the replicated volume %s is current, and may be copied", leg, of)
+		return 0, 0, errdefs.Recast(errdefs.ErrUnavailable, err, "find out whether leg %s of the replicated volume %s is current, and may be copied", leg, of)
 	}
 	if v.Status.Made == nil {
-		return 0, fmt.Errorf("%w: which legs of the replicated volume %s are current is not written down yet", errdefs.ErrUnavailable, of)
+		return 0, 0, fmt.Errorf("%w: which legs of the replicated volume %s are current is not written down yet", errdefs.ErrUnavailable, of)
 	}
-	if !slices.Contains(v.Current(), leg) {
-		return 0, fmt.Errorf("copy leg %s of the replicated volume %s: %w", leg, of, volume.ErrNotCurrent)
+	current := v.Current()
+	if !slices.Contains(current, leg) {
+		return 0, 0, fmt.Errorf("copy leg %s of the replicated volume %s: %w", leg, of, volume.ErrNotCurrent)
 	}
-	return v.Status.Lists, nil
+	return v.Status.Lists, len(current), nil
 }
 
 // replicaClaim returns the claim of a volume with several legs, for Claimed; false if there is no such volume, or the API server does not answer.

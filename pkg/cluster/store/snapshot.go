@@ -103,7 +103,16 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 			return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
 		}
 	}
-	if have, err = s.cut(ctx, w, want); err != nil {
+	have, err = s.cut(ctx, w, want)
+	if errors.Is(err, errdefs.ErrUnavailable) && ctx.Err() == nil { // the leg may lack what another one has, as only its node knows
+		for _, other := range s.otherCuts(ctx, source, want) {
+			if cut, failure := s.cut(ctx, w, other); failure == nil {
+				have, err = cut, nil
+				break
+			}
+		}
+	}
+	if err != nil {
 		return volume.Snapshot{}, sayOnce(err, "snapshot %q of volume %s", name, source)
 	}
 	return cluster.ToSnapshot(have), nil
@@ -189,6 +198,24 @@ func (s *Store) legToCut(ctx context.Context, r *v1alpha1.ReplicatedVolume, begu
 		}
 	}
 	return s.stands(ctx, r)
+}
+
+// otherCuts returns the objects of a new snapshot that is taken from another current leg than want is; none of a volume without legs.
+func (s *Store) otherCuts(ctx context.Context, source volume.ID, want *v1alpha1.Snapshot) (others []*v1alpha1.Snapshot) {
+	r, err := s.replicated(ctx, source)
+	if err != nil || r == nil {
+		return nil
+	}
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return nil
+	}
+	for _, v := range currentLegs(r, legs) {
+		if v.Name != cmp.Or(want.Spec.Leg, r.Name) && s.nodes.Ready(ctx, v.Spec.NodeName) == nil {
+			others = append(others, newSnapshot(want.Spec.Name, source, v, nil))
+		}
+	}
+	return others
 }
 
 // DeleteSnapshot: see volume.Store.
