@@ -160,6 +160,8 @@ func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume
 func (s *replicating) explain(was int, r *v1alpha1.ReplicatedVolume) error {
 	text := ""
 	switch {
+	case s.many < was && !r.Settled():
+		text = "those that are too many go when it is used again, as the node that used it last has not closed it, and only the next one finds out which of them have all that was written"
 	case s.many < was:
 		text = "those that are too many go, one that lacks something first, and never the last one that has all that was written"
 	case r.Spec.Claim == nil:

@@ -108,6 +108,8 @@ func TestReplicas(t *testing.T) {
 		"pvc-1: 2 of 3 replicas have all that was written; node n4: 30 %\n", "pvc-1: it has 3 replicas, and each has all that was written.\n")
 
 	run(t, apitest.Admin, "replicas", "pvc-1", "1", "--wait=false").says(t, "those that are too many go", "pvc-1: 3 of its 3 replicas have all that was written, and 2 are to go\n")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas, r.Spec.Claim, r.Status.Opened = 3, nil, 1 })
+	run(t, apitest.Admin, "replicas", "pvc-1", "1", "--wait=false").says(t, "those that are too many go when it is used again")
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) {
 		r.Spec.Replicas, r.Spec.Legs, r.Spec.Claim = 2, r.Spec.Legs[:2], nil
 		r.Status.Legs = r.Status.Legs[:2]

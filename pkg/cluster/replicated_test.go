@@ -1008,6 +1008,32 @@ func TestReplicatorTakesBack(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicatorUserDied: the user of a volume has died, so one of its current legs may have lost what the other one has. None goes before somebody uses the
+// volume again, or it was closed; nor does one that was taken out while it was used.
+func TestReplicatorUserDied(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	names := w.whole("v").Spec.Legs
+	w.becomes("v", names...)
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 1 })
+	w.eventually("one is taken out", func() bool { return len(w.whole("v").Spec.Legs) == 1 })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	whole := func() bool {
+		r := w.whole("v")
+		return len(r.Spec.Legs) == 2 && len(r.Current()) == 2 && len(w.legsOf("v")) == 2
+	}
+	w.eventually("it is a leg again", whole)
+	time.Sleep(300 * time.Millisecond)
+	if !whole() {
+		t.Error("a leg is gone that may have what the other one has lost")
+	}
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { r.Status.Closed = r.Status.Opened })
+	w.eventually("it was closed, and one is gone", func() bool { return len(w.legsOf("v")) == 1 })
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicatorMakesLate: a leg is named, and has no Volume, as no node could make it until now. The node that uses the volume has said that the leg waits. It
 // is made, and no other one in its place.
 func TestReplicatorMakesLate(t *testing.T) {

@@ -145,6 +145,10 @@ type ReplicatedVolumeStatus struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Opened int64 `json:"opened,omitempty"`
+	// Closed is opened, once who had that claim has closed all legs that are current: they are equal, and durable. Otherwise its user died, or uses them.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	Closed int64 `json:"closed,omitempty"`
 	// Lists is how many lists of current legs there were that somebody used: the count of this one. The records of the legs on it have it, too, before anything is written that only these legs have; a record that knows of a later list tells
 	// that this object is of before it, as it was restored. 0: not counted yet.
 	// +optional
@@ -327,6 +331,13 @@ func (v *ReplicatedVolume) Leg(name string) *Leg {
 		return &v.Status.Legs[i]
 	}
 	return nil
+}
+
+// Settled reports whether any leg that is current can stand for all of them: nobody has used the volume since they were made or closed, or somebody writes to all of them now. Otherwise its user died, and one of them may have lost power, and with that
+// what another one has; the next user finds that out.
+func (v *ReplicatedVolume) Settled() bool {
+	opened := v.Status.Opened
+	return opened == 0 || v.Status.Closed == opened || v.Spec.Claim != nil && v.Spec.Claim.Generation == opened
 }
 
 // Waiting says why who has the claim cannot use the volume, though a leg that is current answers; empty: nothing is known of that.

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
@@ -344,45 +345,60 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 		}
 	}
 	var failures []error
+	closed := 0 // legs that are current
 	for _, name := range names {
-		leg := v.Leg(name)
 		if _, err := l.legID(asking, v, name); errors.Is(err, errdefs.ErrNotFound) {
 			continue // it has no Volume: it is not made yet, or that is gone
 		}
 		failures = append(failures, l.withLeg(asking, v, name, func(id volume.ID) error {
-			devices, err := l.volumes.LegDevices(asking, id)
-			if errors.Is(err, errdefs.ErrUnavailable) { // see observe: what devices there were have gone with the mirror, and its record cannot be written
-				return nil
+			is, err := l.closeAndGiveBack(ctx, asking, v, id, equal)
+			if is {
+				closed++
 			}
-			if err != nil {
-				return err
-			}
-			mirrored := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return slices.Contains(equal, d.Number) })
-			if mirrored && leg != nil && leg.Current && v.Status.Opened == v.Spec.Claim.Generation {
-				if err := l.closeLeg(asking, v, id); err != nil {
-					return err
-				}
-			}
-			if len(devices) == 0 {
-				return nil
-			}
-			return l.closeOrDisconnect(ctx, id)
+			return err
 		}))
+	}
+	if closed > 0 && closed == len(v.Current()) {
+		if err := l.writeReplicas(asking, v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Closed = s.Opened }); err != nil {
+			klog.FromContext(ctx).Info("Could not say in its object that a replicated volume was closed; if it has too many replicas, they go when it was used again", "volume", v.Name, "err", err.Error())
+		}
 	}
 	l.forgetReplica(ref.Key)
 	return errors.Join(failures...)
 }
 
-// closeLeg writes into the record of a leg that it was closed, if that answers.
-func (l *ReplicaLegs) closeLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume, id volume.ID) error {
-	err := l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
-		s.Closed = s.Opened == v.Spec.Claim.Generation && s.Sound == s.Opened
+// closeAndGiveBack gives a leg back to its node, and before that says in its record that it was closed, if its device is among equal (closeLeg). asking is for
+// what its node is asked.
+func (l *ReplicaLegs) closeAndGiveBack(ctx, asking context.Context, v *v1alpha1.ReplicatedVolume, id volume.ID, equal []uint64) (closed bool, err error) {
+	devices, err := l.volumes.LegDevices(asking, id)
+	if errors.Is(err, errdefs.ErrUnavailable) { // see observe: what devices there were have gone with the mirror, and its record cannot be written
+		return false, nil
+	}
+	if err != nil || len(devices) == 0 {
+		return false, err
+	}
+	if slices.ContainsFunc(devices, func(d blockdev.Device) bool { return slices.Contains(equal, d.Number) }) {
+		if closed, err = l.closeLeg(asking, v, id); err != nil {
+			return false, err
+		}
+	}
+	return closed, l.closeOrDisconnect(ctx, id)
+}
+
+// closeLeg writes into the record of a leg that is current that it was closed, if that answers, and reports whether it was.
+func (l *ReplicaLegs) closeLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume, id volume.ID) (closed bool, err error) {
+	if leg := v.Leg(id.Key); leg == nil || !leg.Current || v.Status.Opened != v.Spec.Claim.Generation {
+		return false, nil
+	}
+	err = l.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
+		closed = s.Opened == v.Spec.Claim.Generation && s.Sound == s.Opened
+		s.Closed = closed
 		return nil
 	})
 	if errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, errdefs.ErrPrecondition) { // the next user makes it equal to the others
-		return nil
+		return false, nil
 	}
-	return err
+	return closed, err
 }
 
 // closeOrDisconnect gives a leg back to its node, or disconnects from it if that does not answer.

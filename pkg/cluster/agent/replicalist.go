@@ -280,7 +280,7 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	}
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
 	return m.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
-		s.Opened, s.Waits = m.generation, ""
+		s.Opened, s.Closed, s.Waits = m.generation, 0, ""
 		for i := range s.Legs {
 			s.Legs[i].List = max(s.Legs[i].List, last.number) // the list that is written now comes after all that any of them knows
 			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
@@ -437,7 +437,7 @@ func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolume, current, opened []openedLeg) error {
 	g := v.Spec.Claim.Generation
 	return l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
-		s.Opened, s.Waits = g, ""
+		s.Opened, s.Closed, s.Waits = g, 0, ""
 		for i := range s.Legs {
 			leg := &s.Legs[i]
 			was := leg.Current

@@ -28,6 +28,36 @@ func (f *tended) leaves(name string) {
 	check.OK(f.t, second(f.tellList(context.Background(), now.v)))
 }
 
+// TestClosed: the object says that its legs were closed once all that are current were, until they are opened again.
+func TestClosed(t *testing.T) {
+	for _, away := range []bool{false, true} {
+		t.Run(fmt.Sprint("one away ", away), func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			f.legs["a"].number, f.legs["b"].number = 1, 2
+			f.changes = func(name string, s volume.LegState) error {
+				if away && name == "b" {
+					return fmt.Errorf("%w: its node does not answer", errdefs.ErrUnavailable)
+				}
+				return nil
+			}
+			want := int64(1)
+			if away {
+				want = 0
+			}
+			check.OK(t, f.Close(t.Context(), f.ref, []uint64{1, 2}))
+			if s := f.v.Status; s.Closed != want {
+				t.Errorf("it is said that it was closed by claim %d: %+v", s.Closed, s)
+			}
+			f.changes = func(string, volume.LegState) error { return nil }
+			f.note(f.v.Name, func(r *replica) { r.legs = map[string]volume.ID{"a": {Key: "a"}, "b": {Key: "b"}} })
+			check.OK(t, f.opens(1))
+			if s := f.v.Status; s.Closed != 0 {
+				t.Errorf("while it is open it is said that it was closed: %+v", s)
+			}
+		})
+	}
+}
+
 // TestRestoredWithinClaim: the object is restored to an earlier moment of the present claim, when a leg was current that has left since. That leg is not
 // used.
 func TestRestoredWithinClaim(t *testing.T) {

@@ -224,8 +224,8 @@ func whyLate(r *v1alpha1.ReplicatedVolume, all []assessment, legs map[string]*v1
 
 // surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current, on nodes
 // that work: while nobody uses a volume, a leg whose node is down counts as current still. One that is not current goes first, then one that is bad, then one
-// whose node is down, and last the one on the node that uses the volume. A leg that may have what the others lack stays. One that was never current, and cannot
-// be, goes in any case.
+// whose node is down, and last the one on the node that uses the volume. A leg that may have what the others lack stays, and so does one that is current after
+// the user of the volume has died, until there is another one. One that was never current, and cannot be, goes in any case.
 func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ removal) {
 	for _, one := range all {
 		if one.unfit && one.fresh {
@@ -248,7 +248,7 @@ func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ 
 		}
 	}
 	switch {
-	case others < r.Spec.Replicas, victim.ahead:
+	case others < r.Spec.Replicas, victim.ahead, victim.current && !r.Settled() && (victim.state == good || r.Spec.Claim != nil):
 		return "", stays
 	case victim.current && r.Spec.Claim == nil:
 		return victim.name, unlist

@@ -24,42 +24,50 @@ func TestExcess(t *testing.T) {
 		unfit   = assessment{state: bad, unfit: true, fresh: true} // it can never be made equal
 		stale   = assessment{state: bad, unfit: true}              // the same, and it was current before
 	)
-	const used, unused = true, false
+	const used, unused, died, next, closed = "used", "never used", "its user has died", "its user has died, and there is a next one", "closed"
 	for what, c := range map[string]struct {
 		replicas int
-		used     bool
+		use      string
 		legs     []assessment
 		at       int // of the leg that goes; -1: none
 		kind     removal
 	}{
-		"as many as it is to have":              {2, used, []assessment{home, current}, -1, stays},
-		"fewer":                                 {3, used, []assessment{home, current}, -1, stays},
-		"one is lost, its successor joins":      {2, used, []assessment{home, lost, joining}, -1, stays},
-		"one is lost, its successor is current": {2, used, []assessment{home, lost, current}, 1, takeOut},
-		"lost unnoticed, its successor is new":  {2, unused, []assessment{current, listed, joining}, -1, stays},
-		"lost unnoticed, and not needed":        {1, unused, []assessment{current, listed}, 1, unlist},
-		"all current, while it is used":         {2, used, []assessment{current, home, current}, 2, takeOut},
-		"all current, and the first is away":    {1, used, []assessment{current, home}, 0, takeOut},
-		"all current, and nobody uses it":       {1, unused, []assessment{current, current}, 1, unlist},
-		"the node of the first is down":         {1, unused, []assessment{down, current}, 0, unlist},
-		"the nodes of all are down":             {1, unused, []assessment{down, down}, -1, stays},
-		"the nodes of too many are down":        {2, unused, []assessment{down, current, joining}, -1, stays},
-		"that of the user is down":              {1, used, []assessment{{current: true, home: true, down: true}, current}, 0, takeOut},
-		"one that is not current goes first":    {1, used, []assessment{current, joining, home}, 1, takeOut},
-		"and of these one that is lost":         {2, used, []assessment{home, lost, joining, current}, 1, takeOut},
-		"the only current one":                  {1, used, []assessment{joining, home, lost}, 2, takeOut},
-		"none is current":                       {1, used, []assessment{joining, lost}, -1, stays},
-		"one may have what the others lack":     {2, used, []assessment{home, ahead, current}, -1, stays},
-		"a new one cannot be made equal":        {2, used, []assessment{home, unfit}, 1, takeOut},
-		"nor its successor":                     {2, used, []assessment{home, stale, unfit}, 2, takeOut},
-		"one of before cannot be made equal":    {2, used, []assessment{home, stale}, -1, stays},
-		"the only current one is lost":          {1, unused, []assessment{listed, joining}, -1, stays},
+		"as many as it is to have":               {2, used, []assessment{home, current}, -1, stays},
+		"fewer":                                  {3, used, []assessment{home, current}, -1, stays},
+		"one is lost, its successor joins":       {2, used, []assessment{home, lost, joining}, -1, stays},
+		"one is lost, its successor is current":  {2, used, []assessment{home, lost, current}, 1, takeOut},
+		"lost unnoticed, its successor is new":   {2, unused, []assessment{current, listed, joining}, -1, stays},
+		"lost unnoticed, and not needed":         {1, unused, []assessment{current, listed}, 1, unlist},
+		"all current, while it is used":          {2, used, []assessment{current, home, current}, 2, takeOut},
+		"all current, and the first is away":     {1, used, []assessment{current, home}, 0, takeOut},
+		"all current, and nobody uses it":        {1, unused, []assessment{current, current}, 1, unlist},
+		"the node of the first is down":          {1, unused, []assessment{down, current}, 0, unlist},
+		"the nodes of all are down":              {1, unused, []assessment{down, down}, -1, stays},
+		"the nodes of too many are down":         {2, unused, []assessment{down, current, joining}, -1, stays},
+		"that of the user is down":               {1, used, []assessment{{current: true, home: true, down: true}, current}, 0, takeOut},
+		"one that is not current goes first":     {1, used, []assessment{current, joining, home}, 1, takeOut},
+		"and of these one that is lost":          {2, used, []assessment{home, lost, joining, current}, 1, takeOut},
+		"the only current one":                   {1, used, []assessment{joining, home, lost}, 2, takeOut},
+		"none is current":                        {1, used, []assessment{joining, lost}, -1, stays},
+		"one may have what the others lack":      {2, used, []assessment{home, ahead, current}, -1, stays},
+		"a new one cannot be made equal":         {2, used, []assessment{home, unfit}, 1, takeOut},
+		"nor its successor":                      {2, used, []assessment{home, stale, unfit}, 2, takeOut},
+		"one of before cannot be made equal":     {2, used, []assessment{home, stale}, -1, stays},
+		"the only current one is lost":           {1, unused, []assessment{listed, joining}, -1, stays},
+		"its user has died":                      {1, died, []assessment{current, current}, -1, stays},
+		"its user has died, and there is a next": {1, next, []assessment{current, current}, -1, stays},
+		"its user has died, one lacks something": {1, died, []assessment{current, joining}, 1, takeOut},
+		"its user has died, one is lost":         {1, died, []assessment{current, listed}, 1, unlist},
+		"its user has closed it":                 {1, closed, []assessment{current, current}, 1, unlist},
 	} {
 		t.Run(what, func(t *testing.T) {
 			r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{Replicas: c.replicas}}
-			if c.used {
-				r.Spec.Claim = &v1alpha1.Claim{Node: "n"}
+			switch c.use {
+			case used, next:
+				r.Spec.Claim = &v1alpha1.Claim{Node: "n", Generation: 2}
 			}
+			r.Status.Opened = map[string]int64{used: 2, next: 1, died: 1, closed: 1}[c.use]
+			r.Status.Closed = map[string]int64{closed: 1}[c.use]
 			want := ""
 			for i := range c.legs {
 				c.legs[i].name = string(rune('a' + i))

@@ -404,6 +404,11 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 	if now.UID != r.UID || now.Status.Made == nil {
 		return false, nil
 	}
+	if !now.Settled() { // a leg that was to go may alone have what was written last
+		if taken, err := p.takeBack(ctx, now, extra, legs); taken || err != nil {
+			return taken, err
+		}
+	}
 	if before := now.DeepCopy(); now.Spec.Claim == nil && staleStatus(now) {
 		now.Status.Legs = listedLegs(now)
 		cluster.SummarizeLegs(now)
@@ -429,9 +434,8 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 	return dropped, err
 }
 
-// takeBack puts a current leg back into spec.legs that was taken out, if none that is there has everything, and reports whether it did. The volume was used
-// until its user died, or ended, before the leg had left, and then that leg was the one that could be used, or the others have failed since. Nobody could
-// claim the volume without it.
+// takeBack puts a current leg back into spec.legs that was taken out, and reports whether it did. It is for a leg that alone may have everything: the volume was
+// used until its user died, or ended, before the leg had left. Nobody could claim the volume with it otherwise.
 func (p *Replicator) takeBack(ctx context.Context, r *v1alpha1.ReplicatedVolume, extra []string, legs map[string]*v1alpha1.Volume) (bool, error) {
 	i := slices.IndexFunc(extra, func(name string) bool {
 		l, v := r.Leg(name), legs[name]
@@ -442,7 +446,7 @@ func (p *Replicator) takeBack(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 	}
 	before := r.DeepCopy()
 	r.Spec.Legs, r.Spec.Removed = append(slices.Clone(r.Spec.Legs), extra[i]), notRemoved(r, extra[i])
-	klog.FromContext(ctx).Info("A volume keeps a replica that it was to do without: it alone has all that was written", "volume", cluster.ReplicatedID(r).String(), "replica", extra[i])
+	klog.FromContext(ctx).Info("A volume keeps a replica that it was to do without: perhaps it alone has all that was written", "volume", cluster.ReplicatedID(r).String(), "replica", extra[i])
 	return true, p.patch(ctx, r, before)
 }
 
