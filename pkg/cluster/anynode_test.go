@@ -46,6 +46,8 @@ func (g *given) ExportOf(_ context.Context, id volume.ID) (volume.Grant, bool, e
 	return to, is, nil
 }
 
+func (g *given) IsExport(context.Context, volume.ID, string) (bool, error) { return true, nil }
+
 func (g *given) Gives(_ context.Context, id volume.ID) (bool, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

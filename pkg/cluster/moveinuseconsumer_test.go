@@ -366,7 +366,7 @@ func (fakeExports) BeginEra(context.Context, volume.ID, int64) (uint32, error) {
 	return 0, errdefs.ErrUnsupported
 }
 
-func (c fakeExports) Close(_ context.Context, id volume.ID, generation int64) error {
+func (c fakeExports) Close(_ context.Context, id volume.ID, generation int64, _ string) error {
 	return c.of(id.Key).do(fmt.Sprint("close ", generation), func() {})
 }
 

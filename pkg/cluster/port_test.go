@@ -209,7 +209,7 @@ func TestPortWithoutNetwork(t *testing.T) {
 	for call, err := range map[string]error{
 		"Open":     second(export.HomeAt(c).Open(w.ctx, id, 1)),
 		"BeginEra": second(export.HomeAt(c).BeginEra(w.ctx, id, 1)),
-		"Close":    export.HomeAt(c).Close(w.ctx, id, 1),
+		"Close":    export.HomeAt(c).Close(w.ctx, id, 1, ""),
 		"Modified": export.UserAt(c).Modified(w.ctx, id, 1, nil),
 		"Hold":     second(export.UserAt(c).Hold(w.ctx, id, 1)),
 	} {

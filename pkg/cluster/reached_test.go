@@ -470,13 +470,19 @@ func TestReachedRefused(t *testing.T) {
 		t.Errorf("the secrets are printed: %s", text)
 	}
 	check.OK(t, second(home.SetLabels(w.ctx, v.ID, generation, nil, map[string]string{"flags": "x"})))
-	check.OK(t, home.Close(w.ctx, v.ID, generation+1))
+	check.OK(t, home.Close(w.ctx, v.ID, generation+1, opened.NQN))
 	if exported := a.network.Exported(); len(exported) != 1 {
 		t.Errorf("closed by another generation, %v is exported", exported)
 	}
 	for range 2 {
-		check.OK(t, home.Close(w.ctx, v.ID, generation))
+		check.OK(t, home.Close(w.ctx, v.ID, generation, opened.NQN))
 	}
+	anew, err := home.Open(w.ctx, v.ID, generation)
+	check.OK(t, errors.Join(err, home.Close(w.ctx, v.ID, generation, opened.NQN))) // it is late
+	if exported := a.network.Exported(); len(exported) != 1 || anew.NQN == opened.NQN {
+		t.Errorf("closed under its earlier name, %v is exported", exported)
+	}
+	check.OK(t, home.Close(w.ctx, v.ID, generation, "")) // as of an older version
 	if record, err := a.local.Record(w.ctx, v.ID); err != nil || record.Labels["flags"] != "x" || len(a.network.Exported()) != 0 {
 		t.Errorf("the record is %+v, %v; exported is %v", record, err, a.network.Exported())
 	}
@@ -719,7 +725,7 @@ func TestReachedReopened(t *testing.T) {
 		}
 	}
 	ended.Store(&meanwhile) // before Close, as the agent may write at once
-	check.OK(t, home.Close(w.ctx, v.ID, generation))
+	check.OK(t, home.Close(w.ctx, v.ID, generation, ""))
 	w.touched("v")
 	select {
 	case <-done:

@@ -356,7 +356,7 @@ func TestReaderOpens(t *testing.T) {
 	refused("to be read, and so is its record", func() error {
 		return second(home.SetLabels(w.ctx, v.ID, 1, nil, map[string]string{"format": ""}))
 	})
-	check.OK(t, home.Close(w.ctx, v.ID, 1))
+	check.OK(t, home.Close(w.ctx, v.ID, 1, ""))
 	check.OK(t, s.Release(w.ctx, v.ID, b.name))
 	if o := w.object("v"); len(o.Status.Readers) != 0 || len(a.network.Exported()) != 0 || o.ClaimOf(a.name) == nil {
 		t.Errorf("released, it is %+v, %+v", o.Spec, o.Status.Readers)

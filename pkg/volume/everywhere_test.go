@@ -111,7 +111,7 @@ func (p *pair) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool,
 	return generation != p.generation, nil
 }
 
-func (p *pair) Close(ctx context.Context, ref blockdev.Ref, generation int64) error {
+func (p *pair) Close(ctx context.Context, ref blockdev.Ref, generation int64, _ string) error {
 	return p.home.Unexport(ctx, id(p.pool.Name(), ref), generation)
 }
 

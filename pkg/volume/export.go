@@ -235,6 +235,16 @@ func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
 	return e.Grant, is, err
 }
 
+// IsExport reports whether the record of a volume says that it is exported under an NQN. Whenever it is exported anew, that is another one.
+func (l *Local) IsExport(ctx context.Context, id ID, nqn string) (bool, error) {
+	_, record, err := l.finishedRecord(ctx, id)
+	if err != nil {
+		return false, err
+	}
+	e, is, err := exportOf(record)
+	return is && e.nqn(record.Key) == nqn, err
+}
+
 // Gives reports whether the kernel exports a volume to anybody, or is to, as far as this process knows. It does not ask the record: so it can be told while
 // the pool does not answer. A node that exports nothing goes by Exporting.Given; ErrUnavailable without that.
 func (l *Local) Gives(ctx context.Context, id ID) (bool, error) {

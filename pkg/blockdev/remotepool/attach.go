@@ -68,7 +68,7 @@ func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
 		return export, err
 	}
 	_, generation, _ := parseNQN(export.NQN)
-	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generation) }); err != nil {
+	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generation, export.NQN) }); err != nil {
 		return Export{}, fmt.Errorf("give %s, which is not connected, back to its home, which is to give it anew: %w", ref, err)
 	}
 	export, err = p.ask(ctx, ref)
@@ -263,7 +263,7 @@ func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) erro
 		return err
 	}
 	if ours || c.Live() { // a live connection is exported by the home, whatever is known of claims
-		p.closed(ctx, ref, generationOf(c))
+		p.closed(ctx, ref, c)
 	}
 	return nil
 }

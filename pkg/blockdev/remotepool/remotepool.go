@@ -40,8 +40,8 @@ type Home interface {
 	BeginEra(ctx context.Context, pool string, ref blockdev.Ref) (uint32, error)
 	// Ended reports whether the claim of a generation has ended, or its home is gone for good, by those who give claims.
 	Ended(ctx context.Context, ref blockdev.Ref, generation int64) (bool, error)
-	// Close has the home end the export of a generation.
-	Close(ctx context.Context, ref blockdev.Ref, generation int64) error
+	// Close has the home end the export of a generation, if it still has that NQN.
+	Close(ctx context.Context, ref blockdev.Ref, generation int64, nqn string) error
 }
 
 // Claim is the claim of a volume for this node.
@@ -412,8 +412,8 @@ func (p *Pool) forget(nqn string) {
 }
 
 // closed tells the home that a volume is not used here any more. A failure is only logged: the release of the claim has the same effect.
-func (p *Pool) closed(ctx context.Context, ref blockdev.Ref, generation int64) {
-	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generation) }); err != nil {
+func (p *Pool) closed(ctx context.Context, ref blockdev.Ref, c nvme.Device) {
+	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generationOf(c), c.NQN) }); err != nil {
 		klog.FromContext(ctx).Info("The home of a volume was not told that it is not used here any more; the end of its claim will", "volume", ref.String(), "err", err.Error())
 	}
 }

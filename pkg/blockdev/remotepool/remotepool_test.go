@@ -142,7 +142,10 @@ func (h *home) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool,
 	return h.generation != generation, h.err
 }
 
-func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64) error {
+func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64, nqn string) error {
+	if !strings.Contains(nqn, fmt.Sprintf(":%d:", generation)) {
+		return fmt.Errorf("%w: export %q of generation %d", errdefs.ErrInvalid, nqn, generation)
+	}
 	if h.astray {
 		return nil
 	}

@@ -180,7 +180,7 @@ func (e exports) BeginEra(ctx context.Context, id volume.ID, generation int64) (
 }
 
 // Close: see export.Home. What is exported to others stays, and what is not exported needs no end. The status says that it has ended, after it has.
-func (e exports) Close(ctx context.Context, id volume.ID, generation int64) error {
+func (e exports) Close(ctx context.Context, id volume.ID, generation int64, nqn string) error {
 	if err := e.check(); err != nil {
 		return err
 	}
@@ -190,6 +190,9 @@ func (e exports) Close(ctx context.Context, id volume.ID, generation int64) erro
 			return errdefs.IgnoreNotFound(errors.Join(err, e.options.Exporter.EndReaders(ctx, id, func(g int64) bool { return g != generation })))
 		}
 		to, is, err := e.options.Exporter.ExportOf(ctx, id)
+		if err == nil && is && nqn != "" { // the call may be late, and the volume have been opened anew since
+			is, err = e.options.Exporter.IsExport(ctx, id, nqn)
+		}
 		if err != nil || !is || to != caller {
 			return errdefs.IgnoreNotFound(err)
 		}

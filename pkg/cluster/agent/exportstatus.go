@@ -20,6 +20,7 @@ import (
 type Exporter interface {
 	Export(ctx context.Context, id volume.ID, to volume.Grant) (volume.Exported, error)
 	ExportOf(ctx context.Context, id volume.ID) (to volume.Grant, is bool, err error)
+	IsExport(ctx context.Context, id volume.ID, nqn string) (bool, error)
 	Unexport(ctx context.Context, id volume.ID, generation int64) error
 	// Gives does not need the pool of the volume.
 	Gives(ctx context.Context, id volume.ID) (bool, error)

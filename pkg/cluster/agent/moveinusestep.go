@@ -569,7 +569,7 @@ func (c *inUseMover) switchOver(ctx context.Context, now *observed) error {
 	case now.old != nil:
 		err = c.legs.Drop(ctx, now.old.NQN)
 		if err == nil {
-			err = homes{c.Agent}.Close(ctx, now.ref(), now.old.Generation)
+			err = homes{c.Agent}.Close(ctx, now.ref(), now.old.Generation, now.old.NQN)
 		}
 	}
 	if err != nil && ctx.Err() == nil { // the old home ends it by itself

@@ -344,7 +344,7 @@ func (a *Agent) isGone(ctx context.Context, name string) (bool, error) {
 
 // Close: see remotepool.Home. It asks the home of the volume that the claim is of; if there is no claim, the home by the object at the API server. An export
 // of an earlier generation of a volume that has moved is the old home's.
-func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) error {
+func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64, nqn string) error {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	v, is := h.usedHere(ref.Key)
@@ -362,7 +362,7 @@ func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) er
 		return nil
 	}
 	return h.atNode(ctx, home, func(c grpc.ClientConnInterface) error {
-		return export.HomeAt(c).Close(ctx, cluster.VolumeID(v), generation)
+		return export.HomeAt(c).Close(ctx, cluster.VolumeID(v), generation, nqn)
 	})
 }
 

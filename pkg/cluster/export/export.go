@@ -45,8 +45,9 @@ type Home interface {
 	// BeginEra begins an era of the marks of such a leg: see volume.Local.BeginEra. errdefs.ErrUnsupported if the home keeps no marks of it, or is of a
 	// version without marks.
 	BeginEra(ctx context.Context, id volume.ID, generation int64) (number uint32, err error)
-	// Close ends the export for a generation.
-	Close(ctx context.Context, id volume.ID, generation int64) error
+	// Close ends the export for a generation, if it has that NQN: a call that is late ends no later export. An empty NQN, as of an older version, ends any. So do
+	// those of one of many readers.
+	Close(ctx context.Context, id volume.ID, generation int64, nqn string) error
 }
 
 // User is a node that uses volumes of other nodes, for their homes. errdefs.ErrBusy: something else is being done to the volume there.
@@ -93,6 +94,7 @@ type request struct {
 	After      map[string]string `json:"after,omitempty"`
 	Mutable    map[string]string `json:"mutable,omitempty"`
 	Since      uint32            `json:"since,omitempty"` // an era
+	NQN        string            `json:"nqn,omitempty"`   // of the export that is to end
 }
 
 // Of: see call.Request.
@@ -198,7 +200,7 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 			return answer{Era: era}, err
 		},
 		methodClose: func(ctx context.Context, id volume.ID, r request) (answer, error) {
-			return answer{}, home.Close(ctx, id, r.Generation)
+			return answer{}, home.Close(ctx, id, r.Generation, r.NQN)
 		},
 		methodModified: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			return answer{}, user.Modified(ctx, id, r.Generation, r.Mutable)
@@ -315,8 +317,8 @@ func unknown(err error) error {
 }
 
 // Close: see Home.
-func (c client) Close(ctx context.Context, id volume.ID, generation int64) error {
-	_, err := c.call(ctx, methodClose, request{Volume: id.String(), Generation: generation})
+func (c client) Close(ctx context.Context, id volume.ID, generation int64, nqn string) error {
+	_, err := c.call(ctx, methodClose, request{Volume: id.String(), Generation: generation, NQN: nqn})
 	return err
 }
 
