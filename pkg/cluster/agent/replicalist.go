@@ -305,8 +305,8 @@ func (m *mirrorReconciler) notBehind(ctx context.Context, watched *v1alpha1.Repl
 	return v, err
 }
 
-// noteList changes what the record of a leg knows of lists. It takes no lock: the holder of that may wait for a write that waits for this. An error is an
-// untoldError.
+// noteList changes what the record of a leg knows of lists. It takes no lock: the holder of that may wait for a write that waits for this. The leg is in use, so
+// it is not closed: a late call of when it was closed by the same claim may have said so. An error is an untoldError.
 func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, change func(*volume.LegState) error) error {
 	ctx, cancel := context.WithTimeout(ctx, legSilence*l.options.LookEvery)
 	defer cancel()
@@ -316,6 +316,7 @@ func (l *ReplicaLegs) noteList(ctx context.Context, v *v1alpha1.ReplicatedVolume
 			if g := v.Spec.Claim.Generation; s.Opened != g {
 				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, g)
 			}
+			s.Closed = false
 			return change(s)
 		})
 	}

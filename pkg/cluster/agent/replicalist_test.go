@@ -58,6 +58,17 @@ func TestClosed(t *testing.T) {
 	}
 }
 
+// TestClosedLate: a call by which a leg was closed arrives after the leg was opened anew by the same claim. What is known of the leg when its user dies is that
+// it was open, so it is not taken for one that lost nothing with its machine's power.
+func TestClosedLate(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].state.Closed = true
+	f.leaves("b")
+	if a := f.legs["a"].state; a.Closed || a.List != f.v.Status.Lists {
+		t.Errorf("it is used, and its record says %+v", a)
+	}
+}
+
 // TestRestoredWithinClaim: the object is restored to an earlier moment of the present claim, when a leg was current that has left since. That leg is not
 // used.
 func TestRestoredWithinClaim(t *testing.T) {
