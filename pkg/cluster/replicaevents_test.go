@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -11,27 +12,36 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
+
+// replicatedClaim makes a volume with two replicas for a claim, with its PersistentVolume, and claims it for node-1.
+func (w *environment) replicatedClaim(s *store.Store) (v volume.Volume, pv *corev1.PersistentVolume, claim *corev1.PersistentVolumeClaim) {
+	w.Helper()
+	claim = w.claim("data")
+	spec := w.specOf(claim)
+	spec.Access, spec.Replicas, spec.Nodes = volume.AccessAny, volume.Replicas{Count: 2}, []string{"node-1"}
+	v, err := s.Create(w.ctx, spec)
+	check.OK(w, err)
+	pv = &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: spec.Name}, Spec: corev1.PersistentVolumeSpec{
+		Capacity: claim.Spec.Resources.Requests, AccessModes: claim.Spec.AccessModes, ClaimRef: &corev1.ObjectReference{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID},
+		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: v.ID.String()}}}}
+	check.OK(w, w.Create(w.ctx, pv))
+	pv.Status.Phase = corev1.VolumeBound
+	check.OK(w, w.Status().Update(w.ctx, pv))
+	claim.Spec.VolumeName = pv.Name
+	check.OK(w, w.Update(w.ctx, claim))
+	check.OK(w, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	return v, pv, claim
+}
 
 // TestReplicaEvents: events on a volume's object, its PersistentVolume and its claim tell that a replica is not current, joins, is current again, differs,
 // is lost, was replaced and was removed. Problems of a leg alone are only on its Volume.
 func TestReplicaEvents(t *testing.T) {
 	w, all, s := legCluster(t, 3)
-	claim := w.claim("data")
-	spec := w.specOf(claim)
-	spec.Access, spec.Replicas, spec.Nodes = volume.AccessAny, volume.Replicas{Count: 2}, []string{"node-1"}
-	v, err := s.Create(w.ctx, spec)
-	check.OK(t, err)
-	pv := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: spec.Name}, Spec: corev1.PersistentVolumeSpec{
-		Capacity: claim.Spec.Resources.Requests, AccessModes: claim.Spec.AccessModes, ClaimRef: &corev1.ObjectReference{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID},
-		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: v.ID.String()}}}}
-	check.OK(t, w.Create(w.ctx, pv))
-	pv.Status.Phase = corev1.VolumeBound
-	check.OK(t, w.Status().Update(w.ctx, pv))
-	claim.Spec.VolumeName = pv.Name
-	check.OK(t, w.Update(w.ctx, claim))
-	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	v, pv, claim := w.replicatedClaim(s)
+	spec := volume.Spec{Name: v.Name}
 	object := cluster.ReplicatedNamed(v.ID.Key)
 	time.Sleep(time.Second) // creation times have whole seconds
 	told := func(reason, says string) { w.Helper(); w.told(reason, says, object, pv, claim) }
@@ -96,4 +106,16 @@ func TestReplicaEvents(t *testing.T) {
 	if found := w.eventsOn(claim, "NodeGone"); len(found) > 0 {
 		t.Errorf("that the bytes of a leg are nowhere else is told of the claim: %+v", found)
 	}
+}
+
+// TestReplicatedDeletedEvents: somebody deletes the object of a volume that is used. Events of the PersistentVolume and the claim tell so.
+func TestReplicatedDeletedEvents(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, pv, claim := w.replicatedClaim(s)
+	object := cluster.ReplicatedNamed(v.ID.Key)
+	w.eventually("its replicas know that they are", func() bool {
+		return !slices.ContainsFunc(w.legsOf(v.Name), func(leg *v1alpha1.Volume) bool { return leg.Status.ReplicaOf == "" })
+	})
+	check.OK(t, w.Delete(w.ctx, object))
+	w.told("NoCurrentReplica", "its ReplicatedVolume "+object.Name+" was deleted", object, pv, claim)
 }

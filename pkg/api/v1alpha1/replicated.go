@@ -308,6 +308,14 @@ const (
 	LegUnfit   = "Unfit"   // it cannot be made equal to those that are current, as its disk is not like theirs; Message says why
 )
 
+// WithoutWhole says of a volume that was used as a leg, and whose ReplicatedVolume is not there, what that means (ReasonNoCurrentReplica). It is empty for a volume that was never used so: its ReplicatedVolume may be about to be made.
+func (v *Volume) WithoutWhole() string {
+	if v.Spec.ReplicaOf == "" || v.Status.ReplicaOf == "" || v.Spec.Claims == 0 || Going(v) {
+		return ""
+	}
+	return fmt.Sprintf("its ReplicatedVolume %s was deleted: who uses the volume gets errors when one of its replicas fails, and nobody else can use it; restore that object with its status", v.Spec.ReplicaOf)
+}
+
 // Reasons of problems of replicated volumes.
 const (
 	ReasonReplicaMissing    = "ReplicaMissing"    // it has fewer legs than it is to have

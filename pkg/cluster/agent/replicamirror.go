@@ -1,8 +1,10 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"slices"
 	"strings"
@@ -16,6 +18,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -80,6 +84,7 @@ type mirrorReconciler struct {
 	legStates  map[string]*legState
 	common     commonMoment
 	last       toldList
+	seen       *v1alpha1.ReplicatedVolume   // the object as the last step has seen it with the mirror's claim; nil: none has
 	seenEvent  mirror.Event                 // the last event of the mirror (mirror.State) that was handled, or that a change from here has caused
 	background chan func(*mirrorView) error // yields what is to be done at the end of the task in the background; nil: there is none
 	logged     string                       // the last error that was logged
@@ -225,6 +230,7 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	case !is || v.Spec.Claim.Generation != m.generation:
 		return m.endUnclaimed(ctx, s)
 	}
+	m.seen = v
 	now, err := m.observe(ctx, v.DeepCopy(), s)
 	if err != nil {
 		return err
@@ -318,24 +324,14 @@ func (m *mirrorReconciler) endBackground(now *mirrorView) error {
 	}
 }
 
-// endUnclaimed ends a mirror if the API server itself says that its claim has ended: nothing that its users write will ever count. They get errors, and the
-// leg of this node is free for the next user of the volume. If the object was restored to before the claim, the users go on until a leg fails: no list without
-// that leg can be written without a claim, so what they write would be held for ever, and the volume could not be unstaged.
+// endUnclaimed ends a mirror if the API server itself says that its claim has ended (whyEnds). Its users get errors, and the leg of this node is free for the
+// next user of the volume.
 func (m *mirrorReconciler) endUnclaimed(ctx context.Context, s mirror.State) error {
-	asking, cancel := context.WithTimeout(ctx, homeTime)
-	defer cancel()
-	v := &v1alpha1.ReplicatedVolume{}
-	if err := m.kube.Live.Get(asking, client.ObjectKey{Name: m.ref.Key}, v); err != nil {
-		return nil // not known now
+	v, why, err := m.whyEnds(ctx, s)
+	if err != nil || why == "" {
+		return err
 	}
-	switch c, restored := v.Spec.Claim, v.Spec.Claims < m.generation; {
-	case c != nil && c.Node == m.local.Node() && c.Generation == m.generation, restored && !m.holdsWrites(ctx, v, s):
-		return nil // the claim holds, or may do so again
-	case restored:
-		klog.FromContext(ctx).Info("The object of a replicated volume was put back to before the claim by which it is used here, and a leg has failed; its users get errors from now on", "claim", m.generation, "claims", v.Spec.Claims)
-	default:
-		klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", m.generation, "claims", v.Spec.Claims)
-	}
+	klog.FromContext(ctx).Info("The users of a replicated volume that is used here get errors from now on", "why", why, "claim", m.generation, "claims", v.Spec.Claims)
 	endSilent := func(ctx context.Context) {
 		for _, name := range v.Spec.Legs {
 			m.disconnectSilent(ctx, name)
@@ -352,6 +348,33 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context, s mirror.State) err
 		m.releaseLeg(ctx, v, name)
 	}
 	return nil
+}
+
+// whyEnds returns why a mirror has to end whose claim is not the one that is watched, and the object as far as it is known; empty: the claim holds, or may do so
+// again, or nothing is known. If the claim has ended, nothing that its users write will ever count. If the object was deleted, or restored to before the claim,
+// the users go on until a leg fails: no list without that leg can be written then, so what they write would be held for ever, and the volume could not be
+// unstaged. The error is that it was deleted.
+func (m *mirrorReconciler) whyEnds(ctx context.Context, s mirror.State) (v *v1alpha1.ReplicatedVolume, why string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	v = &v1alpha1.ReplicatedVolume{}
+	err = m.kube.Live.Get(ctx, client.ObjectKey{Name: m.ref.Key}, v)
+	if kube.IsDeleted(err) {
+		if v = cmp.Or(m.seen, cluster.ReplicatedNamed(m.ref.Key)); m.holdsWrites(ctx, v, s) {
+			return v, "the object was deleted, and a leg has failed", nil
+		}
+		return v, "", fmt.Errorf("%w: the object of the replicated volume %s was deleted while it is used here: when a leg fails its users get errors; restore the object, with its status (docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, m.ref.Key)
+	}
+	if err != nil {
+		return v, "", nil // not known now
+	}
+	switch c, restored := v.Spec.Claim, v.Spec.Claims < m.generation; {
+	case c != nil && c.Node == m.local.Node() && c.Generation == m.generation, restored && !m.holdsWrites(ctx, v, s):
+		return v, "", nil
+	case restored:
+		return v, "the object was put back to before the claim, and a leg has failed", nil
+	}
+	return v, "the claim has ended", nil
 }
 
 // holdsWrites reports whether the kernel holds what is written to a mirror until a leg leaves, or would if anything was written: a leg has failed, or does not

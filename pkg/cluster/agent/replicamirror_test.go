@@ -56,6 +56,7 @@ type tended struct {
 	answers       func() error                               // called after the object was written; may be nil
 	changes       func(name string, s volume.LegState) error // called before the record of a leg is written, with its new state
 	adopts        func() error                               // called when the volume is to be adopted; may be nil
+	deleted       error                                      // of reading the object; nil: it is there
 	poolless      string                                     // the leg whose pool is not there; empty: none
 	madeFor       int64                                      // the generation of the claim that the mirror is of
 	legs          map[string]*tendedLeg
@@ -308,6 +309,9 @@ func (f *tended) get(key client.ObjectKey, o client.Object) error {
 	defer f.mu.Unlock()
 	switch o := o.(type) {
 	case *v1alpha1.ReplicatedVolume:
+		if f.deleted != nil {
+			return f.deleted
+		}
 		f.v.DeepCopyInto(o)
 		return nil
 	case *corev1.Node:
@@ -624,6 +628,41 @@ func TestHangs(t *testing.T) {
 				if leg := f.v.Leg(name); !slices.Contains(devices, now.device[name]) || !f.legs[name].ended || leg == nil || leg.Current || !strings.Contains(leg.Message, "its disk hangs") {
 					t.Errorf("%s: connection ended %v, of %v; it is %+v", name, f.legs[name].ended, devices, leg)
 				}
+			}
+		})
+	}
+}
+
+// TestObjectDeleted: somebody deletes the object of a volume that is used. It is said, and its users go on, until a leg fails or its node does not answer: they
+// get errors then, as no list without that leg can be written. If nothing is known of the object, nothing ends.
+func TestObjectDeleted(t *testing.T) {
+	whole := []mirror.Leg{{Device: 1}, {Device: 2}}
+	failed := []mirror.Leg{{Device: 1}, {Device: 2, Failed: true}}
+	kind := schema.GroupResource{Group: "ashlar.dev", Resource: "replicatedvolumes"}
+	for what, one := range map[string]struct {
+		err    error
+		legs   []mirror.Leg
+		silent bool
+		ends   bool // its users get errors
+		says   bool // the error says that it was deleted
+	}{
+		"all legs are whole":         {apierrors.NewNotFound(kind, "tended"), whole, false, false, true},
+		"one has failed":             {apierrors.NewNotFound(kind, "tended"), failed, false, true, false},
+		"one does not answer":        {apierrors.NewNotFound(kind, "tended"), whole, true, true, false},
+		"it is alone":                {apierrors.NewNotFound(kind, "tended"), failed[1:], false, false, true},
+		"the API server is away":     {apierrors.NewServiceUnavailable("away"), failed, false, false, false},
+		"there are no definitions":   {apierrors.NewGenericServerResponse(404, "get", kind, "tended", "", 0, true), failed, false, false, false},
+		"it is there with its claim": {nil, failed, false, false, false},
+	} {
+		t.Run(what, func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			f.legs["a"].number, f.legs["b"].number = 1, 2
+			f.legs["b"].live = !one.silent
+			f.seen, f.deleted = f.v, one.err
+			f.stateOf("b").silentSince = time.Now().Add(-time.Minute)
+			_, why, err := f.whyEnds(t.Context(), mirror.State{Legs: one.legs})
+			if ends := why != ""; ends != one.ends || (err != nil) != one.says || one.says && !strings.Contains(err.Error(), "was deleted while it is used here") {
+				t.Errorf("it ends as %q; error %v", why, err)
 			}
 		})
 	}

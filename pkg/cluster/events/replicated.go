@@ -45,13 +45,15 @@ func (a *Announcer) updateReplicated(ctx context.Context, key string) error {
 	if client.IgnoreNotFound(err) != nil {
 		return err
 	}
-	if apierrors.IsNotFound(err) {
-		a.update(cluster.ReplicatedNamed(key), true, nil)
-		return nil
-	}
+	gone := apierrors.IsNotFound(err)
 	var list v1alpha1.VolumeList
 	if err := a.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: key}); err != nil {
 		return err
+	}
+	if gone {
+		r, all := ofDeleted(key, list.Items)
+		a.update(r, len(all) == 0, all)
+		return nil
 	}
 	legs := map[string]*v1alpha1.Volume{}
 	for i := range list.Items {
@@ -59,6 +61,24 @@ func (a *Announcer) updateReplicated(ctx context.Context, key string) error {
 	}
 	a.update(r, false, ofReplicated(r, legs, a.nodes))
 	return nil
+}
+
+// ofDeleted returns the events of a volume with several legs whose object somebody has deleted, and what of that is known by its legs.
+func ofDeleted(key string, legs []v1alpha1.Volume) (r *v1alpha1.ReplicatedVolume, all []saying) {
+	r = cluster.ReplicatedNamed(key)
+	for i := range legs {
+		v := &legs[i]
+		why := v.WithoutWhole()
+		if why == "" {
+			continue
+		}
+		if v.Name == key || r.Spec.Name == "" {
+			r.Spec.Name, r.Spec.Pool, r.Status.Made = cmp.Or(v.Spec.PersistentVolume, v.Spec.Name), v.Named(), v.Status.Created
+		}
+		one := saying{of: r, reason: cluster.ReasonNoCurrentReplica, level: warning, lasting: true, state: "deleted", note: "volume " + key + ": " + why}
+		all = one.each(replicated)
+	}
+	return r, all
 }
 
 // ofLeg keeps those events of a leg that are on its Volume: on PersistentVolume and claim are those of the ReplicatedVolume. Only the events of a copy

@@ -109,6 +109,30 @@ func TestReplicas(t *testing.T) {
 	}
 }
 
+// TestWithoutWhole: a volume whose ReplicatedVolume somebody has deleted is shown by its replicas, each of which says so. Not so one that was never used, as its
+// ReplicatedVolume may be about to be made; nor if it is not known which there are.
+func TestWithoutWhole(t *testing.T) {
+	leg := func(edit func(*v1alpha1.Volume)) []overview.Problem {
+		v := &v1alpha1.Volume{Spec: v1alpha1.VolumeSpec{Access: "any", ReplicaOf: "k", Claims: 3}, Status: v1alpha1.VolumeStatus{ReplicaOf: "k", ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro())}}}
+		edit(v)
+		tk := taking{out: &overview.Overview{}, wholes: v.Name != "unknown"}
+		return tk.volume(v).Problems
+	}
+	if p := leg(func(*v1alpha1.Volume) {}); len(p) != 1 || p[0].Reason != v1alpha1.ReasonNoCurrentReplica || !strings.Contains(p[0].Message, "its ReplicatedVolume k was deleted") {
+		t.Errorf("it says %+v", p)
+	}
+	for what, edit := range map[string]func(*v1alpha1.Volume){
+		"unused":              func(v *v1alpha1.Volume) { v.Spec.Claims = 0 },
+		"becoming one":        func(v *v1alpha1.Volume) { v.Status.ReplicaOf = "" },
+		"it is not known":     func(v *v1alpha1.Volume) { v.Name = "unknown" },
+		"none of another one": func(v *v1alpha1.Volume) { v.Spec.ReplicaOf, v.Status.ReplicaOf = "", "" },
+	} {
+		if p := leg(edit); len(p) > 0 {
+			t.Errorf("%s: it says %+v", what, p)
+		}
+	}
+}
+
 // TestAwaitsReplicas: a volume that is to have replicas, and has none yet, says what that waits for.
 func TestAwaitsReplicas(t *testing.T) {
 	v := &v1alpha1.Volume{Spec: v1alpha1.VolumeSpec{Access: "any", Replicas: 2, Claim: &v1alpha1.Claim{Node: "n"}}, Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro())}}}

@@ -74,6 +74,7 @@ type taking struct {
 	pools      []v1alpha1.Pool
 	objects    []v1alpha1.Volume
 	replicated []v1alpha1.ReplicatedVolume
+	wholes     bool // all of these are known
 	copies     []v1alpha1.Snapshot
 	machines   map[string]machine
 	leases     map[string]coordinationv1.Lease // by node
@@ -128,7 +129,8 @@ func (t *taking) read() error {
 			return err
 		}
 	}
-	if err := each(t, &v1alpha1.ReplicatedVolumeList{}, func(l *v1alpha1.ReplicatedVolumeList) { t.replicated = append(t.replicated, l.Items...) }); !apierrors.IsNotFound(err) { // older definitions know none
+	err := each(t, &v1alpha1.ReplicatedVolumeList{}, func(l *v1alpha1.ReplicatedVolumeList) { t.replicated = append(t.replicated, l.Items...) })
+	if t.wholes = err == nil; !apierrors.IsNotFound(err) { // older definitions know none
 		if err := t.optional("replicatedvolumes.ashlar.dev", "which volumes are replicas of one", err); err != nil {
 			return err
 		}

@@ -45,6 +45,9 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	out.Source = source(v)
 	out.State, out.Failure = overview.State(v1alpha1.StateOf(v)), failure(&v.Status.ObjectStatus, v.Generation)
 	out.State, out.Problems = t.wrong(&v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)
+	if why := v.WithoutWhole(); why != "" && t.wholes { // else it would be shown with its ReplicatedVolume
+		out.Problems = append(out.Problems, overview.Found(overview.Inaccessible, v1alpha1.ReasonNoCurrentReplica, why, overview.KindVolume, out.ID))
+	}
 	return out
 }
 

@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -45,4 +46,9 @@ func IgnoreConflict(err error) error {
 		return nil
 	}
 	return client.IgnoreNotFound(err)
+}
+
+// IsDeleted reports whether an error says that an object is not there, and not that its kind is not, as while the definitions are put back.
+func IsDeleted(err error) bool {
+	return apierrors.IsNotFound(err) && !apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse)
 }
