@@ -433,11 +433,24 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 			}
 			now.leg[d.Number] = name
 		}
-		if m.isNear(ctx, name) {
+		if m.hasLeg(ctx, v.Name, name) {
 			now.near = now.device[name]
 		}
 	}
 	return now, nil
+}
+
+// hasLeg reports whether a leg that is used here is on this node, by its object, or as was known before that was deleted: then it is no leg whose connection has
+// ended.
+func (m *mirrorReconciler) hasLeg(ctx context.Context, key, name string) (is bool) {
+	near := m.isNear(ctx, name)
+	m.note(key, func(r *replica) {
+		if near {
+			r.near = name
+		}
+		is = r.near == name
+	})
+	return is
 }
 
 // namedAfter returns the device of the mirror that has the key of a leg in its name, as all devices over one of this node have. It needs no pool.

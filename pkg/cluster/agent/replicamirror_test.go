@@ -56,6 +56,7 @@ type tended struct {
 	answers       func() error                               // called after the object was written; may be nil
 	changes       func(name string, s volume.LegState) error // called before the record of a leg is written, with its new state
 	adopts        func() error                               // called when the volume is to be adopted; may be nil
+	legless       bool                                       // somebody has deleted the object of the near leg
 	deleted       error                                      // of reading the object; nil: it is there
 	poolless      string                                     // the leg whose pool is not there; empty: none
 	madeFor       int64                                      // the generation of the claim that the mirror is of
@@ -316,7 +317,7 @@ func (f *tended) get(key client.ObjectKey, o client.Object) error {
 		return nil
 	case *corev1.Node:
 	case *v1alpha1.Volume:
-		if key.Name == f.v.Spec.Legs[0] {
+		if key.Name == f.v.Spec.Legs[0] && !f.legless {
 			return nil
 		}
 	}
@@ -665,6 +666,20 @@ func TestObjectDeleted(t *testing.T) {
 				t.Errorf("it ends as %q; error %v", why, err)
 			}
 		})
+	}
+}
+
+// TestNearLegDeleted: somebody deletes the object of the leg that is on this node and in use. There never was a connection to it, so none has ended.
+func TestNearLegDeleted(t *testing.T) {
+	f := newObject(t, 1, "near", "far")
+	f.legs["near"].number, f.legs["far"].number, f.legs["near"].ended = 1, 2, true
+	s := mirror.State{Legs: []mirror.Leg{{Device: 1}}, Joining: &mirror.Leg{Device: 2}, Total: 1}
+	for _, f.legless = range []bool{false, true} {
+		now, err := f.observe(t.Context(), f.v.DeepCopy(), s)
+		check.OK(t, err)
+		if f.findFailed(now); len(now.failing) > 0 || now.near != 1 || f.isSevered(now) {
+			t.Errorf("object deleted %v: %v fail, severed %v", f.legless, now.failing, f.isSevered(now))
+		}
 	}
 }
 
