@@ -1,4 +1,4 @@
-package kube_test
+package kube
 
 import (
 	"errors"
@@ -8,7 +8,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -23,7 +22,7 @@ func TestAPIErrorOfPolicies(t *testing.T) {
 		refused := apierrors.NewForbidden(schema.GroupResource{Group: "ashlar.dev", Resource: "volumes"}, "v",
 			errors.New("ValidatingAdmissionPolicy 'ashlar-node-replicas' with binding 'ashlar-node-replicas' denied request: "+said))
 		refused.ErrStatus.Reason, refused.ErrStatus.Code = metav1.StatusReasonInvalid, 422
-		if err := kube.APIError("create v", refused); !errors.Is(err, want) {
+		if err := APIError("create v", refused); !errors.Is(err, want) {
 			t.Errorf("%s: %v, want %v", said, err, want)
 		}
 	}
