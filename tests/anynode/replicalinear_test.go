@@ -176,11 +176,22 @@ func (s *shared) takeOver(next string) {
 	s.claims(next)
 	s.staged(next)
 	fenced := s.now()
+	before.unheard = before.alone || s.wentWithout(old)
 	s.user = next
 	s.work()
 	<-healed
 	s.tookDown(old)
 	before.ends(s, fenced)
+}
+
+// wentWithout reports whether the volume was staged without the leg of a node, as that did not answer.
+func (s *shared) wentWithout(node string) bool {
+	s.Helper()
+	if !slices.Contains(s.on, node) {
+		return false
+	}
+	leg := s.object().Leg(s.legsOn([]string{node})[0])
+	return leg != nil && !leg.Current && !strings.Contains(leg.Message, "it was in use when its user ended")
 }
 
 // others are the nodes but one.
@@ -326,6 +337,7 @@ func open(s *shared, node string) *os.File {
 type crowd struct {
 	node     string
 	alone    bool          // it is cut off from everything when the volume is taken from it
+	unheard  bool          // its own leg did not answer when the volume was staged elsewhere
 	released time.Duration // when that began
 	stop     atomic.Bool
 	answers  atomic.Uint64
@@ -426,7 +438,7 @@ func (w *crowd) ends(s *shared, fenced time.Duration) {
 	if (w.err != nil) != (fenced != 0) {
 		s.Errorf("those who work on %s, from which the volume was taken at %s: %v", w.node, fenced, w.err)
 	}
-	own := w.alone && slices.Contains(s.on, w.node)
+	own := w.unheard && slices.Contains(s.on, w.node)
 	for n, all := range w.history {
 		for _, a := range all {
 			s.accesses++

@@ -149,6 +149,10 @@ type ReplicatedVolumeStatus struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Closed int64 `json:"closed,omitempty"`
+	// Reads is the leg that the user of that claim reads from. It shows writes that other legs may lack, as they were under way when the user ended: so the next user takes this one, if it can.
+	// +optional
+	// +kubebuilder:validation:MaxLength=63
+	Reads string `json:"reads,omitempty"`
 	// Lists is how many lists of current legs there were that somebody used: the count of this one. The records of the legs on it have it, too, before anything is written that only these legs have; a record that knows of a later list tells
 	// that this object is of before it, as it was restored. 0: not counted yet.
 	// +optional

@@ -47,6 +47,9 @@ func (m *mirrorReconciler) putOnList(ctx context.Context, now *mirrorView, name 
 					s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
 				}
 				setCurrent(now.v.Leg(name), m.generation)
+				if device == now.near { // it becomes the first one (mirror.Finish)
+					s.Reads = name
+				}
 			})
 		})
 	})

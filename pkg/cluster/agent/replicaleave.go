@@ -230,6 +230,9 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 				setWaiting(&s.Legs[i], why)
 			}
 		}
+		if now.failing[s.Reads] != "" {
+			s.Reads = now.reads(func(name string) bool { return slices.Contains(rest, name) })
+		}
 	}); err != nil {
 		return nil, m.noteUntold(err)
 	}

@@ -280,7 +280,7 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	}
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
 	return m.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
-		s.Opened, s.Closed, s.Waits = m.generation, 0, ""
+		s.Opened, s.Closed, s.Reads, s.Waits = m.generation, 0, now.reads(func(name string) bool { return slices.Contains(names, name) }), ""
 		for i := range s.Legs {
 			s.Legs[i].List = max(s.Legs[i].List, last.number) // the list that is written now comes after all that any of them knows
 			if s.Legs[i].Current && !slices.Contains(names, s.Legs[i].Name) {
@@ -437,12 +437,16 @@ func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 // writeList writes which legs are current when the volume is opened. ErrBusy if the object was changed meanwhile: perhaps its claim.
 func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolume, current, opened []openedLeg) error {
 	g := v.Spec.Claim.Generation
+	isCurrent := func(name string) bool {
+		return slices.ContainsFunc(current, func(c openedLeg) bool { return c.name == name })
+	}
+	first := slices.IndexFunc(opened, func(o openedLeg) bool { return isCurrent(o.name) }) // as the mirror is made
 	return l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
-		s.Opened, s.Closed, s.Waits = g, 0, ""
+		s.Opened, s.Closed, s.Reads, s.Waits = g, 0, opened[first].name, ""
 		for i := range s.Legs {
 			leg := &s.Legs[i]
 			was := leg.Current
-			if leg.Current = slices.ContainsFunc(current, func(c openedLeg) bool { return c.name == leg.Name }); leg.Current {
+			if leg.Current = isCurrent(leg.Name); leg.Current {
 				setCurrent(leg, g)
 				continue
 			}

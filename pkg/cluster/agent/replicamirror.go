@@ -476,6 +476,16 @@ func (n *mirrorView) all() []mirror.Leg {
 	return append(slices.Clone(n.s.Legs), *n.s.Joining)
 }
 
+// reads returns the leg that the mirror reads from if it has no others than those that stay.
+func (n *mirrorView) reads(stays func(name string) bool) string {
+	for _, l := range n.s.Legs {
+		if name := n.leg[l.Device]; stays(name) {
+			return name
+		}
+	}
+	return ""
+}
+
 // legs returns the legs whose writes the mirror waits for: all but one that joins, and that one too once it is equal and on the list.
 func (n *mirrorView) legs() []mirror.Leg {
 	if n.s.Equal() {

@@ -1158,6 +1158,34 @@ func TestPowerIsLost(t *testing.T) {
 	}
 }
 
+// TestReadsAreKept: the user of a volume has died. The leg that it read from is chosen: it has what was read, though it may not have been acknowledged.
+func TestReadsAreKept(t *testing.T) {
+	for reads, want := range map[string]string{"": "a", "a": "a", "b": "b", "not current": "a"} {
+		f := newObject(t, 2, "a", "b", "not current")
+		f.v.Status.Reads = reads
+		check.OK(t, f.opens(2))
+		if now := f.v.Current(); !slices.Equal(now, []string{want}) || f.v.Status.Reads != want {
+			t.Errorf("leg %q was read: %v are current, and %q is read", reads, now, f.v.Status.Reads)
+		}
+	}
+}
+
+// TestReadsAnotherLeg: the leg that is read fails, and then the volume is read from another one.
+func TestReadsAnotherLeg(t *testing.T) {
+	f := newObject(t, 3, "a", "b", "c")
+	f.v.Status.Reads = "a"
+	for _, step := range []struct{ fails, reads string }{{"c", "a"}, {"a", "b"}} {
+		now := &mirrorView{v: f.v, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{step.fails: "it has failed"}}
+		for i, name := range f.v.Spec.Legs {
+			now.device[name], now.leg[uint64(i+1)] = uint64(i+1), name
+			now.s.Legs = append(now.s.Legs, mirror.Leg{Device: uint64(i + 1)})
+		}
+		if _, err := f.delist(t.Context(), now); err != nil || f.v.Status.Reads != step.reads {
+			t.Errorf("%s has failed, and %q is read, not %s: %v", step.fails, f.v.Status.Reads, step.reads, err)
+		}
+	}
+}
+
 // TestSilentLeg: a leg whose node is gone, and so answers nothing at all, is waited for during legPatience if another leg is open, and longer if none is.
 func TestSilentLeg(t *testing.T) {
 	f := newObject(t, 2, "a", "b")

@@ -192,8 +192,8 @@ func chooseCurrent(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, awa
 	if err != nil {
 		return nil, err
 	}
-	chosen := equalOrBest(slices.SortedStableFunc(slices.Values(latest), func(a, b openedLeg) int { // one that is to be a leg no more is the worse choice
-		return volume.TrueFirst(slices.Contains(v.Spec.Legs, a.name), slices.Contains(v.Spec.Legs, b.name))
+	chosen := equalOrBest(slices.SortedStableFunc(slices.Values(latest), func(a, b openedLeg) int { // one that is to be a leg no more is the worse choice; what the last user has read is not taken back
+		return cmp.Or(volume.TrueFirst(slices.Contains(v.Spec.Legs, a.name), slices.Contains(v.Spec.Legs, b.name)), volume.TrueFirst(a.name == v.Status.Reads, b.name == v.Status.Reads))
 	}))
 	if best := chosen[0]; best.LostPower() && len(away) > 0 {
 		return nil, errdefs.Recast(errdefs.ErrUnavailable, failed, "the machine of leg %s of the replicated volume %s has started anew since it was used, so that what was not flushed may be lost there; leg %s has it, and is waited for", best.name, v.Name, strings.Join(away, ", leg "))
@@ -290,7 +290,7 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 
 // equalOrBest returns all legs, if they were closed by the same claim, so that they are equal. Otherwise it returns one: each of them has everything that was
 // acknowledged, but they may differ in what was not. A leg whose machine has lost power comes last, as it may lack what was not flushed. Of legs of different
-// claims, those of the last one have everything: the object was restored, and its list is older.
+// claims, those of the last one have everything: the object was restored, and its list is older. Of what is left it is the first one.
 func equalOrBest(opened []openedLeg) []openedLeg {
 	if !slices.ContainsFunc(opened, func(leg openedLeg) bool { return !leg.Closed || leg.Sound != opened[0].Sound }) {
 		return opened
