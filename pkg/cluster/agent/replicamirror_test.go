@@ -687,7 +687,16 @@ func TestNearLegDeleted(t *testing.T) {
 func TestDiskHangs(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
 	l := f.legs["b"]
-	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: tendedSize, Kind: "delay", Text: fmt.Sprint(dm.Number(l.disk), " 0 ", time.Hour.Milliseconds())}}))
+	leg, disk := l.name, l.name+"-disk" // a device below: of dm-delay itself the kernel does not count what is delayed
+	check.OK(t, dm.Make(disk, "", []dm.Line{{Length: tendedSize, Kind: "delay", Text: fmt.Sprint(dm.Number(l.disk), " 0 ", time.Hour.Milliseconds())}}))
+	d, err := dm.Find(disk)
+	check.OK(t, errors.Join(err, dm.Replace(leg, dm.Linear(d.Number, tendedSize))))
+	l.name = disk
+	t.Cleanup(func() {
+		l.name = leg
+		f.fails(l)
+		drivertest.Run(t, "dmsetup", "remove", "--retry", disk)
+	})
 	write := f.write(0)
 	f.delays("b")
 	f.starts()
