@@ -157,6 +157,7 @@ func (s *shared) takeOver(next string) {
 	s.Helper()
 	s.takeovers++
 	old, before := s.user, s.crowd
+	before.released = s.now() // before anything fails: from then on writes may be held
 	var healed <-chan struct{}
 	if s.random.IntN(3) > 0 {
 		healed = s.strike(s.lasting(), failure{old + " is gone", func() func() {
@@ -171,7 +172,6 @@ func (s *shared) takeOver(next string) {
 		healed = s.fail()
 	}
 	s.Logf("%s: %s takes it from %s", s.now(), next, old)
-	before.released = s.now()
 	s.releases(old)
 	s.claims(next)
 	s.staged(next)
@@ -325,7 +325,7 @@ func open(s *shared, node string) *os.File {
 // crowd are those who work on a node.
 type crowd struct {
 	node     string
-	released time.Duration // when that began
+	released time.Duration // when the volume was about to be taken from it
 	stop     atomic.Bool
 	answers  atomic.Uint64
 	working  sync.WaitGroup
