@@ -64,7 +64,7 @@ func (a *Agent) reconcileGroup(ctx context.Context, r request) (reconcile.Result
 	case len(members) < members[0].Spec.Group.Size:
 		return reconcile.Result{}, nil // the controller creates the other members, too
 	case refused > 0:
-		return reconcile.Result{}, a.refuseAll(ctx, members, errors.New(firstFailure(members)))
+		return reconcile.Result{}, a.refuseAll(ctx, members, isOpen, errors.New(firstFailure(members)))
 	}
 	return reconcile.Result{RequeueAfter: checkAgain}, a.makeGroup(ctx, r, members)
 }
@@ -74,7 +74,7 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 	defer a.Changed()
 	made, err := a.cutGroup(ctx, r, members)
 	if err != nil {
-		return a.refuseAll(ctx, members, err)
+		return a.refuseAll(ctx, members, isOpen, err)
 	}
 	for i := range members {
 		m := &members[i]
@@ -140,14 +140,18 @@ func firstFailure(members []v1alpha1.Snapshot) string {
 	return ""
 }
 
-// refuseAll reports err for all members that were neither taken nor refused.
-func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err error) error {
+// isOpen reports whether a member was neither taken nor refused.
+func isOpen(m *v1alpha1.Snapshot) bool {
+	return m.Status.Created == nil && m.Common().Refused(m.Generation) == nil
+}
+
+// refuseAll reports err for those members that are meant.
+func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, meant func(*v1alpha1.Snapshot) bool, err error) error {
 	for i := range members {
-		m := &members[i]
-		if m.Status.Created != nil || m.Common().Refused(m.Generation) != nil {
+		if !meant(&members[i]) {
 			continue
 		}
-		if err := refuse(ctx, a, m, err); err != nil {
+		if err := refuse(ctx, a, &members[i], err); err != nil {
 			return err
 		}
 	}
@@ -173,12 +177,7 @@ func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.
 		}
 		return deleteBytes(ctx, a, pointers(members), func() error { return a.local.DeleteMembers(ctx, volume.GroupID{Key: key}, ids) })
 	}); err != nil {
-		for i := range members {
-			if err := refuse(ctx, a, &members[i], err); err != nil {
-				return reconcile.Result{}, err
-			}
-		}
-		return reconcile.Result{RequeueAfter: lastRetry}, nil
+		return reconcile.Result{RequeueAfter: lastRetry}, a.refuseAll(ctx, members, func(*v1alpha1.Snapshot) bool { return true }, err)
 	}
 	var failures []error
 	for i := range members {

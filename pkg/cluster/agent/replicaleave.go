@@ -105,10 +105,11 @@ func (m *mirrorReconciler) findHung(now *mirrorView) {
 			ends = true
 		}
 	}
+	if !ends {
+		return
+	}
 	for _, name := range hung {
-		if ends {
-			now.failing[name] = diskHangs
-		}
+		now.failing[name] = diskHangs
 	}
 }
 
