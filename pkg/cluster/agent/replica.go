@@ -44,7 +44,6 @@ type replica struct {
 	claim  int64                // the generation of the claim that is being opened; 0: none
 	opens  time.Time            // since when that claim is being opened
 	record blockdev.Record      // as a leg had it last; zero: not known
-	near   string               // the leg that this node has and uses, also if somebody has deleted its object since; empty: none, or it is not known
 }
 
 // connectReplicas prepares the watch of volumes with several legs. It asks the API server nothing.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -141,7 +143,15 @@ const connectionEnded = "the connection to its node has ended"
 // those to a single leg: that one's users get errors.
 func (m *mirrorReconciler) isSevered(now *mirrorView) bool {
 	return (now.s.Joining != nil || len(now.s.Legs) > 1) && !slices.ContainsFunc(now.legs(), func(l mirror.Leg) bool {
-		return !(l.Failed && !l.OnlyReads) && m.whyUnreachable(now, now.leg[l.Device]) != connectionEnded
+		name := now.leg[l.Device]
+		switch {
+		case l.Failed && !l.OnlyReads:
+			return false
+		case name == "": // somebody may have deleted its object; the kernel has a device no more whose connection has ended
+			_, err := os.Stat(dm.Sysfs(l.Device))
+			return err == nil
+		}
+		return m.whyUnreachable(now, name) != connectionEnded
 	})
 }
 

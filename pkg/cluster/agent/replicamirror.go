@@ -1,7 +1,6 @@
 package agent
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // The mirror of a volume with several legs that is used here is reconciled: a leg that fails is taken off the list of current legs, and then out of the
@@ -360,7 +360,10 @@ func (m *mirrorReconciler) whyEnds(ctx context.Context, s mirror.State) (v *v1al
 	v = &v1alpha1.ReplicatedVolume{}
 	err = m.kube.Live.Get(ctx, client.ObjectKey{Name: m.ref.Key}, v)
 	if kube.IsDeleted(err) {
-		if v = cmp.Or(m.seen, cluster.ReplicatedNamed(m.ref.Key)); m.holdsWrites(ctx, v, s) {
+		if v = m.seen; v == nil {
+			v = m.ofLegs(ctx)
+		}
+		if m.holdsWrites(ctx, v, s) {
 			return v, "the object was deleted, and a leg has failed", nil
 		}
 		return v, "", fmt.Errorf("%w: the object of the replicated volume %s was deleted while it is used here: when a leg fails its users get errors; restore the object, with its status (docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, m.ref.Key)
@@ -375,6 +378,26 @@ func (m *mirrorReconciler) whyEnds(ctx context.Context, s mirror.State) (v *v1al
 		return v, "the object was put back to before the claim, and a leg has failed", nil
 	}
 	return v, "the claim has ended", nil
+}
+
+// ofLegs returns the object of the volume, which was deleted before this process has seen it, as far as the objects of the legs that are used here tell.
+func (m *mirrorReconciler) ofLegs(ctx context.Context) *v1alpha1.ReplicatedVolume {
+	v := cluster.ReplicatedNamed(m.ref.Key)
+	var own v1alpha1.VolumeList
+	err := m.kube.Cache.List(ctx, &own)
+	others, failure := m.allUsedHere(ctx)
+	if err = errors.Join(err, failure); err != nil {
+		m.logOnce(ctx, fmt.Errorf("find the legs of the replicated volume %s, whose object was deleted: %w", v.Name, err))
+	}
+	for _, leg := range append(own.Items, others...) {
+		if leg.Spec.ReplicaOf != v.Name {
+			continue
+		}
+		if v.Spec.Legs = append(v.Spec.Legs, leg.Name); leg.Name == v.Name {
+			v.Spec.Pool = leg.Named()
+		}
+	}
+	return v
 }
 
 // holdsWrites reports whether the kernel holds what is written to a mirror until a leg leaves, or would if anything was written: a leg has failed, or does not
@@ -397,7 +420,7 @@ func (m *mirrorReconciler) holdsWrites(ctx context.Context, v *v1alpha1.Replicat
 }
 
 // observe finds out which device is which leg. A leg without a Volume has no device: it is not made yet, as perhaps no node can make it, or its Volume is
-// gone. If it is still in the mirror, its device is unknown. A leg may be in a pool that is not there, as its disk is dead, or this node may have none of
+// gone. If it is still in the mirror, its device is unknown, unless it is this node's own (ownLegID). A leg may be in a pool that is not there, as its disk is dead, or this node may have none of
 // that name, and no claim of the leg: if such a leg has a device, that is known by its name.
 func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) (*mirrorView, error) {
 	now := &mirrorView{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}, io: map[uint64]ioCounts{}}
@@ -413,6 +436,9 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 	}
 	for _, name := range names {
 		id, err := m.legID(ctx, v, name)
+		if errors.Is(err, errdefs.ErrNotFound) {
+			id, err = m.ownLegID(ctx, now, name)
+		}
 		if errors.Is(err, errdefs.ErrNotFound) {
 			now.absent = append(now.absent, name)
 			continue
@@ -433,24 +459,42 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 			}
 			now.leg[d.Number] = name
 		}
-		if m.hasLeg(ctx, v.Name, name) {
+		if m.hasLeg(ctx, now, name) {
 			now.near = now.device[name]
 		}
 	}
 	return now, nil
 }
 
-// hasLeg reports whether a leg that is used here is on this node, by its object, or as was known before that was deleted: then it is no leg whose connection has
-// ended.
-func (m *mirrorReconciler) hasLeg(ctx context.Context, key, name string) (is bool) {
-	near := m.isNear(ctx, name)
-	m.note(key, func(r *replica) {
-		if near {
-			r.near = name
+// hasLeg reports whether a leg that is used here is on this node: by its object, or, as somebody may have deleted that, by the record of a pool, if there is no
+// connection to it.
+func (m *mirrorReconciler) hasLeg(ctx context.Context, now *mirrorView, name string) bool {
+	if m.isNear(ctx, name) {
+		return true
+	}
+	connected, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
+	if _, is := now.device[name]; !is || err != nil || len(connected) > 0 {
+		return false
+	}
+	_, err = m.ownLegID(ctx, now, name)
+	return err == nil
+}
+
+// ownLegID returns the ID of a leg in the mirror that this node has, though somebody has deleted its object. ErrNotFound if it is none.
+func (m *mirrorReconciler) ownLegID(ctx context.Context, now *mirrorView, name string) (id volume.ID, err error) {
+	for _, pool := range m.options.Pools {
+		record, err := pool.Get(ctx, blockdev.Ref{Kind: m.ref.Kind, Key: name})
+		if err != nil {
+			continue
 		}
-		is = r.near == name
-	})
-	return is
+		id = volume.IDOf(pool.Name(), record)
+		devices, err := m.volumes.LegDevices(ctx, id)
+		if err == nil && slices.ContainsFunc(devices, func(d blockdev.Device) bool { return now.has(d.Number) }) {
+			m.note(m.ref.Key, func(r *replica) { r.legs[name] = id })
+			return id, nil
+		}
+	}
+	return id, fmt.Errorf("%w: leg %s", errdefs.ErrNotFound, name)
 }
 
 // namedAfter returns the device of the mirror that has the key of a leg in its name, as all devices over one of this node have. It needs no pool.

@@ -30,6 +30,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -301,7 +302,19 @@ func (c tendedCache) Get(_ context.Context, key client.ObjectKey, o client.Objec
 func (c tendedCache) List(_ context.Context, l client.ObjectList, _ ...client.ListOption) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	l.(*v1alpha1.ReplicatedVolumeList).Items = []v1alpha1.ReplicatedVolume{*c.v.DeepCopy()}
+	switch l := l.(type) {
+	case *v1alpha1.ReplicatedVolumeList:
+		l.Items = []v1alpha1.ReplicatedVolume{*c.v.DeepCopy()}
+	case *v1alpha1.VolumeList:
+		other := v1alpha1.Volume{}
+		other.Name = "another volume"
+		l.Items = []v1alpha1.Volume{other}
+		for _, name := range c.v.Spec.Legs {
+			leg := v1alpha1.Volume{}
+			leg.Name, leg.Spec.ReplicaOf = name, c.v.Name
+			l.Items = append(l.Items, leg)
+		}
+	}
 	return nil
 }
 
@@ -644,22 +657,28 @@ func TestObjectDeleted(t *testing.T) {
 		err    error
 		legs   []mirror.Leg
 		silent bool
+		anew   bool // the driver has started anew since
 		ends   bool // its users get errors
 		says   bool // the error says that it was deleted
 	}{
-		"all legs are whole":         {apierrors.NewNotFound(kind, "tended"), whole, false, false, true},
-		"one has failed":             {apierrors.NewNotFound(kind, "tended"), failed, false, true, false},
-		"one does not answer":        {apierrors.NewNotFound(kind, "tended"), whole, true, true, false},
-		"it is alone":                {apierrors.NewNotFound(kind, "tended"), failed[1:], false, false, true},
-		"the API server is away":     {apierrors.NewServiceUnavailable("away"), failed, false, false, false},
-		"there are no definitions":   {apierrors.NewGenericServerResponse(404, "get", kind, "tended", "", 0, true), failed, false, false, false},
-		"it is there with its claim": {nil, failed, false, false, false},
+		"all legs are whole":           {apierrors.NewNotFound(kind, "tended"), whole, false, false, false, true},
+		"all are whole, after a start": {apierrors.NewNotFound(kind, "tended"), whole, false, true, false, true},
+		"one has failed":               {apierrors.NewNotFound(kind, "tended"), failed, false, false, true, false},
+		"one does not answer":          {apierrors.NewNotFound(kind, "tended"), whole, true, false, true, false},
+		"one does not, after a start":  {apierrors.NewNotFound(kind, "tended"), whole, true, true, true, false},
+		"it is alone":                  {apierrors.NewNotFound(kind, "tended"), failed[1:], false, false, false, true},
+		"the API server is away":       {apierrors.NewServiceUnavailable("away"), failed, false, false, false, false},
+		"there are no definitions":     {apierrors.NewGenericServerResponse(404, "get", kind, "tended", "", 0, true), failed, false, false, false, false},
+		"it is there with its claim":   {nil, failed, false, false, false, false},
 	} {
 		t.Run(what, func(t *testing.T) {
 			f := newObject(t, 2, "a", "b")
 			f.legs["a"].number, f.legs["b"].number = 1, 2
 			f.legs["b"].live = !one.silent
-			f.seen, f.deleted = f.v, one.err
+			f.others.kube, f.others.many = f.kube, f.kube
+			if f.deleted = one.err; !one.anew {
+				f.seen = f.v
+			}
 			f.stateOf("b").silentSince = time.Now().Add(-time.Minute)
 			_, why, err := f.whyEnds(t.Context(), mirror.State{Legs: one.legs})
 			if ends := why != ""; ends != one.ends || (err != nil) != one.says || one.says && !strings.Contains(err.Error(), "was deleted while it is used here") {
@@ -669,16 +688,48 @@ func TestObjectDeleted(t *testing.T) {
 	}
 }
 
-// TestNearLegDeleted: somebody deletes the object of the leg that is on this node and in use. There never was a connection to it, so none has ended.
+// TestNearLegDeleted: somebody deletes the object of the leg that is on this node and in use, and the driver may start anew. There never was a connection to
+// it, so none has ended.
 func TestNearLegDeleted(t *testing.T) {
-	f := newObject(t, 1, "near", "far")
-	f.legs["near"].number, f.legs["far"].number, f.legs["near"].ended = 1, 2, true
-	s := mirror.State{Legs: []mirror.Leg{{Device: 1}}, Joining: &mirror.Leg{Device: 2}, Total: 1}
-	for _, f.legless = range []bool{false, true} {
-		now, err := f.observe(t.Context(), f.v.DeepCopy(), s)
+	const near = "0123456789abcdef0123456789abcdef"
+	pool := memory.NewDisk(2*tendedSize).Open("pool", nil)
+	check.OK(t, second(pool.Create(t.Context(), blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: near}, Size: tendedSize})))
+	for what, one := range map[string]struct{ deleted, anew bool }{"it is there": {}, "deleted": {true, false}, "deleted, and the driver starts": {true, true}} {
+		t.Run(what, func(t *testing.T) {
+			f := newObject(t, 1, near, "far")
+			f.options.Pools = []Pool{{Pool: pool}}
+			f.legs[near].number, f.legs["far"].number, f.legs[near].ended, f.legless = 1, 2, true, one.deleted
+			if one.anew {
+				f.note(f.v.Name, func(r *replica) { delete(r.legs, near) })
+			}
+			now, err := f.observe(t.Context(), f.v.DeepCopy(), mirror.State{Legs: []mirror.Leg{{Device: 1}}, Joining: &mirror.Leg{Device: 2}, Total: 1})
+			check.OK(t, err)
+			if f.findFailed(now); len(now.failing) > 0 || now.near != 1 || f.isSevered(now) || len(now.unknown()) > 0 {
+				t.Errorf("%v fail, unknown %v, severed %v", now.failing, now.unknown(), f.isSevered(now))
+			}
+		})
+	}
+}
+
+// TestFarLegDeleted: the only current leg is on another node, and another one joins, when somebody deletes the object of the first and the driver starts anew.
+// Its users go on: they get errors only if the kernel has the leg's device no more.
+func TestFarLegDeleted(t *testing.T) {
+	disks, err := os.ReadDir("/sys/dev/block")
+	check.OK(t, err)
+	if len(disks) == 0 {
+		t.Skip("this machine has no block device")
+	}
+	var major, minor uint32
+	check.OK(t, second(fmt.Sscanf(disks[0].Name(), "%d:%d", &major, &minor)))
+	for device, severed := range map[uint64]bool{unix.Mkdev(major, minor): false, 1: true} {
+		f := newObject(t, 1, "far", "near")
+		f.v.Spec.Legs = []string{"near", "far"}
+		f.note(f.v.Name, func(r *replica) { delete(r.legs, "far") })
+		f.legs["near"].number, f.legs["far"].number = 2, device
+		now, err := f.observe(t.Context(), f.v.DeepCopy(), mirror.State{Legs: []mirror.Leg{{Device: device}}, Joining: &mirror.Leg{Device: 2}, Total: 1})
 		check.OK(t, err)
-		if f.findFailed(now); len(now.failing) > 0 || now.near != 1 || f.isSevered(now) {
-			t.Errorf("object deleted %v: %v fail, severed %v", f.legless, now.failing, f.isSevered(now))
+		if f.findFailed(now); now.near != 2 || f.isSevered(now) != severed {
+			t.Errorf("near is %d; severed %v, and was to be %v", now.near, f.isSevered(now), severed)
 		}
 	}
 }
