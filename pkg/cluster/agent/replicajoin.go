@@ -187,21 +187,23 @@ func (m *mirrorReconciler) startJoin(ctx context.Context, now *mirrorView) error
 				leg.State = v1alpha1.LegQueued
 			})
 		}
-		tries := m.stateOf(name).tries
+		tries, began := m.stateOf(name).tries, time.Now()
 		m.startBackground(func() func(*mirrorView) error {
 			err := m.withLocks([]string{keylock.Volume(m.ref.Key)}, func() error { return m.joinLeg(ctx, now, name, tries) })
-			return func(now *mirrorView) error { return m.endJoin(ctx, now, name, err) }
+			took := time.Since(began)
+			return func(now *mirrorView) error { return m.endJoin(ctx, now, name, took, err) }
 		})
 		return nil
 	}
 	return nil
 }
 
-// endJoin takes the result of joinLeg: after an error the leg is tried again later, and the object says why.
-func (m *mirrorReconciler) endJoin(ctx context.Context, now *mirrorView, name string, err error) error {
+// endJoin takes the result of joinLeg, and how long that took: after an error the leg is tried again later, and the object says why. A try that has waited for
+// somebody else has had the lock of the volume meanwhile: for as long as that calls have it now.
+func (m *mirrorReconciler) endJoin(ctx context.Context, now *mirrorView, name string, took time.Duration, err error) error {
 	switch {
 	case errors.Is(err, errdefs.ErrBusy), errors.Is(err, errMirrorChanged):
-		m.stateOf(name).retryAt = time.Now().Add(m.options.LookEvery)
+		m.stateOf(name).retryAt = time.Now().Add(max(took, m.options.LookEvery))
 		return nil
 	case err == nil:
 		return nil

@@ -844,7 +844,7 @@ func TestRestoredInMirror(t *testing.T) {
 func TestUnfit(t *testing.T) {
 	f := newObject(t, 1, "a", "b")
 	for want, err := range map[string]error{v1alpha1.LegUnfit: fmt.Errorf("larger sectors: %w", mirror.ErrUnfit), v1alpha1.LegWaiting: errdefs.ErrPrecondition} {
-		check.OK(t, f.endJoin(t.Context(), &mirrorView{v: f.v.DeepCopy()}, "b", err))
+		check.OK(t, f.endJoin(t.Context(), &mirrorView{v: f.v.DeepCopy()}, "b", 0, err))
 		if leg := f.v.Leg("b"); leg.State != want || leg.Message == "" || leg.Since == nil {
 			t.Errorf("after %v it is %+v", err, leg)
 		}
@@ -1026,7 +1026,7 @@ func TestAheadByClaims(t *testing.T) {
 	f.leaves("b")
 	f.legs["b"].state = volume.LegState{Sound: 9, Opened: 9, List: 7, Listed: 1}
 	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "a"}}
-	check.OK(t, f.endJoin(t.Context(), now, "b", f.joinLeg(t.Context(), now, "b", 0)))
+	check.OK(t, f.endJoin(t.Context(), now, "b", 0, f.joinLeg(t.Context(), now, "b", 0)))
 	if leg := f.v.Leg("b"); leg.State != v1alpha1.LegAhead || !strings.Contains(leg.Message, "may have what the others lack") {
 		t.Errorf("it is said that %+v", leg)
 	}

@@ -734,6 +734,21 @@ func TestFarLegDeleted(t *testing.T) {
 	}
 }
 
+// TestBusyForLong: somebody has the lock of a leg on its node for long, as the disk there hangs, for example. Each try to have it join waits for that, and has the
+// lock of the volume meanwhile. Calls of the volume get that lock in between, and not only for a moment.
+func TestBusyForLong(t *testing.T) {
+	f := newObject(t, 1, "a", "b")
+	const took = time.Minute
+	check.OK(t, f.endJoin(t.Context(), &mirrorView{v: f.v.DeepCopy()}, "b", took, fmt.Errorf("%w: leg b", errdefs.ErrBusy)))
+	if pause := time.Until(f.stateOf("b").retryAt); pause < took-time.Second {
+		t.Errorf("a try that took %s is repeated after %s", took, pause)
+	}
+	check.OK(t, f.endJoin(t.Context(), &mirrorView{v: f.v.DeepCopy()}, "b", 0, errMirrorChanged))
+	if pause := time.Until(f.stateOf("b").retryAt); pause > f.options.LookEvery {
+		t.Errorf("a try that took no time is repeated after %s", pause)
+	}
+}
+
 // TestDiskHangs: the disk of a leg hangs while its node answers. Writes go on without it.
 func TestDiskHangs(t *testing.T) {
 	f := newTended(t, 2, "a", "b")
