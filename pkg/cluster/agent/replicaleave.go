@@ -57,6 +57,9 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 		case err == nil && len(now.failing) > 0:
 			_, err = m.delistThere(ctx, now)
 		}
+		if err == nil && !before {
+			err = m.reportUse(ctx, now)
+		}
 	}
 	if err != nil {
 		m.logOnce(ctx, err)
@@ -93,26 +96,31 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 // findHung adds the legs to now.failing whose disks hang, if a current leg is left that ends its requests. A leg of this node stays: nothing ends what is
 // under way to it, and the mirror waits for that before the leg can leave.
 func (m *mirrorReconciler) findHung(now *mirrorView) {
-	var hung []string
-	ends := false
-	for _, l := range now.all() {
+	hung := m.hung(now)
+	ends := slices.ContainsFunc(now.all(), func(l mirror.Leg) bool {
 		name := now.leg[l.Device]
-		if name == "" || now.failing[name] != "" {
-			continue
-		}
-		switch stuck := m.stuckFor(now, l.Device); {
-		case stuck > hangTime && l.Device != now.near:
-			hung = append(hung, name)
-		case stuck < legSilence*m.options.LookEvery && slices.Contains(now.v.Current(), name):
-			ends = true
+		return name != "" && now.failing[name] == "" && m.stuckFor(now, l.Device) < legSilence*m.options.LookEvery && slices.Contains(now.v.Current(), name)
+	})
+	for name, why := range hung {
+		if ends && now.device[name] != now.near {
+			now.failing[name] = why
 		}
 	}
-	if !ends {
-		return
+}
+
+// hung returns the legs whose disks hang and that are not to leave, and what that means.
+func (m *mirrorReconciler) hung(now *mirrorView) map[string]string {
+	hung := map[string]string{}
+	for _, l := range now.all() {
+		switch name := now.leg[l.Device]; {
+		case name == "" || now.failing[name] != "" || m.stuckFor(now, l.Device) <= hangTime:
+		case l.Device == now.near:
+			hung[name] = fmt.Sprintf("it is on node %s, which uses the volume, and its disk hangs, so that what is written waits until the disk answers or fails; power that node off, and the volume can be used on another one", m.local.Node())
+		default:
+			hung[name] = diskHangs
+		}
 	}
-	for _, name := range hung {
-		now.failing[name] = diskHangs
-	}
+	return hung
 }
 
 // stuckFor returns for how long requests have been under way to a leg, and none has ended. While its node does not answer it is 0 (whyUnreachable).

@@ -423,6 +423,9 @@ func (l *ReplicaLegs) Health(ref blockdev.Ref, s mirror.State) (problems []block
 	if !is {
 		return nil
 	}
+	if waits := v.Waiting(); waits != "" {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNoCurrentReplica, Message: waits})
+	}
 	if differ := v.Differ(); differ != "" {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: v1alpha1.ReasonReplicasDiffer, Message: differ})
 	}

@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -84,7 +85,8 @@ type mirrorReconciler struct {
 	legStates  map[string]*legState
 	common     commonMoment
 	last       toldList
-	seen       *v1alpha1.ReplicatedVolume   // the object as the last step has seen it with the mirror's claim; nil: none has
+	seen       *v1alpha1.ReplicatedVolume // the object as the last step has seen it with the mirror's claim; nil: none has
+	reported   reportedUse
 	seenEvent  mirror.Event                 // the last event of the mirror (mirror.State) that was handled, or that a change from here has caused
 	background chan func(*mirrorView) error // yields what is to be done at the end of the task in the background; nil: there is none
 	logged     string                       // the last error that was logged
@@ -246,6 +248,9 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	}
 	if len(now.failing) > 0 || len(now.unknown()) > 0 {
 		return m.dropFailed(ctx, now)
+	}
+	if err := m.reportUse(ctx, now); err != nil && !errors.Is(err, errdefs.ErrBusy) {
+		return err
 	}
 	if s.Held {
 		return nil
@@ -519,6 +524,26 @@ func (n *mirrorView) all() []mirror.Leg {
 	}
 	return append(slices.Clone(n.s.Legs), *n.s.Joining)
 }
+
+// reportUse has the object say how the volume is used, as the mirror shows it: it is not closed, which leg is read, and whether what is written waits for a disk.
+// The object may have been restored, or an older driver may have opened the volume; and a late write of when the volume was closed by the same claim may have
+// come.
+func (m *mirrorReconciler) reportUse(ctx context.Context, now *mirrorView) error {
+	reads := now.reads(func(name string) bool { return slices.Contains(now.v.Current(), name) })
+	want := reportedUse{now.v.ResourceVersion, cmp.Or(reads, now.v.Status.Reads), cluster.Limited(reasons(m.hung(now)))}
+	if want == m.reported {
+		return nil // if the object does not say so, older definitions have dropped it
+	}
+	err := m.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Closed, s.Reads, s.Waits = 0, want.reads, want.waits })
+	if err == nil {
+		want.version = now.v.ResourceVersion
+		m.reported = want
+	}
+	return err
+}
+
+// reportedUse is what reportUse has written last, and the resourceVersion that the object has since.
+type reportedUse struct{ version, reads, waits string }
 
 // reads returns the leg that the mirror reads from if it has no others than those that stay.
 func (n *mirrorView) reads(stays func(name string) bool) string {

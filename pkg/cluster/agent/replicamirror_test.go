@@ -126,6 +126,7 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 		if i < current {
 			l.state = volume.LegState{Sound: 1, Opened: 1, Boot: "1"}
 			f.v.Status.Legs = append(f.v.Status.Legs, v1alpha1.Leg{Name: name, Current: true, Sound: 1, State: v1alpha1.LegCurrent})
+			f.v.Status.Reads = names[0]
 		}
 		a.note(f.v.Name, func(r *replica) {
 			r.legs[name] = volume.ID{Kind: blockdev.Volume, Pool: "pool", Key: name}
@@ -731,6 +732,79 @@ func TestFarLegDeleted(t *testing.T) {
 		if f.findFailed(now); now.near != 2 || f.isSevered(now) != severed {
 			t.Errorf("near is %d; severed %v, and was to be %v", now.near, f.isSevered(now), severed)
 		}
+	}
+}
+
+// TestUseIsReported: the object says how the volume is used, whatever it said before. It may have been restored, a late write may say that the volume was closed
+// before it was opened anew, and an older driver, which has opened it, does not say which leg is read.
+func TestUseIsReported(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["a"].number, f.legs["b"].number = 1, 2
+	f.v.Status.Closed, f.v.Status.Reads = 1, ""
+	_ = f.step(t.Context(), mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}) // what it does next needs the kernel
+	if f.v.Status.Closed != 0 || f.v.Status.Reads != "a" {
+		t.Errorf("the object says %+v", f.v.Status)
+	}
+	if f.background != nil {
+		<-f.background
+	}
+}
+
+// TestUseIsReportedOnce: the definitions are older than the driver, and drop what it says of the use. It is not said again and again.
+func TestUseIsReportedOnce(t *testing.T) {
+	f := newObject(t, 1, "a")
+	f.v.Status.Reads = ""
+	writes := 0
+	f.patches = func() error { writes++; return nil }
+	for range 3 {
+		now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, device: map[string]uint64{"a": 1}, leg: map[uint64]string{1: "a"}, failing: map[string]string{}}
+		check.OK(t, f.reportUse(t.Context(), now))
+		f.v.Status.Reads = ""
+	}
+	if writes != 1 {
+		t.Errorf("it was written %d times", writes)
+	}
+}
+
+// TestHangIsTold: the disk of the user's own node hangs, or those of all other nodes do, so that what is written waits. The object says so, and what to do, until
+// a request has ended.
+func TestHangIsTold(t *testing.T) {
+	for what, one := range map[string]struct {
+		near  uint64
+		hangs []string
+		want  string
+	}{
+		"near": {1, []string{"a"}, "power that node off"},
+		"both": {1, []string{"a", "b"}, "power that node off"},
+		"far":  {1, []string{"b"}, ""}, // it leaves
+		"all":  {0, []string{"a", "b"}, "its disk hangs"},
+		"none": {1, nil, ""},
+	} {
+		t.Run(what, func(t *testing.T) {
+			f := newObject(t, 2, "a", "b")
+			view := func() *mirrorView {
+				return &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}, device: map[string]uint64{"a": 1, "b": 2}, leg: map[uint64]string{1: "a", 2: "b"},
+					near: one.near, failing: map[string]string{}, io: map[uint64]ioCounts{1: {1, 7}, 2: {1, 7}}}
+			}
+			now := view()
+			f.findFailed(now)
+			for _, name := range one.hangs {
+				f.stateOf(name).goesOnAt = time.Now().Add(-hangTime - time.Second)
+			}
+			now = view()
+			f.findFailed(now)
+			check.OK(t, f.reportUse(t.Context(), now))
+			if waits := f.v.Waiting(); (waits != "") != (one.want != "") || !strings.Contains(waits, one.want) {
+				t.Errorf("it says %q", waits)
+			}
+			now = view()
+			now.io = map[uint64]ioCounts{1: {1, 8}, 2: {1, 8}}
+			f.findFailed(now)
+			check.OK(t, f.reportUse(t.Context(), now))
+			if waits := f.v.Waiting(); waits != "" {
+				t.Errorf("requests have ended, and it says %q", waits)
+			}
+		})
 	}
 }
 
