@@ -364,35 +364,38 @@ func (m *mirrorReconciler) whyEnds(ctx context.Context, s mirror.State) (v *v1al
 	defer cancel()
 	v = &v1alpha1.ReplicatedVolume{}
 	err = m.kube.Live.Get(ctx, client.ObjectKey{Name: m.ref.Key}, v)
-	if kube.IsDeleted(err) {
-		if v = m.seen; v == nil {
-			v = m.ofLegs(ctx)
-		}
-		if m.holdsWrites(ctx, v, s) {
-			return v, "the object was deleted, and a leg has failed", nil
-		}
-		return v, "", fmt.Errorf("%w: the object of the replicated volume %s was deleted while it is used here: when a leg fails its users get errors; restore the object, with its status (docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, m.ref.Key)
-	}
-	if err != nil {
+	deleted := kube.IsDeleted(err)
+	if err != nil && !deleted {
 		return v, "", nil // not known now
 	}
 	switch c, restored := v.Spec.Claim, v.Spec.Claims < m.generation; {
-	case c != nil && c.Node == m.local.Node() && c.Generation == m.generation, restored && !m.holdsWrites(ctx, v, s):
+	case c != nil && c.Node == m.local.Node() && c.Generation == m.generation:
 		return v, "", nil
-	case restored:
-		return v, "the object was put back to before the claim, and a leg has failed", nil
+	case !deleted && !restored:
+		return v, "the claim has ended", nil
 	}
-	return v, "the claim has ended", nil
+	if v = m.seen; v == nil {
+		v = m.ofLegs(ctx)
+	}
+	switch holds := m.holdsWrites(ctx, v, s); {
+	case holds && deleted:
+		return v, "the object was deleted, and a leg has failed", nil
+	case holds:
+		return v, "the object was put back to before the claim, and a leg has failed", nil
+	case deleted:
+		err = fmt.Errorf("%w: the object of the replicated volume %s was deleted while it is used here: when a leg fails its users get errors; restore the object, with its status (docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, m.ref.Key)
+	}
+	return v, "", err
 }
 
-// ofLegs returns the object of the volume, which was deleted before this process has seen it, as far as the objects of the legs that are used here tell.
+// ofLegs returns the object of the volume, which this process has not seen before it was deleted or restored, as far as the objects of the legs that are used here tell.
 func (m *mirrorReconciler) ofLegs(ctx context.Context) *v1alpha1.ReplicatedVolume {
 	v := cluster.ReplicatedNamed(m.ref.Key)
 	var own v1alpha1.VolumeList
 	err := m.kube.Cache.List(ctx, &own)
 	others, failure := m.allUsedHere(ctx)
 	if err = errors.Join(err, failure); err != nil {
-		m.logOnce(ctx, fmt.Errorf("find the legs of the replicated volume %s, whose object was deleted: %w", v.Name, err))
+		m.logOnce(ctx, fmt.Errorf("find the legs of the replicated volume %s, whose object was deleted or restored: %w", v.Name, err))
 	}
 	for _, leg := range append(own.Items, others...) {
 		if leg.Spec.ReplicaOf != v.Name {

@@ -58,6 +58,7 @@ type tended struct {
 	changes       func(name string, s volume.LegState) error // called before the record of a leg is written, with its new state
 	adopts        func() error                               // called when the volume is to be adopted; may be nil
 	legless       bool                                       // somebody has deleted the object of the near leg
+	listed        []string                                   // legs that the object does not name
 	deleted       error                                      // of reading the object; nil: it is there
 	poolless      string                                     // the leg whose pool is not there; empty: none
 	madeFor       int64                                      // the generation of the claim that the mirror is of
@@ -310,7 +311,7 @@ func (c tendedCache) List(_ context.Context, l client.ObjectList, _ ...client.Li
 		other := v1alpha1.Volume{}
 		other.Name = "another volume"
 		l.Items = []v1alpha1.Volume{other}
-		for _, name := range c.v.Spec.Legs {
+		for _, name := range append(slices.Clone(c.v.Spec.Legs), c.listed...) {
 			leg := v1alpha1.Volume{}
 			leg.Name, leg.Spec.ReplicaOf = name, c.v.Name
 			l.Items = append(l.Items, leg)
@@ -686,6 +687,30 @@ func TestObjectDeleted(t *testing.T) {
 				t.Errorf("it ends as %q; error %v", why, err)
 			}
 		})
+	}
+}
+
+// TestRestoredToBeforeALeg: the object is restored to before the claim, and to before a leg that is used was added, and this leg falls silent. The users get
+// errors: otherwise what they write would be held for ever.
+func TestRestoredToBeforeALeg(t *testing.T) {
+	for _, anew := range []bool{false, true} {
+		f := newObject(t, 2, "a", "b")
+		f.legs["a"].number, f.legs["b"].number = 1, 2
+		f.others.kube, f.others.many, f.seen = f.kube, f.kube, f.v.DeepCopy()
+		if anew { // the driver has started since: the Volumes of the legs tell
+			f.seen = nil
+		}
+		f.listed = []string{"b"}
+		f.v.Spec.Legs, f.v.Spec.Claim, f.v.Spec.Claims, f.v.Status.Legs = f.v.Spec.Legs[:1], nil, 0, f.v.Status.Legs[:1]
+		s := mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}
+		if _, why, err := f.whyEnds(t.Context(), s); why != "" || err != nil {
+			t.Errorf("all legs are whole, and it ends as %q; error %v", why, err)
+		}
+		f.legs["b"].live = false
+		f.stateOf("b").silentSince = time.Now().Add(-time.Minute)
+		if v, why, err := f.whyEnds(t.Context(), s); why == "" || err != nil || !slices.Contains(v.Spec.Legs, "b") {
+			t.Errorf("a leg is silent, and it ends as %q, with the legs %v; error %v", why, v.Spec.Legs, err)
+		}
 	}
 }
 
