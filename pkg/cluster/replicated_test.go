@@ -727,14 +727,20 @@ func TestReplicatedCutOfCurrent(t *testing.T) {
 	}
 }
 
+// lostPower has the record of a leg on the node say that its machine has lost power since its volume was used.
+func (n *legNode) lostPower(t *testing.T, id volume.ID) {
+	t.Helper()
+	const used = "1:1:open:00000000-0000-4000-8000-000000000000" // by a boot of before
+	check.OK(t, second(n.local.SwapLabels(t.Context(), id, map[string]string{"leg": ""}, map[string]string{"leg": used})))
+}
+
 // TestReplicatedCutOfPowerLost: a leg whose machine has lost power since its volume was used may lack what was not flushed. A snapshot is taken of another
 // current leg, if there is one.
 func TestReplicatedCutOfPowerLost(t *testing.T) {
 	w, all, s := legCluster(t, 2)
 	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
 	check.OK(t, err)
-	const used = "1:1:open:00000000-0000-4000-8000-000000000000" // by a boot of before
-	check.OK(t, second(all["node-1"].local.SwapLabels(w.ctx, v.ID, map[string]string{"leg": ""}, map[string]string{"leg": used})))
+	all["node-1"].lostPower(t, v.ID)
 	w.again("it is taken of the other leg", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) })
 	cut, err := s.CreateSnapshot(w.ctx, "s", v.ID)
 	if check.OK(t, err); cut.Node != "node-2" {
@@ -744,6 +750,25 @@ func TestReplicatedCutOfPowerLost(t *testing.T) {
 	w.again("it is taken of the only one", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "only", v.ID)) })
 	if cut, err = s.CreateSnapshot(w.ctx, "only", v.ID); err != nil || cut.Node != "node-1" {
 		t.Errorf("the snapshot is %+v, %v", cut, err)
+	}
+}
+
+// TestReplicatedCloneOfPowerLost: the one leg that can be cloned has lost power. The caller is told to make a snapshot, which is taken of another leg, and need
+// not wait until the volume is used.
+func TestReplicatedCloneOfPowerLost(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	all["node-1"].lostPower(t, v.ID)
+	for _, clone := range []volume.Spec{spec("clone"), replicas("replicated", 2)} {
+		clone.Source = v.ID
+		err := second(s.Create(soon(t), clone))
+		if fails(t, err, errdefs.ErrPrecondition); err == nil || !strings.Contains(err.Error(), "has started anew") || !strings.Contains(err.Error(), "make a snapshot of it") {
+			t.Error(err)
+		}
+		if left := w.legsOf(clone.Name); w.object(clone.Name) != nil || len(left) > 0 || w.whole(clone.Name) != nil {
+			t.Errorf("%s is left", clone.Name)
+		}
 	}
 }
 

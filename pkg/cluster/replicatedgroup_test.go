@@ -10,6 +10,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -111,5 +112,31 @@ func TestReplicatedGroupOfAway(t *testing.T) {
 	group, err := s.CreateGroup(w.ctx, "g", sources)
 	if check.OK(t, err); len(group.Snapshots) != 2 || group.Snapshots[0].Node != "node-2" || group.Snapshots[1].Node != "node-2" {
 		t.Errorf("it is %+v", group)
+	}
+}
+
+// TestReplicatedGroupOfPowerLost: a leg whose machine has lost power since its volume was used may lack what was not flushed. A group is cut on another node
+// that has current legs of all volumes. If each node has such a leg, the group is refused with the reason of one of them.
+func TestReplicatedGroupOfPowerLost(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	var sources []volume.ID
+	for _, name := range []string{"first", "second"} {
+		v, err := s.Create(w.ctx, replicas(name, 2, "node-1"))
+		check.OK(t, err)
+		sources = append(sources, v.ID)
+	}
+	all["node-1"].lostPower(t, sources[1])
+	group, err := s.CreateGroup(w.ctx, "g", sources)
+	if check.OK(t, err); len(group.Snapshots) != 2 || group.Snapshots[0].Node != "node-2" || group.Snapshots[1].Node != "node-2" {
+		t.Errorf("it is %+v", group)
+	}
+	all["node-2"].lostPower(t, cluster.VolumeID(w.legsOf("first")[1]))
+	err = second(s.CreateGroup(soon(t), "none", sources))
+	if fails(t, err, errdefs.ErrUnavailable); !strings.Contains(err.Error(), "has started anew") {
+		t.Error(err)
+	}
+	var left v1alpha1.SnapshotList
+	if check.OK(t, w.List(w.ctx, &left)); len(left.Items) != 2 {
+		t.Errorf("left are %+v", left.Items)
 	}
 }

@@ -87,7 +87,7 @@ func (l *Local) listOf(ctx context.Context, o origin) (list int64, err error) {
 	how, _ := l.exporting()
 	leg := Leg{Now: how.Boot}
 	if leg.LegState, err = legStateOf(o.record); err == nil && leg.LostPower() {
-		err = fmt.Errorf("copy leg %s, whose machine has started anew since its volume was used, so that it may lack what was not flushed; another leg can be copied, or this one once the volume was used again: %w", o.id(), ErrNotCurrent)
+		err = fmt.Errorf("copy leg %s, whose machine has started anew since its volume was used, so that it may lack what was not flushed; use the volume once, or make a snapshot of it, which is taken of another leg if the machine of one has not: %w", o.id(), ErrNotCurrent)
 	}
 	return list, err
 }

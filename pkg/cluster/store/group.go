@@ -96,9 +96,11 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		if there := whole(members); there && live {
 			return existingGroup(id, members, sources)
 		} else if !there {
-			wanted, failed := s.planGroup(ctx, name, sources, members)
+			wanted, failed := s.planGroup(ctx, name, sources, members, nil)
 			if failed == nil {
-				return s.makeGroup(ctx, id, members, wanted)
+				return s.makeGroupAnywhere(ctx, id, members, wanted, func(refused []string) (map[string]*v1alpha1.Snapshot, error) {
+					return s.planGroup(ctx, name, sources, nil, refused)
+				})
 			}
 			if live {
 				return volume.Group{}, s.takeBackCuts(ctx, members, failed)
@@ -117,6 +119,27 @@ func existingGroup(id volume.GroupID, members []v1alpha1.Snapshot, sources []vol
 	return group, nil
 }
 
+// makeGroupAnywhere is makeGroup, on another node if the first one refuses: a leg there may lack what another one has, as only its node knows. another returns
+// the members as they are wanted on a node that has not refused yet.
+func (s *Store) makeGroupAnywhere(ctx context.Context, id volume.GroupID, members []v1alpha1.Snapshot, wanted map[string]*v1alpha1.Snapshot, another func(refused []string) (map[string]*v1alpha1.Snapshot, error)) (volume.Group, error) {
+	var nodes []string // that have refused
+	for {
+		group, err := s.makeGroup(ctx, id, members, wanted)
+		var refused *cluster.Refusal
+		if !errors.As(err, &refused) || !errors.Is(err, errdefs.ErrUnavailable) {
+			return group, err
+		}
+		for _, one := range wanted {
+			nodes = append(nodes, one.Spec.NodeName) // all have the same one
+		}
+		next, failed := another(nodes)
+		if failed != nil {
+			return group, err
+		}
+		members, wanted = nil, next
+	}
+}
+
 // makeGroup makes the members that are wanted of a group. members are those that an earlier try left.
 func (s *Store) makeGroup(ctx context.Context, id volume.GroupID, members []v1alpha1.Snapshot, wanted map[string]*v1alpha1.Snapshot) (volume.Group, error) {
 	err := s.clearGroup(ctx, members, wanted)
@@ -133,9 +156,9 @@ func (s *Store) makeGroup(ctx context.Context, id volume.GroupID, members []v1al
 }
 
 // planGroup returns the objects of the members of a new group, by their names. All are taken on one node, of a volume with several legs from a current leg
-// there. begun are the members of an earlier try: it goes on on their node, if that is possible. ErrPrecondition if no node has all volumes; also an error if the
-// node is not ready.
-func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID, begun []v1alpha1.Snapshot) (map[string]*v1alpha1.Snapshot, error) {
+// there. begun are the members of an earlier try: it goes on on their node, if that is possible. refused are nodes that are not to be asked. ErrPrecondition if no
+// node has all volumes; also an error if the node is not ready.
+func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID, begun []v1alpha1.Snapshot, refused []string) (map[string]*v1alpha1.Snapshot, error) {
 	var nodes []string // that have all sources looked at so far, the best one first
 	cuts := make([]map[string]*v1alpha1.Volume, len(sources))
 	for i, source := range sources {
@@ -145,7 +168,7 @@ func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID,
 		}
 		cuts[i] = map[string]*v1alpha1.Volume{}
 		var on []string
-		for _, v := range found {
+		for _, v := range slices.DeleteFunc(found, func(v *v1alpha1.Volume) bool { return slices.Contains(refused, v.Spec.NodeName) }) {
 			on, cuts[i][v.Spec.NodeName] = append(on, v.Spec.NodeName), v
 		}
 		before := nodes

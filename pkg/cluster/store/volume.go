@@ -53,6 +53,7 @@ func (s *Store) createPlain(ctx context.Context, spec volume.Spec) (volume.Volum
 }
 
 // createAnywhere makes a volume in the first pool of its set that does not refuse it. refused are pools not to be asked; those that refuse are added.
+// ErrPrecondition for a clone if the one replica that can be cloned (cloned) may lack what another one has, as its node has found out.
 func (s *Store) createAnywhere(ctx context.Context, spec volume.Spec, refused refusals) (*v1alpha1.Volume, error) {
 	for {
 		have, err := s.createOne(ctx, spec, refused)
@@ -62,6 +63,9 @@ func (s *Store) createAnywhere(ctx context.Context, spec volume.Spec, refused re
 		var refusal *cluster.Refusal
 		if errors.As(err, &refusal) && volume.PassedOver(err) && s.another(ctx, spec, refused, have, err) {
 			continue
+		}
+		if refusal != nil && spec.Source.Kind == blockdev.Volume && errors.Is(err, errdefs.ErrUnavailable) {
+			err = errdefs.Recast(errdefs.ErrPrecondition, err, "of volume %s this replica alone can be cloned; make a snapshot of it, and a volume of that", spec.Source)
 		}
 		return nil, err
 	}
