@@ -54,11 +54,10 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 		switch err = failure; {
 		case before:
 			err = m.restoreList(ctx, now)
-		case err == nil && len(now.failing) > 0:
-			_, err = m.delistThere(ctx, now)
-		}
-		if err == nil && !before {
-			err = m.reportUse(ctx, now)
+		case err == nil:
+			if err = m.reportUse(ctx, now); len(now.failing) > 0 {
+				_, err = m.delistThere(ctx, now)
+			}
 		}
 	}
 	if err != nil {
@@ -97,15 +96,18 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 // under way to it, and the mirror waits for that before the leg can leave.
 func (m *mirrorReconciler) findHung(now *mirrorView) {
 	hung := m.hung(now)
-	ends := slices.ContainsFunc(now.all(), func(l mirror.Leg) bool {
-		name := now.leg[l.Device]
-		return name != "" && now.failing[name] == "" && m.stuckFor(now, l.Device) < legSilence*m.options.LookEvery && slices.Contains(now.v.Current(), name)
-	})
+	ends := slices.ContainsFunc(now.v.Current(), func(name string) bool { return now.failing[name] == "" && !m.isStuck(now, name) })
 	for name, why := range hung {
 		if ends && now.device[name] != now.near {
 			now.failing[name] = why
 		}
 	}
+}
+
+// isStuck reports whether a leg in the mirror has ended no request for legSilence, and some are under way.
+func (m *mirrorReconciler) isStuck(now *mirrorView, name string) bool {
+	device, is := now.device[name]
+	return is && now.has(device) && m.stuckFor(now, device) >= legSilence*m.options.LookEvery
 }
 
 // hung returns the legs whose disks hang and that are not to leave, and what that means.
@@ -236,11 +238,15 @@ func (m *mirrorReconciler) delistThere(ctx context.Context, now *mirrorView) (de
 }
 
 // delist takes the failing legs off the list, ends the connections to those that do not answer, or hang, and returns the devices that have to leave the mirror.
-// ErrUnavailable if no current leg would be left. ErrBusy if the watch is behind the object, so that a leg that leaves may have been listed meanwhile.
+// ErrUnavailable if no current leg would be left that ends its requests: nothing is acknowledged while its disk hangs, and should that not come back, those that
+// have failed have everything. ErrBusy if the watch is behind the object, so that a leg that leaves may have been listed meanwhile.
 func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices []uint64, err error) {
 	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
 	if len(rest) == 0 {
 		return nil, fmt.Errorf("%w: no leg of the replicated volume takes what is written: %s", errdefs.ErrUnavailable, reasons(now.failing))
+	}
+	if !slices.ContainsFunc(rest, func(name string) bool { return !m.isStuck(now, name) }) {
+		return nil, fmt.Errorf("%w: legs of the replicated volume fail, and stay on the list until a disk of the others answers that hangs (%s): %s", errdefs.ErrUnavailable, strings.Join(rest, ", "), reasons(now.failing))
 	}
 	before := now.v.ResourceVersion
 	if err := m.writeLists(ctx, now.v, nil, func(s *v1alpha1.ReplicatedVolumeStatus) {

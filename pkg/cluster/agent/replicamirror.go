@@ -246,10 +246,11 @@ func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
 	} else if before {
 		return m.restoreList(ctx, now)
 	}
+	err = m.reportUse(ctx, now)
 	if len(now.failing) > 0 || len(now.unknown()) > 0 {
 		return m.dropFailed(ctx, now)
 	}
-	if err := m.reportUse(ctx, now); err != nil && !errors.Is(err, errdefs.ErrBusy) {
+	if err != nil && !errors.Is(err, errdefs.ErrBusy) {
 		return err
 	}
 	if s.Held {

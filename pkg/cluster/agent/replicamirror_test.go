@@ -833,6 +833,30 @@ func TestHangIsTold(t *testing.T) {
 	}
 }
 
+// TestHangsAndOthersFail: the disk of the user's own node hangs, and the other node does not answer any more. The leg there stays on the list, as it has all that
+// was acknowledged: when the first node is powered off, it is used. When the disk answers again, writes go on without the other leg.
+func TestHangsAndOthersFail(t *testing.T) {
+	f := newObject(t, 2, "near", "far")
+	f.legs["far"].live = false
+	f.stateOf("far").silentSince = time.Now().Add(-time.Minute)
+	view := func(ended int64) *mirrorView {
+		now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}, device: map[string]uint64{"near": 1, "far": 2}, leg: map[uint64]string{1: "near", 2: "far"},
+			near: 1, failing: map[string]string{}, io: map[uint64]ioCounts{1: {1, ended}, 2: {1, 7}}}
+		f.findFailed(now)
+		return now
+	}
+	f.findFailed(view(7))
+	f.stateOf("near").goesOnAt = time.Now().Add(-legSilence * f.options.LookEvery)
+	now := view(7)
+	if _, err := f.delist(t.Context(), now); !errors.Is(err, errdefs.ErrUnavailable) || len(f.v.Current()) != 2 || now.failing["far"] == "" {
+		t.Errorf("%v fail, and %v are current; error %v", now.failing, f.v.Current(), err)
+	}
+	devices, err := f.delist(t.Context(), view(8))
+	if check.OK(t, err); !slices.Equal(devices, []uint64{2}) || !slices.Equal(f.v.Current(), []string{"near"}) {
+		t.Errorf("the disk answers, devices %v leave, and %v are current", devices, f.v.Current())
+	}
+}
+
 // TestBusyForLong: somebody has the lock of a leg on its node for long, as the disk there hangs, for example. Each try to have it join waits for that, and has the
 // lock of the volume meanwhile. Calls of the volume get that lock in between, and not only for a moment.
 func TestBusyForLong(t *testing.T) {
