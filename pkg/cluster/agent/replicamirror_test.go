@@ -819,14 +819,19 @@ func TestHangIsTold(t *testing.T) {
 			now = view()
 			f.findFailed(now)
 			check.OK(t, f.reportUse(t.Context(), now))
-			if waits := f.v.Waiting(); (waits != "") != (one.want != "") || !strings.Contains(waits, one.want) {
+			waits := f.v.Waiting()
+			if (waits != "") != (one.want != "") || !strings.Contains(waits, one.want) {
 				t.Errorf("it says %q", waits)
+			}
+			bad := slices.ContainsFunc(f.Health(f.ref, now.s), func(p blockdev.Problem) bool { return p.Severity == blockdev.Inaccessible && p.Message == waits })
+			if bad != (waits != "") {
+				t.Errorf("its health is %+v", f.Health(f.ref, now.s))
 			}
 			now = view()
 			now.io = map[uint64]ioCounts{1: {1, 8}, 2: {1, 8}}
 			f.findFailed(now)
 			check.OK(t, f.reportUse(t.Context(), now))
-			if waits := f.v.Waiting(); waits != "" {
+			if waits = f.v.Waiting(); waits != "" {
 				t.Errorf("requests have ended, and it says %q", waits)
 			}
 		})
