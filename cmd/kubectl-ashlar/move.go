@@ -252,6 +252,7 @@ type mobile interface {
 	Common() *v1alpha1.ObjectStatus
 	May() *v1alpha1.Intent
 	Deleting() bool
+	Keeps() int64
 }
 
 // asked reports whether a volume or snapshot is asked to move to a place, or has moved there and the move has not ended.

@@ -848,13 +848,3 @@ func TestMoveShown(t *testing.T) {
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n4"} })
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Moves              to node n4\n")
 }
-
-// TestKeeps: the plugin and the driver agree on how many bytes a pool keeps of a volume.
-func TestKeeps(t *testing.T) {
-	for _, encryption := range []string{"", "luks2"} {
-		v := movable("pvc-1", "n1", mib, func(v *v1alpha1.Volume) { v.Spec.Encryption = encryption })
-		if have, want := keeps(v), fleet.Keeps(v); have != want {
-			t.Errorf("encryption %q: %d bytes, and the driver says %d", encryption, have, want)
-		}
-	}
-}

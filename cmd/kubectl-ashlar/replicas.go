@@ -20,7 +20,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
 // replicating is the command replicas: it changes how many legs a volume has.
@@ -141,7 +140,7 @@ func (s *replicating) change(ctx context.Context, r *room, seen *overview.Volume
 		if more := s.many - whole.Spec.Replicas; more > 0 {
 			size := whole.Spec.Size
 			if seen.Encryption != "" {
-				size += view.EncryptionHeader
+				size += v1alpha1.EncryptionHeader
 			}
 			if err := r.takesReplicas(whole, cmp.Or(whole.Spec.Pools, seen.Pool), seen, size, more); err != nil {
 				return false, err
@@ -197,7 +196,7 @@ func (s *replicating) begin(ctx context.Context, r *room) error {
 			return false, fmt.Errorf("its node %s is in no network, so its bytes cannot leave it; start the driver there with --remote-address", v.Spec.NodeName)
 		}
 		seen := &overview.Volume{Node: v.Spec.NodeName, Pool: v.Spec.Pool, Encryption: v.Spec.Encryption}
-		if err := r.takesReplicas(&v1alpha1.ReplicatedVolume{}, v.Spec.Pool, seen, keeps(v), want-1); err != nil {
+		if err := r.takesReplicas(&v1alpha1.ReplicatedVolume{}, v.Spec.Pool, seen, v.Keeps(), want-1); err != nil {
 			return false, err
 		}
 		v.Spec.Replicas = want

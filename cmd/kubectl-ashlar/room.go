@@ -14,7 +14,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
 // room is what decides whether a volume or snapshot can move, and where to.
@@ -149,7 +148,7 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 	if err := r.legs.notBeside(v, node); err != nil {
 		return err
 	}
-	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, pool), keeps(v)
+	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, pool), v.Keeps()
 	available := min(p.Status.Available-r.promised[name], p.Status.MaxVolume)
 	switch {
 	case network == "":
@@ -163,21 +162,6 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 			cli.Size(need), cli.Size(max(available, 0)))
 	}
 	return nil
-}
-
-// keeps returns how many bytes a pool keeps of a volume or snapshot. It repeats cluster.Keeps, which is for Linux only.
-func keeps(o mobile) int64 {
-	size, encryption := int64(0), ""
-	switch one := o.(type) {
-	case *v1alpha1.Volume:
-		size, encryption = one.Spec.Size, one.Spec.Encryption
-	case *v1alpha1.Snapshot:
-		size, encryption = one.Status.Size, one.Spec.Encryption
-	}
-	if encryption != "" {
-		size += view.EncryptionHeader
-	}
-	return size
 }
 
 // lacking returns the error for a node that does not have the pool of a place.
@@ -258,5 +242,5 @@ const mostReasons = 3
 
 // promise counts the room of what is to come to a place.
 func (r *room) promise(o mobile, to place) {
-	r.promised[overview.PoolName(to.node, to.of(o))] += keeps(o)
+	r.promised[overview.PoolName(to.node, to.of(o))] += o.Keeps()
 }

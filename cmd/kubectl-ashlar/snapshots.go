@@ -99,7 +99,7 @@ func (r *room) takesSnapshot(s *v1alpha1.Snapshot, node string) error {
 	case len(p.Status.Health) > 0:
 		return fmt.Errorf("pool %s is not well: %s: %s", name, p.Status.Health[0].Reason, p.Status.Health[0].Message)
 	}
-	if need, available := keeps(s), min(p.Status.Available-r.promised[name], p.Status.MaxVolume); need > available {
+	if need, available := s.Keeps(), min(p.Status.Available-r.promised[name], p.Status.MaxVolume); need > available {
 		return fmt.Errorf("pool %s has no room: %s are needed, and %s could come at most; make room there, or choose another node (kubectl ashlar pools)", name, cli.Size(need), cli.Size(max(available, 0)))
 	}
 	return nil

@@ -67,14 +67,6 @@ func HomeTimeoutOf(v *v1alpha1.Volume) time.Duration {
 	return time.Duration(v.Spec.HomeTimeout) * time.Second
 }
 
-// Keeps returns how many bytes a volume has, or is to have, in its pool: its size, and the header of its encryption.
-func Keeps(v *v1alpha1.Volume) int64 { return v.Spec.Size + EncryptionOf(v).Scheme.Overhead() }
-
-// SnapshotKeeps returns how many bytes a snapshot has in its pool: its size, and the header of its encryption.
-func SnapshotKeeps(s *v1alpha1.Snapshot) int64 {
-	return s.Status.Size + volume.Scheme(s.Spec.Encryption).Overhead()
-}
-
 // ToSnapshot returns the snapshot of an object. If it belongs to a group, it has the name of the member (MemberName).
 func ToSnapshot(s *v1alpha1.Snapshot) volume.Snapshot {
 	out := volume.Snapshot{ID: SnapshotID(s), Name: s.Spec.Name, Source: SnapshotSource(s), Size: s.Status.Size,

@@ -38,6 +38,23 @@ func (s *Snapshot) Named() string { return s.Spec.Pool }
 // SourceNamed is the pool that the ID of its volume names.
 func (s *Snapshot) SourceNamed() string { return cmp.Or(s.Spec.SourcePool, s.Spec.Pool) }
 
+// EncryptionHeader is how many bytes a pool keeps of an encrypted volume or snapshot besides its size: luks.HeaderSize, which is written here once more, as
+// package luks builds on Linux only (TestEncryptionHeader of package view).
+const EncryptionHeader = 16 << 20
+
+// Keeps returns how many bytes its pool has of it, or is to have: its size, and the header of its encryption.
+func (v *Volume) Keeps() int64 { return keeps(v.Spec.Size, v.Spec.Encryption) }
+
+// Keeps returns how many bytes its pool has of it: its size, and the header of its encryption.
+func (s *Snapshot) Keeps() int64 { return keeps(s.Status.Size, s.Spec.Encryption) }
+
+func keeps(size int64, encryption string) int64 {
+	if encryption == "" {
+		return size
+	}
+	return size + EncryptionHeader
+}
+
 // Is reports whether a condition is there, and has a status of True, False or Unknown.
 func (s *ObjectStatus) Is(condition, status string) bool {
 	for _, c := range s.Conditions {

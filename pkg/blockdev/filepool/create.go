@@ -121,9 +121,9 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	return o, nil
 }
 
-// giveUp removes an unfinished object after an error, or releases it if a retry can go on with its copy.
+// giveUp removes an unfinished object after an error, or releases it if a retry can go on with it.
 func (p *pool) giveUp(ctx context.Context, o *object, spec blockdev.Spec) {
-	if o.Copied > 0 && spec.Origin.Kind == blockdev.Snapshot {
+	if o.Copied > 0 && spec.Origin.Kind != blockdev.Volume {
 		p.Release(o, true)
 		return
 	}
@@ -148,7 +148,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	}
 	cut := o.Record().Created
 	if spec.Origin == (blockdev.Ref{}) {
-		err = p.allocate(ctx, o, image, spec.Size, keepsHoles(spec))
+		err = p.allocateNew(ctx, o, image, spec)
 	} else {
 		cut, err = p.copyOrigin(ctx, o, image, spec)
 	}
@@ -181,6 +181,19 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	record = o.Record()
 	p.Release(o, false)
 	return record, nil
+}
+
+// allocateNew makes the image of an object without an origin. If ctx ends first, a retry goes on with what is allocated: it begins at the beginning again, as
+// somebody may have cut the image short, and fallocate(2) passes quickly over what is there.
+func (p *pool) allocateNew(ctx context.Context, o *object, image *os.File, spec blockdev.Spec) error {
+	o.Copied = 0
+	err := p.allocate(ctx, o, image, spec.Size, keepsHoles(spec))
+	if err != nil && errors.Is(err, ctx.Err()) {
+		if info, failure := image.Stat(); failure == nil {
+			o.Copied = info.Size()
+		}
+	}
+	return err
 }
 
 // allocate gives an image its size: as a hole if thin, else with space of its own, which reads as zeros until it is written (fallocate(2)). An image with
@@ -526,10 +539,15 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 		return blockdev.Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
 	}
 	promised, growing := p.promisedTo(o)
-	size = max(size, growing)
-	if size > record.Size {
-		if err := p.grow(ctx, o, record, promised, growing, size); err != nil {
-			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
+	want := max(size, growing)
+	if want > record.Size {
+		err := p.grow(ctx, o, record, promised, growing, want)
+		if errors.Is(err, errdefs.ErrNoSpace) && record.Size < size && size < want { // what a crash cut short has no room any more, and this may have
+			want = size
+			err = p.grow(ctx, o, record, promised, growing, want)
+		}
+		if err != nil {
+			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, want, err)
 		}
 	}
 	// Also with nothing to grow: a crash may have come between the growth and this.
@@ -559,7 +577,8 @@ func (p *pool) saveSize(ctx context.Context, o *object, size, growing int64) err
 }
 
 // grow writes the new size into the record as growing, allocates the space, and then makes it the size. before is the growing of the record until now;
-// after an error it is restored. An image that is longer than its record says, as that may be an older one, is never cut.
+// after an error it is restored, and if it is larger than size it stays. An image that is longer than its record says, as that may be an older one, is
+// never cut.
 func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, promised, before, size int64) error {
 	image, err := p.openImage(record, os.O_RDWR)
 	if err != nil {
@@ -583,7 +602,10 @@ func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, prom
 		// Take the promise back, and with it what was allocated beyond the size.
 		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.saveSize(ctx, o, record.Size, before))
 	}
-	return p.saveSize(ctx, o, size, 0)
+	if before <= size {
+		before = 0
+	}
+	return p.saveSize(ctx, o, size, before)
 }
 
 // checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy by that record would lack the end of it.

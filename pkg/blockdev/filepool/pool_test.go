@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"io/fs"
 	"maps"
 	"os"
 	"os/exec"
@@ -27,6 +28,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -320,6 +322,36 @@ func TestSweep(t *testing.T) {
 	}
 	if info, err := os.Stat(path(dir, pooltest.Vol("e"), ".img")); err != nil || info.Size() != 3*pooltest.MiB {
 		t.Errorf("an image without a record: %v, %v", info, err)
+	}
+}
+
+// TestGrowthWithoutRoom: a growth that a crash cut short has no room any more. A smaller one of the volume is made, and the volume can be copied. When there
+// is room, a start goes on with the first one.
+func TestGrowthWithoutRoom(t *testing.T) {
+	mnt := mountNew(t, "tmpfs") // of 512 MiB
+	dir, ref, filler := filepath.Join(mnt, "pool"), pooltest.Vol("a"), filepath.Join(mnt, "filler")
+	check.OK(t, pooltest.OpenFiles(t, dir).Close())
+	check.OK(t, os.WriteFile(path(dir, ref, ".rec"), recordFile(t, map[string]any{"kind": ref.Kind, "key": ref.Key, "name": ref.String(), "state": "ready", "growing": 400 * pooltest.MiB}), 0o600))
+	check.OK(t, errors.Join(os.WriteFile(path(dir, ref, ".img"), nil, 0o600), os.Truncate(path(dir, ref, ".img"), 6*pooltest.MiB)))
+	check.OK(t, os.WriteFile(filler, make([]byte, 300*pooltest.MiB), 0o600))
+
+	pool := pooltest.OpenFiles(t, dir)
+	pooltest.Fails(t, pooltest.Second(pool.Expand(t.Context(), ref, 400*pooltest.MiB)), errdefs.ErrNoSpace, "the growth that was cut short")
+	for _, size := range []int64{5 * pooltest.MiB, 8 * pooltest.MiB} {
+		record, err := pool.Expand(t.Context(), ref, size)
+		if err != nil || record.Size != size {
+			t.Errorf("a smaller growth to %d bytes: %d, %v", size, record.Size, err)
+		}
+	}
+	if have := pooltest.CapacityOf(t, pool).Promised; have != 400*pooltest.MiB {
+		t.Errorf("%d bytes are promised, want those of the growth that is not over", have)
+	}
+	check.OK(t, os.Remove(filler))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: 8 * pooltest.MiB, Origin: ref})
+	check.OK(t, errors.Join(pool.Delete(t.Context(), pooltest.Snap("a")), pool.Close()))
+	pool = pooltest.OpenedFiles(t, dir)
+	if record, err := pool.Get(t.Context(), ref); err != nil || record.Size != 400*pooltest.MiB {
+		t.Errorf("with room, after a start: %d bytes, %v", record.Size, err)
 	}
 }
 
@@ -887,6 +919,64 @@ func TestResume(t *testing.T) {
 		t.Errorf("%d bytes are promised after the copy was given up, want %d", have, promised+2*pooltest.MiB)
 	}
 	if _, err := os.Stat(path(dir, spec.Ref, ".img")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the image of what was given up: %v", err)
+	}
+}
+
+// TestResumeAllocation: a thick volume whose allocation was cut short keeps what it has, and the retry goes on with that, also if somebody cut the image
+// short meanwhile. With another spec it begins anew. If nobody comes back, it is removed.
+func TestResumeAllocation(t *testing.T) {
+	dir := filepath.Join(mountNew(t, "ext4"), "pool")
+	pool := pooltest.OpenedFiles(t, dir)
+	promised := pooltest.CapacityOf(t, pool).Promised
+	const size = sparse.FirstStep + 32*pooltest.MiB
+	spec := blockdev.Spec{Ref: pooltest.Vol("a"), Name: "a", Size: size, Provisioning: blockdev.Thick}
+	image := path(dir, spec.Ref, ".img")
+	mark := []byte("what is allocated stays")
+	interrupt := func() {
+		t.Helper()
+		_, err := pool.Create(&pooltest.EndsAfter{Context: t.Context(), N: 1}, spec)
+		pooltest.Fails(t, err, context.Canceled, "Create")
+		pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), spec.Ref)), errdefs.ErrNotFound, "Get")
+		info, err := os.Stat(image)
+		check.OK(t, err)
+		if info.Size() != sparse.FirstStep {
+			t.Fatalf("%d bytes are allocated, want those of one step", info.Size())
+		}
+		pooltest.WriteTo(t, image, 0, mark)
+	}
+	for name, c := range map[string]struct {
+		change func(*blockdev.Spec)
+		resume bool
+	}{
+		"same":          {func(*blockdev.Spec) {}, true},
+		"cut by hand":   {func(*blockdev.Spec) { check.OK(t, os.Truncate(image, pooltest.MiB)) }, true},
+		"another size":  {func(s *blockdev.Spec) { s.Size = size + pooltest.MiB }, false},
+		"another label": {func(s *blockdev.Spec) { s.Labels = map[string]string{"k": "w"} }, false},
+	} {
+		interrupt()
+		retry := spec
+		c.change(&retry)
+		check.OK(t, pooltest.Second(pool.Create(t.Context(), retry)))
+		after, err := os.Stat(image)
+		check.OK(t, err)
+		b, err := os.ReadFile(image)
+		check.OK(t, err)
+		if have := bytes.HasPrefix(b, mark); have != c.resume {
+			t.Errorf("%s: gone on with %v, want %v", name, have, c.resume)
+		}
+		if after.Size() != retry.Size || after.Sys().(*syscall.Stat_t).Blocks*512 < retry.Size {
+			t.Errorf("%s: the image has %d bytes, in %d blocks", name, after.Size(), after.Sys().(*syscall.Stat_t).Blocks)
+		}
+		check.OK(t, pool.Delete(t.Context(), spec.Ref))
+		if have := pooltest.CapacityOf(t, pool).Promised; have != promised {
+			t.Fatalf("%s: %d bytes are promised in the end, want %d", name, have, promised)
+		}
+	}
+	interrupt()
+	filepool.Abandon(pool, spec.Ref)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: pooltest.MiB})
+	if _, err := os.Stat(image); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("the image of what was given up: %v", err)
 	}
 }

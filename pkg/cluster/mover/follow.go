@@ -64,7 +64,7 @@ func (m *Mover) whyNotFollow(ctx context.Context, v *v1alpha1.Volume) (why strin
 		}
 	}
 	home, pool := &pools[0], &pools[1]
-	switch need := cluster.Keeps(v); {
+	switch need := v.Keeps(); {
 	case pool.Status.Network.Name != home.Status.Network.Name:
 		return fmt.Sprintf("node %s is in the network %q, and not in the network %q of node %s: start their drivers in one (--remote-network)", to, pool.Status.Network.Name, home.Status.Network.Name, v.Spec.NodeName), nil
 	case len(pool.Status.Health) > 0:

@@ -63,7 +63,7 @@ func (r room) lacks(o cluster.Object) bool {
 func (r room) promised(v *v1alpha1.Volume) int64 {
 	switch {
 	case r.lacks(v):
-		return cluster.Keeps(v)
+		return v.Keeps()
 	case v.Status.Created == nil:
 		return 0
 	}
@@ -202,7 +202,7 @@ func (s *Store) count(ctx context.Context, rooms []room, node string, of volume.
 		}
 		for i := range snapshots.Items {
 			if s := &snapshots.Items[i]; s.Spec.Pool == r.Spec.Pool && r.lacks(s) {
-				promised += cluster.SnapshotKeeps(s)
+				promised += s.Keeps()
 			}
 		}
 		left := max(0, r.Available-promised)
@@ -229,12 +229,12 @@ func (s *Store) coming(ctx context.Context, node string) (map[string]int64, erro
 		if succeeded, err := s.isSucceeded(ctx, v); err != nil {
 			return nil, err
 		} else if !succeeded {
-			bytes[v.MovePool()] += cluster.Keeps(v)
+			bytes[v.MovePool()] += v.Keeps()
 		}
 	}
 	for i := range snapshots.Items {
 		if s := &snapshots.Items[i]; s.Spec.Move.IsToCome(s.Status.Move) {
-			bytes[s.Spec.Pool] += cluster.SnapshotKeeps(s)
+			bytes[s.Spec.Pool] += s.Keeps()
 		}
 	}
 	return bytes, nil

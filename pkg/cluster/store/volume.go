@@ -88,8 +88,8 @@ func (s *Store) another(ctx context.Context, spec volume.Spec, refused refusals,
 		return false
 	}
 	refused[overview.PoolName(have.Spec.NodeName, have.Spec.Pool)] = err
-	next, none := s.schedule(ctx, spec, cluster.Keeps(have), refused)
-	return none == nil && next.Fits(cluster.Keeps(have))
+	next, none := s.schedule(ctx, spec, have.Keeps(), refused)
+	return none == nil && next.Fits(have.Keeps())
 }
 
 // createOne makes a volume in one pool, none of those in refused. With an error it may return the object as well, as it was planned or created.
@@ -190,8 +190,8 @@ func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.
 	if err == nil && worst(&in) < blockdev.Inaccessible {
 		return false, nil
 	}
-	best, err := s.schedule(ctx, spec, cluster.Keeps(have), refused)
-	if err != nil || !best.Fits(cluster.Keeps(have)) {
+	best, err := s.schedule(ctx, spec, have.Keeps(), refused)
+	if err != nil || !best.Fits(have.Keeps()) {
 		return false, nil // no other pool: the volume waits for this one
 	}
 	err = s.kube.Client.Delete(ctx, have, client.Preconditions{UID: &have.UID, ResourceVersion: &have.ResourceVersion})

@@ -323,7 +323,7 @@ func (t *taking) classes() {
 			}
 			scheme := c.Parameters["encryption"]
 			if scheme != "" {
-				class.Header = EncryptionHeader
+				class.Header = v1alpha1.EncryptionHeader
 				class.Nodes = t.among(&class, func(s *v1alpha1.PoolStatus) bool { return encrypts(s, scheme) })
 			}
 			if n, err := strconv.Atoi(c.Parameters["replicas"]); err == nil && n > 1 {
@@ -333,10 +333,6 @@ func (t *taking) classes() {
 		}
 	}
 }
-
-// EncryptionHeader is how many bytes a pool keeps of an encrypted volume besides its size: luks.HeaderSize. It is written here once more, as package luks builds on
-// Linux only (TestEncryptionHeader).
-const EncryptionHeader = 16 << 20
 
 // encrypts reports whether volumes of a pool can be encrypted by a scheme; empty: not encrypted.
 func encrypts(s *v1alpha1.PoolStatus, scheme string) bool {

@@ -85,7 +85,7 @@ func TestMoveWaitsForANode(t *testing.T) {
 
 // TestEncryptionHeader: the room of an encrypted class is counted with the header that the driver writes.
 func TestEncryptionHeader(t *testing.T) {
-	if EncryptionHeader != luks.HeaderSize {
-		t.Errorf("the header is counted with %d bytes, and has %d", EncryptionHeader, luks.HeaderSize)
+	if v1alpha1.EncryptionHeader != luks.HeaderSize {
+		t.Errorf("the header is counted with %d bytes, and has %d", v1alpha1.EncryptionHeader, luks.HeaderSize)
 	}
 }

@@ -14,7 +14,7 @@
 //     (Lookup, Get, List), or look with Mu held.
 //
 // What only looks alike stays with each pool: how a record is saved (two slots of a file, or the difference of tags), what is left of a Create that failed
-// (a file pool goes on with copies of snapshots, an LVM pool with whatever ran out of time), and the account.
+// (a file pool goes on with what it allocated and with copies of snapshots, an LVM pool with whatever ran out of time), and the account.
 package catalog
 
 import (
@@ -47,7 +47,7 @@ const (
 // ErrRecord is in every errdefs.ErrDataLoss about a record.
 var ErrRecord = fmt.Errorf("%w: damaged record", errdefs.ErrDataLoss)
 
-// AbandonedAfter is how long an unfinished copy is kept for a retry. After that it is removed.
+// AbandonedAfter is how long an unfinished object is kept for a retry. After that it is removed.
 const AbandonedAfter = 15 * time.Minute
 
 // Entry is what every pool knows of an object; a pool's own type of objects embeds it.
@@ -56,8 +56,8 @@ type Entry struct {
 	labels string          // the labels, packed (packLabels)
 
 	State  State
-	Copied int64 // bytes of an unfinished copy that are in place
-	// Released is when an unfinished copy was left for a retry; zero for an object that only waits for its removal.
+	Copied int64 // bytes of an unfinished object that are in place
+	// Released is when an unfinished object was left for a retry; zero for an object that only waits for its removal.
 	Released time.Time
 	claimed  bool // a call is making or removing it
 }
@@ -251,7 +251,7 @@ func (c *Catalog[T]) List(_ context.Context, kind blockdev.Kind, after string, l
 }
 
 // Begin is the beginning of Create. It returns the object of a spec. ready: it is there, and is what the spec asks for. Otherwise it is an unfinished
-// copy, claimed for the caller, that can be gone on with; or the zero T, and the caller makes it. An unfinished object that is of no use to the spec is
+// object, claimed for the caller, that can be gone on with; or the zero T, and the caller makes it. An unfinished object that is of no use to the spec is
 // removed first. errdefs.ErrExists if a ready object is not what the spec asks for; errdefs.ErrBusy if another call has claimed it.
 func (c *Catalog[T]) Begin(ctx context.Context, spec blockdev.Spec, remove func(context.Context, T) error) (o T, ready bool, err error) {
 	var none T
@@ -282,7 +282,7 @@ func (c *Catalog[T]) same(have blockdev.Record, spec blockdev.Spec) error {
 	return nil
 }
 
-// resumable reports whether a spec can go on with an unfinished copy.
+// resumable reports whether a spec can go on with an unfinished object.
 func (e *Entry) resumable(spec blockdev.Spec) bool {
 	r := e.Record()
 	return e.State == Creating && e.Copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels) &&
