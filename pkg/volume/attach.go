@@ -113,7 +113,7 @@ func (l *Local) dangling(ctx context.Context, id ID) error {
 	return err
 }
 
-// removable reports whether a stack has a dangling device that is neither mounted nor open. If it is, it returns the error of stack.Dangling.
+// removable reports whether a stack has a dangling device that is neither mounted nor open. For one that is, it returns the error of stack.Dangling.
 func (l *Local) removable(ctx context.Context, stack device.Stack) (bool, error) {
 	dangling := stack.Dangling(ctx)
 	if !errors.Is(dangling, errdefs.ErrPrecondition) {
