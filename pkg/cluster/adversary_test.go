@@ -936,7 +936,7 @@ func TestPoolDefinitionAway(t *testing.T) {
 	m.stop()
 	check.OK(t, server.Define(w.ctx))
 	for _, what := range []string{"create", "create in a pool", "capacity", "claim", "networks"} {
-		if err := calls[what](); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "no node tells of a pool") {
+		if err := calls[what](); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "no node reports a pool") {
 			t.Errorf("%s, before any node has said what it has: %v", what, err)
 		}
 	}

@@ -696,9 +696,9 @@ func TestStrays(t *testing.T) {
 	check.OK(t, second(m.local.Get(w.ctx, stray.ID)))
 }
 
-// TestDeleteUntold: all objects of the driver are lost, as its definitions were removed, and a volume is deleted before its node has told what its pool keeps. It
+// TestDeleteUnreported: all objects of the driver are lost, as its definitions were removed, and a volume is deleted before its node has reported what its pool keeps. It
 // does not count as deleted: neither while there is no Pool at all, nor while the pool is not there. When the node is gone for good, it does.
-func TestDeleteUntold(t *testing.T) {
+func TestDeleteUnreported(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, _, pv := w.claimed(s, "data")
 	pv.Spec.NodeAffinity = boundTo(m.name)

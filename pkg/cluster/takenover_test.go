@@ -320,7 +320,7 @@ func TestStraysTakenOver(t *testing.T) {
 }
 
 // TestMovedStray: the object of a volume that other nodes can use was deleted after the volume had moved. Its PersistentVolume names the node that it was made on,
-// and the network. So its deletion is not answered as done while another node of that network reports its bytes, or may have them and has told of none.
+// and the network. So its deletion is not answered as done while another node of that network reports its bytes, or may have them and has reported none.
 func TestMovedStray(t *testing.T) {
 	w, _, s := newCluster(t)
 	x := w.takenOver(t, "node-2")
@@ -341,7 +341,7 @@ func TestMovedStray(t *testing.T) {
 		strays        []v1alpha1.Stray
 		accounted     bool
 	}{
-		{network: "storage", says: "has not told yet"},
+		{network: "storage", says: "has not reported yet"},
 		{network: "storage", says: "its bytes are still on node node-2", strays: []v1alpha1.Stray{{ID: gone.String()}}, accounted: true},
 		{network: "another", strays: []v1alpha1.Stray{{ID: gone.String()}}, accounted: true},
 		{network: "storage", accounted: true},

@@ -66,7 +66,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("a flag that binds", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"noatime,bind"} }), errdefs.ErrInvalid, "mount option bind")
 	refuses("a flag that stops the node", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"errors=panic"} }), errdefs.ErrInvalid, "take the node down")
 	refuses("a flag for another device", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"journal_path=/dev/sda"} }), errdefs.ErrInvalid, "a volume is one device")
-	refuses("an unknown parameter", parameter("copy", "3"), errdefs.ErrInvalid, `unknown parameter "copy"; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, replicas, replicaTopologyKey, replaceAfter, placement and fstype are known`)
+	refuses("an unknown parameter", parameter("copy", "3"), errdefs.ErrInvalid, `unknown parameter "copy"; known are pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, replicas, replicaTopologyKey, replaceAfter, placement, csi.storage.k8s.io/fstype`)
 	refuses("an unknown place for copies", parameter("copies", "nowhere"), errdefs.ErrInvalid, `copies="nowhere"; local and anywhere are known`)
 	refuses("an unknown pool", parameter("pool", "nowhere"), errdefs.ErrInvalid, `pool="nowhere": known are [fast slow]`)
 	refuses("a pool that is no name", parameter("pool", "../etc"), errdefs.ErrInvalid, `"../etc" is neither the name of a pool`)

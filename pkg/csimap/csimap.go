@@ -82,10 +82,11 @@ func MutableOf(given map[string]string) map[string]string {
 	return mutable
 }
 
-// Parameter of a StorageClass, as people are told of it.
+// Parameter describes a parameter of a StorageClass, in Markdown.
 type Parameter struct{ Name, Values, Default string }
 
-// ClassParameters are all that ParseParameters takes of people (docs/reference/parameters.md).
+// ClassParameters are the parameters that ParseParameters takes, for docs/reference/parameters.md and for the error about an unknown one. Those that only a CO
+// sends are left out.
 func ClassParameters() []Parameter {
 	var filesystems []string
 	for _, t := range filesystem.Types {
@@ -136,8 +137,8 @@ var readers = map[string]func(p *Parameters, key, value string) error{
 	replicas: (*Parameters).replicate, replicaTopologyKey: (*Parameters).replicate, replaceAfter: (*Parameters).replicate,
 }
 
-// ParseParameters returns ErrInvalid for any that is unknown or has an unknown value, and for a
-// filesystem under two names.
+// ParseParameters reads the parameters of a StorageClass. ErrInvalid for one that is unknown (ClassParameters) or has an unknown value, for a filesystem under
+// two names, and for parameters that do not go together. Unknown ones of the CO's own (ForCO) are left out.
 func ParseParameters(parameters map[string]string) (Parameters, error) {
 	var p Parameters
 	var filesystemKey string
@@ -165,13 +166,17 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			}
 			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, replicas, replicaTopologyKey, replaceAfter, placement and fstype are known", errdefs.ErrInvalid, key)
+			var known []string
+			for _, parameter := range ClassParameters() {
+				known = append(known, parameter.Name)
+			}
+			return p, fmt.Errorf("%w: unknown parameter %q; known are %s", errdefs.ErrInvalid, key, strings.Join(known, ", "))
 		}
 	}
 	return p, p.together(parameters)
 }
 
-// together is ErrInvalid for parameters that mean something beside others only, and are given without these.
+// together returns ErrInvalid if a parameter is given that has a meaning only beside another one, and that one is not given.
 func (p *Parameters) together(parameters map[string]string) error {
 	if value, given := parameters[encryptionDiscard]; given && p.Encryption.Scheme == volume.NotEncrypted {
 		return fmt.Errorf("%w: parameter %s=%q is for volumes that are encrypted; give %s too", errdefs.ErrInvalid, encryptionDiscard, value, encryption)

@@ -320,3 +320,17 @@ func FuzzParseEphemeral(f *testing.F) {
 		}
 	})
 }
+
+// TestClassParameters: the described parameters are those that are read, each once. So an error about an unknown one names all that are known.
+func TestClassParameters(t *testing.T) {
+	read := append(slices.Collect(maps.Keys(readers)), fsType)
+	var described []string
+	for _, p := range ClassParameters() {
+		described = append(described, p.Name)
+	}
+	slices.Sort(read)
+	slices.Sort(described)
+	if !slices.Equal(read, described) {
+		t.Errorf("read are %q, described %q", read, described)
+	}
+}

@@ -198,11 +198,11 @@ type Options struct {
 	ReadOnly bool
 }
 
-// Severed returns errdefs.ErrPrecondition if a device of the volume is there and what it is over is gone, as after the end of a connection. Such a device
-// must not be laid over anything again: it would then write what its users wrote before. Until it is detached they get errors.
-func (s Stack) Severed(ctx context.Context) error { return s.severed(ctx, s.layers(ctx)) }
+// Dangling returns errdefs.ErrPrecondition if the volume has a dangling device: one that is there, while the device below it is gone, as after the end of a
+// connection. It must not be laid over another device: that would get what its users wrote before. Its users get errors until it is detached.
+func (s Stack) Dangling(ctx context.Context) error { return s.dangling(ctx, s.layers(ctx)) }
 
-func (s Stack) severed(ctx context.Context, layers []layer) error {
+func (s Stack) dangling(ctx context.Context, layers []layer) error {
 	for _, l := range layers[1:] {
 		devices, below, err := l.attached(ctx)
 		if err != nil {
@@ -242,8 +242,13 @@ const (
 	claimedPause = 100 * time.Millisecond
 )
 
-// Attach makes the volume a device of this machine, or finds the one that is there. The caller closes it to end its hold. Errors: errdefs.ErrInUse if it
-// is attached with another Keep or Guarded, or if somebody else has its device for himself, errdefs.ErrPrecondition as for Severed, ErrMarks if only the marks fail; else those of blockdev.Pool.Attach.
+// Attach makes the volume a device of this machine, or finds the one that is there. The caller closes it to end its hold. Errors, besides those of
+// blockdev.Pool.Attach:
+//
+//   - errdefs.ErrInUse: it is attached with another Keep or Guarded, or another program has its device for itself (O_EXCL);
+//   - errdefs.ErrPrecondition: it has a dangling device (Dangling);
+//   - errdefs.ErrUnsupported: it is encrypted or guarded, and the kernel has no device mapper;
+//   - ErrMarks: only the marks fail.
 func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	for try := 0; ; try++ {
 		device, err := s.attach(ctx, o)
@@ -276,7 +281,7 @@ func (s Stack) claimed(err error) error {
 func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	layers, err := s.wanted(ctx, o)
 	if err == nil {
-		err = s.severed(ctx, layers)
+		err = s.dangling(ctx, layers)
 	}
 	if err != nil {
 		return blockdev.Device{}, err

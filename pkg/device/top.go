@@ -146,8 +146,8 @@ func fitsOver(d *dm.Device, below blockdev.Device, flushed bool) (bool, error) {
 	return size == below.Size && (!flushed || dm.Flushed(d.Number) || !dm.Flushed(below.Number)), err
 }
 
-// show gives the device a table. A guarded device fails all writes, and the kernel takes a flush for a write. So after each table it is told that there is
-// no cache to flush, because the table sets that anew. A device with a read-only table refuses all writes, but for a guarded one, which has to be opened for
+// show gives the device a table. A guarded device fails all writes, and the kernel takes a flush for a write. So it is set to have no cache to flush,
+// after each table, as the table sets that anew. A device with a read-only table refuses all writes, but for a guarded one, which has to be opened for
 // writing.
 func show(name, uuid string, below blockdev.Device, guarded, readOnly bool) error {
 	if !guarded {

@@ -91,8 +91,8 @@ func (r *Remote) check(ctx context.Context, method string) (context.Context, err
 
 // Anybody can make calls that are refused. So many of these are logged one by one in each refusalsEvery; the rest are counted, and the log has the sum.
 const (
-	refusalsTold  = 10
-	refusalsEvery = time.Minute
+	refusalsLogged = 10
+	refusalsEvery  = time.Minute
 )
 
 // refusals limits what is logged of refused calls. All its methods may be called at once.
@@ -101,20 +101,20 @@ type refusals struct {
 
 	mu      sync.Mutex
 	since   time.Time
-	told    int // calls logged since
+	logged  int // calls since then that were logged
 	leftOut int
 	later   *time.Timer // logs leftOut
 }
 
-// tell reports whether this refusal is logged; if not, it is counted for sum.
-func (r *refusals) tell() bool {
+// mayLog reports whether this refusal is to be logged. If not, it is counted for sum.
+func (r *refusals) mayLog() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if now := time.Now(); now.Sub(r.since) >= refusalsEvery {
-		r.since, r.told = now, 0
+		r.since, r.logged = now, 0
 	}
-	if r.told < refusalsTold {
-		r.told++
+	if r.logged < refusalsLogged {
+		r.logged++
 		return true
 	}
 	if r.leftOut++; r.leftOut == 1 {

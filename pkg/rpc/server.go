@@ -355,7 +355,7 @@ func (c *call) end(ctx context.Context, response any, err error) error {
 func (c *call) logEnd(ctx context.Context, response any, err error) {
 	took := time.Since(c.start).Round(time.Microsecond).String()
 	switch {
-	case c.refused && !c.guard.refusals.tell():
+	case c.refused && !c.guard.refusals.mayLog():
 	case err != nil && ctx.Err() == nil:
 		c.log.Error(err, "Call failed", "code", Code(err).String(), "took", took, "request", printable(c.request))
 	case err != nil:

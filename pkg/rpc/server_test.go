@@ -170,7 +170,7 @@ func TestPanic(t *testing.T) {
 	wants(t, err, codes.OK)
 }
 
-// TestOneCallPerVolume: a second call for a volume is told to try again, and succeeds when the first is over. Metrics count both.
+// TestOneCallPerVolume: a second call for a volume gets ABORTED, and succeeds when the first is over. Metrics count both.
 func TestOneCallPerVolume(t *testing.T) {
 	noLeak(t)
 	begun, finish := make(chan struct{}), make(chan struct{})
@@ -293,7 +293,7 @@ func TestNoSecretIsPrinted(t *testing.T) {
 	}
 }
 
-// TestNoSecretIsLogged: secrets are not in the log, at the highest verbosity, nor in traces, nor in what callers are told: whether a call succeeds, fails,
+// TestNoSecretIsLogged: secrets are not in the log, at the highest verbosity, nor in traces, nor in the errors of calls: whether a call succeeds, fails,
 // panics, or finds the volume busy.
 func TestNoSecretIsLogged(t *testing.T) {
 	spans, before := tracetest.NewInMemoryExporter(), otel.GetTracerProvider()
@@ -306,14 +306,14 @@ func TestNoSecretIsLogged(t *testing.T) {
 		inContext[key] = secretValue
 	}
 	secrets := map[string]string{"passphrase": secretValue, "user": secretValue}
-	told := func(err error) {
+	clean := func(err error) {
 		if text := fmt.Sprintf("%+v", status.Convert(err).Proto()); strings.Contains(text, secretValue) {
-			t.Errorf("the caller is told a secret: %s", text)
+			t.Errorf("the error has a secret: %s", text)
 		}
 	}
 	stage := func() error {
 		_, err := s.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "staged-volume", Secrets: secrets, VolumeContext: inContext})
-		told(err)
+		clean(err)
 		return err
 	}
 	for _, end := range []func() error{
@@ -332,11 +332,11 @@ func TestNoSecretIsLogged(t *testing.T) {
 			f.other = errors.New("surprise")
 		}
 		_, err := s.NodePublishVolume(t.Context(), &csi.NodePublishVolumeRequest{VolumeId: "published-volume", Secrets: secrets, VolumeContext: inContext})
-		told(err)
+		clean(err)
 		_, err = s.NodeExpandVolume(t.Context(), &csi.NodeExpandVolumeRequest{VolumeId: "grown-volume", Secrets: secrets})
-		told(err)
+		clean(err)
 		_, err = s.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: "deleted-volume", Secrets: secrets})
-		told(err)
+		clean(err)
 	}
 	f.stage = func(context.Context, *csi.NodeStageVolumeRequest) error {
 		f.stage = func(context.Context, *csi.NodeStageVolumeRequest) error { return nil }
@@ -478,7 +478,7 @@ func TestDrainStuck(t *testing.T) {
 				t.Errorf("stopped with %v", err)
 			}
 			if err := <-ended; status.Code(err) != codes.Unavailable && status.Code(err) != codes.Canceled {
-				t.Errorf("the caller was not told that the work may be going on: %v", err)
+				t.Errorf("the error does not say that the work may be going on: %v", err)
 			}
 			close(released)
 			if _, err := os.Lstat(s.socket); !errors.Is(err, fs.ErrNotExist) {

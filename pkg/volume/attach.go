@@ -102,28 +102,29 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, options device.Op
 	return attached, nil
 }
 
-// severed: see device.Stack.Severed. nil if nobody has the device mounted or open: to attach the volume removes it.
-func (l *Local) severed(ctx context.Context, id ID) error {
+// dangling returns ErrPrecondition if a volume has a dangling device (device.Stack.Dangling) that is mounted or open. One that is not is no error: to attach
+// the volume removes it.
+func (l *Local) dangling(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if err != nil {
 		return err
 	}
-	_, err = l.outlived(ctx, stack)
+	_, err = l.removable(ctx, stack)
 	return err
 }
 
-// outlived returns the error of stack.Severed while the severed device is mounted or open; is: nobody has it.
-func (l *Local) outlived(ctx context.Context, stack device.Stack) (is bool, err error) {
-	severed := stack.Severed(ctx)
-	if !errors.Is(severed, errdefs.ErrPrecondition) {
-		return false, severed
+// removable reports whether a stack has a dangling device that is neither mounted nor open. For one that is, it returns the error of stack.Dangling.
+func (l *Local) removable(ctx context.Context, stack device.Stack) (bool, error) {
+	dangling := stack.Dangling(ctx)
+	if !errors.Is(dangling, errdefs.ErrPrecondition) {
+		return false, dangling
 	}
 	devices, err := stack.Attached(ctx)
 	if err != nil {
 		return false, err
 	}
 	if open, err := stack.Open(); err != nil || open || l.mounted(devices) {
-		return false, errors.Join(err, severed)
+		return false, errors.Join(err, dangling)
 	}
 	return true, nil
 }
@@ -145,14 +146,14 @@ func (l *Local) layLeg(ctx context.Context, id ID, isLeg bool, stack device.Stac
 	return l.layMarked(ctx, pool, record, o, func(o device.Options) (blockdev.Device, error) { return l.lay(ctx, stack, o) })
 }
 
-// lay is stack.Attach. It first detaches severed devices that nobody has, which a stage that was cut short has left.
+// lay is stack.Attach. It first detaches a dangling device that is neither mounted nor open, which a stage that was cut short has left.
 func (l *Local) lay(ctx context.Context, stack device.Stack, o device.Options) (blockdev.Device, error) {
 	o.Mounted = func(d blockdev.Device) bool { return l.mounted([]blockdev.Device{d}) }
 	attached, err := stack.Attach(ctx, o)
 	if !errors.Is(err, errdefs.ErrPrecondition) {
 		return attached, err
 	}
-	if is, _ := l.outlived(ctx, stack); !is {
+	if removable, _ := l.removable(ctx, stack); !removable {
 		return blockdev.Device{}, err
 	}
 	if err := l.detach(ctx, stack); err != nil {

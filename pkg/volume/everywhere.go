@@ -101,7 +101,7 @@ func (e *Everywhere) getPlain(ctx context.Context, id ID) (Volume, error) {
 	at := e.plain(ctx, id)
 	v, err := at.Get(ctx, id)
 	if at == e.others && err == nil {
-		err = at.severed(ctx, id)
+		err = at.dangling(ctx, id)
 	}
 	if at == e.others || !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrUnavailable) {
 		return v, err

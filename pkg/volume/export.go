@@ -442,8 +442,8 @@ func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	return trace.Do(ctx, "end an export", func(ctx context.Context) error { return l.unexport(ctx, pool, record, e) }, "volume", id.String())
 }
 
-// nobodys is a generation that no export has: with it unexportUnread fails if the kernel exports anything of the volume.
-const nobodys = -1
+// noGeneration is a generation that no export has: with it unexportUnread fails if the kernel exports anything of the volume.
+const noGeneration = -1
 
 // unexportUnread ends what the kernel exports of a volume whose record does not say to whom; why is the error of exportOf. It returns why if the kernel
 // has an export of another generation; 0 stands for all.

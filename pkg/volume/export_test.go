@@ -19,8 +19,8 @@ func (l *Local) SetPatience(d time.Duration) { l.patience = d }
 // RetryExports is one round of KeepExports.
 func (l *Local) RetryExports(ctx context.Context) { l.retryExports(ctx) }
 
-// EndUnsaid is one round of ending exports that no record says (endUnsaid).
-func (l *Local) EndUnsaid(ctx context.Context) error { return l.endUnsaid(ctx) }
+// EndUnrecorded is one pass of endUnrecorded.
+func (l *Local) EndUnrecorded(ctx context.Context) error { return l.endUnrecorded(ctx) }
 
 // WithoutMarks makes this machine one that cannot mark writes, until with is called.
 func WithoutMarks() (with func()) {

@@ -248,7 +248,7 @@ func (l *Local) KeepExports(ctx context.Context) {
 			return
 		case <-ticks.C:
 			l.retryExports(ctx)
-			if err := l.endUnsaid(ctx); err != nil && ctx.Err() == nil {
+			if err := l.endUnrecorded(ctx); err != nil && ctx.Err() == nil {
 				klog.FromContext(ctx).V(2).Info("Could not end what is exported and in no record; trying again", "err", err.Error())
 			}
 		}

@@ -292,9 +292,11 @@ func ofMember(id ID, err error) error {
 	return fmt.Errorf("volume %s: %w", id, err)
 }
 
-// cutAll cuts the members in their order (rank). The writes to each go on as soon as it is cut. That keeps the point in time: what they write then is later
-// than all cuts that writes still wait for. Of several members that others may write to, all but the last have to be unchanged when that is cut: so that is the
-// moment of all. A pool that has to copy bytes does so after all members are cut. at is where to go on; now is told which member is being cut.
+// cutAll cuts the members of a group from index at on, in their order (rank). It stores the ID of the member that it is cutting in now.
+//
+// The writes to each member go on as soon as it is cut. All cuts are still of one point in time: what is written then is later than all cuts that writes still
+// wait for. Of several members that others may write to meanwhile, all but the last must be unchanged when the last one is cut: that moment is then the moment
+// of all. A pool that has to copy bytes does so after all members are cut.
 func (l *Local) cutAll(ctx context.Context, now *atomic.Pointer[ID], cuts []groupCut, at int) error {
 	if at == len(cuts) {
 		return nil

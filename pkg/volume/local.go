@@ -166,7 +166,7 @@ func (l *Local) delete(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref
 			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, node)
 		}
 		if e, is, err := exportOf(record); err != nil {
-			if err := l.unexportUnread(ctx, pool, record, nobodys, err); err != nil { // fails if the kernel exports anything of the volume
+			if err := l.unexportUnread(ctx, pool, record, noGeneration, err); err != nil { // fails if the kernel exports anything of the volume
 				return err
 			}
 		} else if is {

@@ -20,8 +20,8 @@ import (
 // every write since the marks were begun is marked. It says so only after that is true, and stops saying so before a write that is not marked. If it does
 // not say so, all of the leg counts as written.
 //
-// Marks that were lost are begun anew. So the number of an era that others are told contains how often marks were begun. An era from before that is not
-// one of the present marks.
+// Marks that were lost are begun anew. So the number by which other nodes know an era has two parts: the kernel's number of the era, and how often marks were begun. An era of
+// lost marks has the number of no present one.
 
 // marksAvailable returns why this machine cannot mark writes. Tests replace it.
 var marksAvailable = era.Available
@@ -71,7 +71,7 @@ func (m marking) next(block int64) (marking, bool) {
 	return marking{m.begun + 1, block}, m.begun+1 < 1<<(32-eraBits)
 }
 
-// number returns the number of one of the kernel's eras, as others are told it; false if the kernel's number does not fit into eraBits.
+// number returns the number by which other nodes know one of the kernel's eras; false if the kernel's number does not fit into eraBits.
 func (m marking) number(era uint32) (uint32, bool) { return m.begun<<eraBits | era, era < 1<<eraBits }
 
 // era returns the kernel's era of a number; false if nothing is known since then. Number 0 is from before the first write.

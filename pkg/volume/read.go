@@ -400,7 +400,7 @@ func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record block
 	return changeLabel(ctx, pool, record.Ref, labelRead, "")
 }
 
-// leaveReading is Detach for a volume that many nodes read: the others go on. is: it was one.
+// leaveReading is Detach for a volume that many nodes read: the others go on. It reports whether it has done so; if not, the volume is detached as any other.
 func (l *Local) leaveReading(ctx context.Context, id ID) (is bool, err error) {
 	how, is := l.exporting()
 	if !is {

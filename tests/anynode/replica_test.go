@@ -38,7 +38,7 @@ type mirrored struct {
 	key    string
 	legs   []string // names, and nodes
 	on     []string
-	common string // see equal
+	common string // the name of the last moment in which all legs were equal, as the records of all of them had it when that was looked at (equal)
 }
 
 // mirror makes a volume with a leg on each of some nodes, the first one there first.

@@ -108,7 +108,7 @@ type replicaLife struct {
 
 func (l *replicaLife) name() string { return l.step + ", " + l.fault.name + ", " + l.shape }
 
-// with: see life.
+// with does something, in the middle of which the fault comes if it is its step, and tries until it is done.
 func (l *replicaLife) with(step, what string, call func(ctx context.Context) error) {
 	l.Helper()
 	if l.step == step {

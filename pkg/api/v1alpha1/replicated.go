@@ -307,7 +307,7 @@ const (
 	LegCurrent = "Current" // it has every acknowledged write
 	LegJoining = "Joining" // what it lacks is being copied to it
 	LegWaiting = "Waiting" // it is not used now; Message says why
-	LegAhead   = "Ahead"   // it was on a list that the object knows nothing of, as that was put back: it may have what the others lack. Nothing is copied to it, and it stays, until a person says which legs are current
+	LegAhead   = "Ahead"   // it was on a list that the object does not know, as the object was restored: it may have what the others lack. Nothing is copied to it, and it stays, until a person says which legs are current
 	LegQueued  = "Queued"  // it is made equal when others are, of volumes that the same node uses
 	LegUnfit   = "Unfit"   // it cannot be made equal to those that are current, as its disk is not like theirs; Message says why
 )

@@ -37,7 +37,7 @@ type Home interface {
 	// Record returns the record of a volume that is exported to the caller, or claimed for it.
 	Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error)
 	// SetLabels changes labels of such a record, all or none: those in before to what is in after. Labels that are in neither stay, those only in before are
-	// removed. Only volume.UserLabels can be changed. errdefs.ErrBusy if the labels are not as in before. It returns the new record.
+	// removed. Only labels that volume.Local.SwapLabels takes can be changed. errdefs.ErrBusy if the labels are not as in before. It returns the new record.
 	SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (blockdev.Record, error)
 	// Marks returns what was written to a leg that is exported to the caller since an era: see volume.Local.Marks. errdefs.ErrUnsupported if the home is of a
 	// version without marks.

@@ -30,7 +30,7 @@ type Listener struct {
 	certificate tls.Certificate
 }
 
-// Listen opens a port, and makes its key. address is IP:PORT, at which other nodes reach it, as it is told to them. ErrInvalid if it is no such address
+// Listen opens a port, and makes its key. address is IP:PORT, at which other nodes reach it. ErrInvalid if it is no such address
 // (CheckAddress).
 func Listen(address string) (*Listener, error) {
 	if err := CheckAddress(address); err != nil {

@@ -139,7 +139,7 @@ func (s *Store) nodePools(ctx context.Context, node string) ([]v1alpha1.Pool, in
 		return nil, 0, kube.APIError("list pools", err)
 	}
 	if len(pools.Items) == 0 {
-		if err := s.told(ctx); err != nil {
+		if err := s.reported(ctx); err != nil {
 			return nil, 0, err
 		}
 		return nil, 0, fmt.Errorf("%w: no node %q has pools", errdefs.ErrNotFound, node)

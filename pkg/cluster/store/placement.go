@@ -90,7 +90,7 @@ func (s *Store) rooms(ctx context.Context, set string, nodes []string) ([]room, 
 		return nil, err
 	}
 	if !known {
-		if err := s.told(ctx); err != nil {
+		if err := s.reported(ctx); err != nil {
 			return nil, err
 		}
 		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", errdefs.ErrInvalid, set)
@@ -382,7 +382,7 @@ func (s *Store) Networks(ctx context.Context) (map[string]string, error) {
 		return nil, kube.APIError("list pools", err)
 	}
 	if len(pools.Items) == 0 {
-		return nil, s.told(ctx)
+		return nil, s.reported(ctx)
 	}
 	networks := map[string]string{}
 	for i := range pools.Items {
@@ -512,7 +512,7 @@ func (s *Store) granularity(ctx context.Context, node, pool string) (int64, erro
 	var p v1alpha1.Pool
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, &p)
 	if apierrors.IsNotFound(err) {
-		return 0, fmt.Errorf("%w: node %s does not tell of a pool %s", errdefs.ErrUnavailable, node, pool)
+		return 0, fmt.Errorf("%w: node %s reports no pool %s", errdefs.ErrUnavailable, node, pool)
 	}
 	if err != nil {
 		return 0, kube.APIError(fmt.Sprintf("read pool %s of node %s", pool, node), err)

@@ -306,7 +306,7 @@ func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 }
 
 // checkStrays returns ErrUnavailable if a pool reports a stray with an ID: its bytes are there, and only an operator can decide about them. It is ErrUnavailable
-// too until the pool that may have it has told of its strays. home is the node that the volume, snapshot or group was on; empty: where its PersistentVolume may be
+// too until the pool that may have it has reported its strays. home is the node that the volume, snapshot or group was on; empty: where its PersistentVolume may be
 // used (boundTo). If either is known, strays of other nodes do not count: any node can report a stray of any ID.
 func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	var pools v1alpha1.PoolList
@@ -314,15 +314,15 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 		return kube.APIError("list pools", err)
 	}
 	if len(pools.Items) == 0 {
-		return s.checkUntold(ctx, id, home)
+		return s.checkUnreported(ctx, id, home)
 	}
 	of, _ := volume.ParseID(id) // a group has no pool
 	at := bound{node: home}
 	for i := range pools.Items {
 		p := &pools.Items[i]
 		stray := slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id })
-		untold := p.Spec.Pool == of.Pool && meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted) == nil
-		if !stray && !untold {
+		unreported := p.Spec.Pool == of.Pool && meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted) == nil
+		if !stray && !unreported {
 			continue
 		}
 		if at == (bound{}) {
@@ -335,19 +335,19 @@ func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 		case stray && (here || at == bound{}):
 			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
 				errdefs.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
-		case untold && here:
-			return fmt.Errorf("%w: there is no object of %s, and pool %s of node %s, where it may be, has not told yet what it keeps: see that its disk and the driver there are up; if nothing of that pool is needed any more, delete its object (kubectl delete pools.ashlar.dev %s)",
+		case unreported && here:
+			return fmt.Errorf("%w: there is no object of %s, and pool %s of node %s, where it may be, has not reported yet what it keeps: see that its disk and the driver there are up; if nothing of that pool is needed any more, delete its object (kubectl delete pools.ashlar.dev %s)",
 				errdefs.ErrUnavailable, id, p.Spec.Pool, p.Spec.NodeName, p.Name)
 		}
 	}
 	return nil
 }
 
-// checkUntold is checkStrays while no pool is told of at all: ErrUnavailable, unless the only node that has, or had, what an ID names is gone for good.
-func (s *Store) checkUntold(ctx context.Context, id, home string) (err error) {
-	untold := s.told(ctx)
-	if untold == nil {
-		return fmt.Errorf("%w: pools are told of just now, and perhaps %s among what they keep; ask again", errdefs.ErrUnavailable, id)
+// checkUnreported is checkStrays while no pool is reported at all: ErrUnavailable, unless the only node that has, or had, what an ID names is gone for good.
+func (s *Store) checkUnreported(ctx context.Context, id, home string) (err error) {
+	unreported := s.reported(ctx)
+	if unreported == nil { // since checkStrays listed them
+		return fmt.Errorf("%w: nodes have just begun to report their pools, and %s may be in one of these; ask again", errdefs.ErrUnavailable, id)
 	}
 	at := bound{node: home}
 	if home == "" {
@@ -360,7 +360,7 @@ func (s *Store) checkUntold(ctx context.Context, id, home string) (err error) {
 			return err
 		}
 	}
-	return fmt.Errorf("whether %s is gone is not known: %w", id, untold)
+	return fmt.Errorf("whether %s is gone is not known: %w", id, unreported)
 }
 
 // bound is where something may be, as far as that is known. A volume that other nodes of a network can use was made on the node, and may have moved to any of
@@ -459,8 +459,8 @@ func (s *Store) defined(ctx context.Context, of client.Object) error {
 	return kube.APIError(fmt.Sprintf("look whether there is any %s", gvk.Kind), s.kube.Live.List(ctx, &list, client.Limit(1)))
 }
 
-// told returns ErrUnavailable while there is no Pool object at all: then it is not known which nodes and pools there are.
-func (s *Store) told(ctx context.Context) error {
+// reported returns ErrUnavailable while there is no Pool object at all: then it is not known which nodes and pools there are.
+func (s *Store) reported(ctx context.Context) error {
 	var one v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &one, client.Limit(1), client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list pools", err)
@@ -471,5 +471,5 @@ func (s *Store) told(ctx context.Context) error {
 	if err := s.defined(ctx, &v1alpha1.Pool{}); err != nil {
 		return err
 	}
-	return fmt.Errorf("%w: no node tells of a pool (kubectl get pools.ashlar.dev): have the driver run on the nodes that have some", errdefs.ErrUnavailable)
+	return fmt.Errorf("%w: no node reports a pool (kubectl get pools.ashlar.dev): have the driver run on the nodes that have pools", errdefs.ErrUnavailable)
 }

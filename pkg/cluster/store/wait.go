@@ -136,7 +136,7 @@ func lastWord(o cluster.Object) string {
 // state is the last state of an object that is known.
 type state[T cluster.Object] struct {
 	have T
-	seen bool // the watch has told of this object (its UID)
+	seen bool // the watch has delivered this object (its UID)
 }
 
 // askAgain annotates the object, so that its agent gets a new event, and looks at the answer of that write. The agent may have got an event without the field

@@ -48,7 +48,7 @@ func IgnoreConflict(err error) error {
 	return client.IgnoreNotFound(err)
 }
 
-// IsDeleted reports whether an error says that an object is not there, and not that its kind is not, as while the definitions are put back.
+// IsDeleted reports whether an error says that an object is not there, and not that its kind is not, as while the definitions are restored.
 func IsDeleted(err error) bool {
 	return apierrors.IsNotFound(err) && !apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse)
 }

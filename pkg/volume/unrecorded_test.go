@@ -24,15 +24,15 @@ func relabelled(t *testing.T, pool blockdev.Pool, v volume.Volume, label, value 
 	})))
 }
 
-// TestExportUnsaid: an export that no record says is ended, and its device detached, once no call holds the volume's lock. An export stays if a record says it,
-// if the record cannot be read, or if it is another node's on the same kernel.
-func TestExportUnsaid(t *testing.T) {
+// TestExportUnrecorded: an export that is in no record is ended, and its device detached, once no call holds the volume's lock. An export stays if it is in a
+// record, if the record cannot be read, or if it is another node's on the same kernel.
+func TestExportUnrecorded(t *testing.T) {
 	pool, k := memory.NewDisk(8<<30).Open("default", nil), newTarget(t)
 	l := start(t, 0, pool)
 	locks := serve(t, l, k, nil)
 	names := map[string]string{} // of exports
 	made := map[string]volume.Volume{}
-	for _, name := range []string{"said", "unread", "unsaid", "busy"} {
+	for _, name := range []string{"recorded", "unread", "unrecorded", "busy"} {
 		made[name] = create(t, l, name)
 		e, err := l.Export(t.Context(), made[name].ID, grant(1, "b"))
 		check.OK(t, err)
@@ -40,7 +40,7 @@ func TestExportUnsaid(t *testing.T) {
 	}
 	other := start(t, 0, memory.NewDisk(8<<30).Open("default", nil))
 	other.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: slices.Repeat([]byte{1}, 32), Locks: &keylock.Table{}})
-	theirs, err := other.Export(t.Context(), create(t, other, "unsaid").ID, grant(1, "b"))
+	theirs, err := other.Export(t.Context(), create(t, other, "unrecorded").ID, grant(1, "b"))
 	check.OK(t, err)
 	left := func(want ...string) {
 		t.Helper()
@@ -53,28 +53,28 @@ func TestExportUnsaid(t *testing.T) {
 		}
 		same(t, "exported", slices.Sorted(slices.Values(have)), slices.Sorted(slices.Values(append(want, theirs.NQN))))
 	}
-	check.OK(t, l.EndUnsaid(t.Context()))
+	check.OK(t, l.EndUnrecorded(t.Context()))
 	left(slices.Collect(maps.Keys(names))...)
 
-	relabelled(t, pool, made["unsaid"], "export", "")
+	relabelled(t, pool, made["unrecorded"], "export", "")
 	relabelled(t, pool, made["busy"], "export", "")
 	relabelled(t, pool, made["unread"], "export", "who knows")
 	unlock := check.Locked(t, locks, keylock.Volume(made["busy"].ID.Key))
-	check.OK(t, l.EndUnsaid(t.Context()))
-	left("said", "unread", "busy")
-	if devices, err := l.Attached(t.Context(), made["unsaid"].ID); err != nil || len(devices) > 0 {
+	check.OK(t, l.EndUnrecorded(t.Context()))
+	left("recorded", "unread", "busy")
+	if devices, err := l.Attached(t.Context(), made["unrecorded"].ID); err != nil || len(devices) > 0 {
 		t.Errorf("it is attached as %v, %v", devices, err)
 	}
 	unlock()
-	check.OK(t, l.EndUnsaid(t.Context()))
-	left("said", "unread")
-	exportedTo(t, l, k, made["said"].ID, grant(1, "b"))
-	check.OK(t, errors.Join(l.Unexport(t.Context(), made["said"].ID, 0), l.Unexport(t.Context(), made["unread"].ID, 0), other.Unexport(t.Context(), made["unsaid"].ID, 0)))
+	check.OK(t, l.EndUnrecorded(t.Context()))
+	left("recorded", "unread")
+	exportedTo(t, l, k, made["recorded"].ID, grant(1, "b"))
+	check.OK(t, errors.Join(l.Unexport(t.Context(), made["recorded"].ID, 0), l.Unexport(t.Context(), made["unread"].ID, 0), other.Unexport(t.Context(), made["unrecorded"].ID, 0)))
 }
 
-// TestReadUnsaid: exports to readers that are not of the reading in the record are ended; those of that reading stay. When the record has none, all are ended,
+// TestReadUnrecorded: exports to readers that are not of the reading in the record are ended; those of that reading stay. When the record has none, all are ended,
 // and the volume can be written to again.
-func TestReadUnsaid(t *testing.T) {
+func TestReadUnrecorded(t *testing.T) {
 	needGuard(t)
 	pool, k := opened(t, "default", filesURL(t)), newTarget(t)
 	l := start(t, 0, pool)
@@ -87,13 +87,13 @@ func TestReadUnsaid(t *testing.T) {
 	if len(k.exports) != 2 {
 		t.Fatalf("exported: %v", k.exports)
 	}
-	check.OK(t, l.EndUnsaid(t.Context()))
+	check.OK(t, l.EndUnrecorded(t.Context()))
 	if _, is := k.exports[now.NQN]; !is {
 		t.Error("who reads it now does not any more")
 	}
 	readBy(t, l, k, v.ID, false, 2)
 	relabelled(t, pool, v, "read", "")
-	check.OK(t, l.EndUnsaid(t.Context()))
+	check.OK(t, l.EndUnrecorded(t.Context()))
 	readBy(t, l, k, v.ID, false)
 	writes(t, l, v, "another")
 	check.OK(t, l.Delete(t.Context(), v.ID))

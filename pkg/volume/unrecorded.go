@@ -14,11 +14,12 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// A volume is exported if its record says so. An export that the kernel has and no record says is left over: the record was restored from a backup, say,
-// or its volume is gone. No claim knows of it, so none would end it, and it keeps its device in use.
+// A volume is exported if its record says so. An export that the kernel has and no record has is left over: its volume is gone, for instance, or the record
+// was restored from a backup. No claim knows of it, so none would end it, and it keeps its device in use.
 
-// endUnsaid ends the exports of this node that no record says. If a record cannot be read, or a pool is not open, exports that it may say stay.
-func (l *Local) endUnsaid(ctx context.Context) error {
+// endUnrecorded ends the exports of this node that are in no record. An export stays if it may be in a record that cannot be read, or in a pool that is not
+// open; so does, until the next call, one whose volume is locked.
+func (l *Local) endUnrecorded(ctx context.Context) error {
 	exporter, how, err := l.exporter()
 	if err != nil {
 		return err
@@ -26,15 +27,15 @@ func (l *Local) endUnsaid(ctx context.Context) error {
 	all, err := exporter.Exports(ctx)
 	for _, e := range all {
 		key, made := madeBy(how.Key, e)
-		if !made || l.says(ctx, how, key, e.NQN) {
+		if !made || l.recorded(ctx, how, key, e.NQN) {
 			continue
 		}
 		unlock, _ := how.Locks.TryLock([]string{keylock.Volume(key)}, nil)
 		if unlock == nil {
 			continue // until the next time
 		}
-		if !l.says(ctx, how, key, e.NQN) { // whoever had the lock may have begun, or ended, it
-			err = errors.Join(err, l.endNobodys(ctx, exporter, key, e.NQN))
+		if !l.recorded(ctx, how, key, e.NQN) { // whoever had the lock may have begun, or ended, it
+			err = errors.Join(err, l.removeUnrecorded(ctx, exporter, key, e.NQN))
 		}
 		unlock()
 	}
@@ -47,8 +48,8 @@ func madeBy(node []byte, e nvmet.Export) (key string, is bool) {
 	return key, strings.HasSuffix(e.Host, hostProof(node, e.NQN))
 }
 
-// says reports whether a record says that a volume is exported by a name, or may say it: it cannot be read, or a pool is not open.
-func (l *Local) says(ctx context.Context, how Exporting, key, nqn string) bool {
+// recorded reports whether an export of a volume, by its name nqn, is in a record, or may be: a record of the volume cannot be read, or a pool is not open.
+func (l *Local) recorded(ctx context.Context, how Exporting, key, nqn string) bool {
 	open := l.openPools()
 	for _, pool := range open {
 		record, err := pool.Get(ctx, blockdev.Ref{Kind: blockdev.Volume, Key: key})
@@ -65,8 +66,8 @@ func (l *Local) says(ctx context.Context, how Exporting, key, nqn string) bool {
 	return len(open) < len(l.pools)
 }
 
-// endNobodys ends an export that no record says, and detaches its device, unless that is in use.
-func (l *Local) endNobodys(ctx context.Context, exporter Exporter, key, nqn string) error {
+// removeUnrecorded ends an export that is in no record, and detaches its volume, unless that is in use.
+func (l *Local) removeUnrecorded(ctx context.Context, exporter Exporter, key, nqn string) error {
 	klog.FromContext(ctx).Info("Ending an export that is in the record of no volume", "volume", key, "export", nqn)
 	if err := exporter.Remove(ctx, nqn); err != nil {
 		return err
