@@ -278,7 +278,10 @@ func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) erro
 		metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.AdoptAnnotation, together(p.Adopting(), ids))
 		return p.Annotations[v1alpha1.AdoptAnnotation] != was, nil
 	}, nil)
-	if err != nil {
+	switch {
+	case ctx.Err() != nil:
+		return fmt.Errorf("pool %s: interrupted; its agent may be asked for that already, and goes on then: the same command asks for what is left", p.Name)
+	case err != nil:
 		return fmt.Errorf("ask the agent of pool %s: %w", p.Name, err)
 	}
 	return nil
@@ -347,6 +350,8 @@ func (a *adoption) restore(ctx context.Context) error {
 			done = "would be made"
 		} else if err := a.Create(ctx, o); apierrors.IsAlreadyExists(err) {
 			done = "is there, and stays as it is"
+		} else if ctx.Err() != nil {
+			return fmt.Errorf("make %s: interrupted; what was made stays, and the same command makes the rest", name)
 		} else if err != nil {
 			failures = append(failures, fmt.Errorf("make %s: %w", name, err))
 			continue

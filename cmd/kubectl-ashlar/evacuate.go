@@ -390,7 +390,12 @@ func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 	}
 	e.unheard = false
 	l.begun, l.changed, l.why = true, time.Now(), err
-	if err != nil {
+	switch {
+	case errors.Is(err, errDeleted):
+		l.ended, l.why = true, nil
+		_, err = fmt.Fprintf(e.out, "%s: %v\n", l.title, err)
+		return err
+	case err != nil:
 		l.ended = true
 		_, err = fmt.Fprintf(e.out, "%s: stays: %v\n", l.title, err)
 		return err

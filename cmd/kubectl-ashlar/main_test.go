@@ -433,7 +433,16 @@ func TestAdoptInterrupted(t *testing.T) {
 		}
 		return false
 	})
-	err := (&adoption{cluster: c, out: io.Discard, all: true, timeout: time.Minute}).run(ctx, nil)
+	begins, begin := context.WithCancel(t.Context())
+	asking := through(t, func(_ http.ResponseWriter, r *http.Request) bool {
+		if r.Method == http.MethodPatch {
+			begin()
+		}
+		return false
+	})
+	err := (&adoption{cluster: asking, out: io.Discard, all: true, timeout: time.Minute}).run(begins, nil)
+	result{err: err}.refused(t, "pool n1.default: interrupted; its agent may be asked for that already, and goes on then: the same command asks for what is left")
+	err = (&adoption{cluster: c, out: io.Discard, all: true, timeout: time.Minute}).run(ctx, nil)
 	if err == nil || err.Error() != "pool n1.default: interrupted; the agents go on with what they are asked for" {
 		t.Errorf("interrupted: %v", err)
 	}

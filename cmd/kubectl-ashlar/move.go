@@ -332,14 +332,18 @@ func (c *cluster) revise(ctx context.Context, o client.Object, edit func() (chan
 			return err
 		}
 		err = write(client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+		if apierrors.IsNotFound(err) {
+			return errDeleted
+		}
 		if !apierrors.IsConflict(err) || try == tries {
 			return refusal(err)
 		}
-		if err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), o) }); err != nil {
-			return err
-		}
-		if o.GetUID() != before.GetUID() {
+		err = c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), o) })
+		if apierrors.IsNotFound(err) || err == nil && o.GetUID() != before.GetUID() {
 			return errDeleted
+		}
+		if err != nil {
+			return err
 		}
 	}
 }
@@ -376,7 +380,12 @@ func (m *moving) cancelMove(ctx context.Context, o mobile, title string) error {
 		tried = true
 		return true, nil
 	})
-	if err != nil {
+	switch {
+	case ctx.Err() != nil:
+		return fmt.Errorf("%s: interrupted; its move may be taken back already: the same command takes it back if not", title)
+	case errors.Is(err, errSilent):
+		return fmt.Errorf("%s: it is not known whether its move is taken back: %w; the same command takes it back if not", title, err)
+	case err != nil:
 		return fmt.Errorf("take back the move of %s: %w", title, err)
 	}
 	_, err = fmt.Fprintf(m.out, "%s: it stays on node %s.\n", title, o.Node())

@@ -602,6 +602,53 @@ func TestEvacuateInterrupted(t *testing.T) {
 	r.says(t, "pvc-c: it is on node n", "No volume is left on node n1.\n")
 }
 
+// TestEvacuateDeleted: volumes and snapshots that are deleted before their moves are asked for do not stay on the node.
+func TestEvacuateDeleted(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	e.ported("n1", "n3", "n4")
+	hasten(t)
+	v, s := movable("pvc-b", "n1", 9*mib, nil), cutOf("nightly", "pvc-a", "n1", mib, nil)
+	e.add(movable("pvc-a", "n1", 10*mib, nil))
+	e.add(v)
+	e.add(s)
+	e.drivers("")
+	e.carriers("")
+	goes := sync.OnceFunc(func() { check.OK(t, errors.Join(e.Delete(t.Context(), v), e.Delete(t.Context(), s))) })
+	out := interrupting{"pvc-a: node", goes, &bytes.Buffer{}}
+	err := (&evacuation{cluster: connected(t), out: out, table: out, node: "n1", parallel: 1, with: true}).run(t.Context())
+	if err != nil || !strings.Contains(out.String(), "pvc-b: it was deleted meanwhile\n") || !strings.Contains(out.String(), "snapshot nightly: it was deleted meanwhile\n") || strings.Contains(out.String(), "stays") {
+		t.Errorf("%v\n%s", err, out.String())
+	}
+}
+
+// TestCancelInterrupted: an interrupted command that takes a move back says that this may be done, and what to do. So does one whose request is not answered.
+func TestCancelInterrupted(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t)
+	waits(t, &patience, 500*time.Millisecond)
+	e.add(movable("pvc-1", "n1", 10*mib, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n3"} }))
+	ctx, interrupt := context.WithCancel(t.Context())
+	begun := func() {}
+	c := through(t, func(w http.ResponseWriter, r *http.Request) bool {
+		if r.Method != http.MethodPatch {
+			return false
+		}
+		begun()
+		w.WriteHeader(http.StatusInternalServerError)
+		return true
+	})
+	const again = "the same command takes it back if not"
+	err := (&moving{cluster: c, out: io.Discard, cancel: true}).run(ctx, "pvc-1")
+	result{err: err}.refused(t, "pvc-1: it is not known whether its move is taken back: the API server has not answered", again)
+	begun = interrupt
+	err = (&moving{cluster: c, out: io.Discard, cancel: true}).run(ctx, "pvc-1")
+	result{err: err}.refused(t, "pvc-1: interrupted; its move may be taken back already: "+again)
+	run(t, apitest.Admin, "move", "pvc-1", "--cancel").says(t, "pvc-1: it stays on node n1.\n")
+	run(t, apitest.Admin, "move", "pvc-1", "--cancel", "--with-snapshots").says(t, "None of its snapshots moves.\n")
+}
+
 // TestEvacuateNews: what comes to the node while it is emptied is told, and not that nothing is left there; the next run moves it.
 func TestEvacuateNews(t *testing.T) {
 	e := newEnvironment(t)

@@ -413,7 +413,7 @@ func (s *replicating) follow(ctx context.Context) error {
 	return follow(ctx, s.out, s.title, s.wait, fmt.Sprintf("it is to have %s, and that goes on: the same command waits for it again", counted(s.many)), func() (kind, text string, done bool, err error) {
 		now, err := s.read(ctx)
 		if err != nil {
-			return "", "", false, err
+			return "", "", false, fmt.Errorf("it is not known how far it is with its %s, which goes on: %w; the same command waits for it again", counted(s.many), err)
 		}
 		return s.stage(now)
 	})

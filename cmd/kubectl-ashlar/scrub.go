@@ -55,11 +55,21 @@ func (s *scrubbing) run(ctx context.Context, name string) error {
 		return err
 	}
 	want := int64(0)
-	err = s.revise(ctx, r, func() (bool, error) { r.Spec.Scrubs++; want = r.Spec.Scrubs; return true, nil }, nil)
+	err = s.revise(ctx, r, func() (bool, error) {
+		if r.Going() {
+			return false, errors.New("it is being deleted")
+		}
+		r.Spec.Scrubs++
+		want = r.Spec.Scrubs
+		return true, nil
+	}, nil)
 	if err == nil && r.Spec.Scrubs < want { // older CRDs drop unknown fields
 		err = errors.New("the definitions of ashlar.dev in this cluster know no such request: apply those of this version (deploy/kubernetes/crds)")
 	}
-	if err != nil {
+	switch {
+	case ctx.Err() != nil:
+		return fmt.Errorf("%s: interrupted; the comparison of its replicas may be asked for already: kubectl ashlar describe %s says what the last one has found", name, name)
+	case err != nil:
 		return fmt.Errorf("ask for the replicas of %s to be compared: %w", name, err)
 	}
 	return s.tell(r)

@@ -40,6 +40,9 @@ func TestScrub(t *testing.T) {
 	if r.Spec.Scrubs != 3 {
 		t.Errorf("it was asked for %d times", r.Spec.Scrubs)
 	}
+	r.Spec.Claim, r.Spec.Delete = nil, r.UID
+	check.OK(t, e.Update(t.Context(), r))
+	run(t, apitest.Admin, "scrub", "pvc-1").refused(t, "ask for the replicas of pvc-1 to be compared: it is being deleted")
 }
 
 // TestScrubOfOlderDefinitions: with CRDs that do not know the request, it is not said that the replicas are compared.

@@ -170,6 +170,9 @@ func (m *moving) cancelSnapshotsOf(ctx context.Context, v *v1alpha1.Volume) erro
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
 		return s.SourceID() == v.ID() && s.Spec.Move != nil && !s.Spec.Move.Left
 	})
+	if err == nil && len(all) == 0 && v.Spec.Move == nil {
+		_, err = fmt.Fprintln(m.out, "None of its snapshots moves.")
+	}
 	for _, s := range all {
 		err = errors.Join(err, m.cancelMove(ctx, s, (&snapshotMove{s: s}).title()))
 	}
@@ -263,8 +266,12 @@ func (c *snapshotMoves) begin(ctx context.Context, s *snapshotMove) error {
 	if errors.Is(err, errSilent) {
 		return fmt.Errorf("%s: %w: %w", s.title(), errUnknown, err)
 	}
-	if s.begun, s.changed, s.why = true, time.Now(), err; err != nil {
-		s.ended = true
+	s.begun, s.changed = true, time.Now()
+	switch {
+	case errors.Is(err, errDeleted):
+		return c.deleted(s)
+	case err != nil:
+		s.ended, s.why = true, err
 		return c.stays(s)
 	}
 	return c.tell(s)
@@ -273,6 +280,13 @@ func (c *snapshotMoves) begin(ctx context.Context, s *snapshotMove) error {
 // stays prints why a snapshot stays.
 func (c *snapshotMoves) stays(s *snapshotMove) error {
 	_, err := fmt.Fprintf(c.out, "%s: stays on node %s: %v\n", s.title(), s.s.Spec.NodeName, s.why)
+	return err
+}
+
+// deleted ends the move of a snapshot that was deleted meanwhile, and prints that.
+func (c *snapshotMoves) deleted(s *snapshotMove) error {
+	s.ended = true
+	_, err := fmt.Fprintf(c.out, "%s: %v\n", s.title(), errDeleted)
 	return err
 }
 
@@ -295,9 +309,7 @@ func (c *snapshotMoves) lookAt(ctx context.Context, s *snapshotMove) error {
 	case client.IgnoreNotFound(err) != nil:
 		return fmt.Errorf("%s: %w: %w", s.title(), errUnknown, err)
 	case err != nil || now.UID != s.s.UID:
-		s.ended = true
-		_, err := fmt.Fprintf(c.out, "%s: %v\n", s.title(), errDeleted)
-		return err
+		return c.deleted(s)
 	}
 	s.s = now
 	_, text, done, err := stageOf(now, s.to, "")

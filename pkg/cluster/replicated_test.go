@@ -1291,8 +1291,8 @@ func TestReplicatedOlderAndLacks(t *testing.T) {
 	w.haveAllLegs(s, v.ID, r)
 }
 
-// TestReplicatedForgotten: the object of a volume with replicas was deleted by hand. Errors say what to restore. Its legs can be released and deleted by
-// the ID of the volume, also if the first of them is gone.
+// TestReplicatedForgotten: the object of a volume with replicas was deleted by hand. Errors say what to restore. It is not deleted while it is in use. Its legs
+// can be released and deleted by the ID of the volume, also if the first of them is gone.
 func TestReplicatedForgotten(t *testing.T) {
 	w, all, s := legCluster(t, 3)
 	for what, lacks := range map[string]func(name string){"all legs": nil, "not the first": func(name string) {
@@ -1318,6 +1318,7 @@ func TestReplicatedForgotten(t *testing.T) {
 			}
 		}
 		check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+		fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 		if claims := w.claims(what); !slices.Contains(claims, "node-1 1") {
 			t.Errorf("%s: released for another node, its legs are claimed for %q", what, claims)
 		}

@@ -133,7 +133,8 @@ func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 }
 
 // forgotten creates a ReplicatedVolume for legs that have none, so that they can be deleted with it: somebody deleted it, or it was not created yet. It
-// returns nil if the ID is that of any other volume, or of none; errLeg if it is that of a leg.
+// returns nil if the ID is that of any other volume, or of none; errLeg if it is that of a leg. ErrInUse if one of them is claimed: only the claims of its legs
+// tell now that the volume is in use.
 func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.ReplicatedVolume, error) {
 	first := &v1alpha1.Volume{}
 	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: id.Key}, first)
@@ -148,6 +149,15 @@ func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.Replicat
 	legs, err := s.legsOf(ctx, id)
 	if err != nil || len(legs) == 0 {
 		return nil, err
+	}
+	for _, v := range legs {
+		now := &v1alpha1.Volume{}
+		if err := s.getNow(ctx, v.Name, now); errdefs.IgnoreNotFound(err) != nil {
+			return nil, err
+		}
+		if c := now.Spec.Claim; c != nil && now.Spec.ReplicaOf == id.Key {
+			return nil, fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, c.Node)
+		}
 	}
 	r := cluster.ReplicatedNamed(id.Key)
 	// Numbered is more than 1, as of a volume that was created with several legs: 1 is for a volume on one node that gets replicas.
