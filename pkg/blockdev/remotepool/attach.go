@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -201,7 +202,8 @@ func holders(c nvme.Device) (names []string) {
 }
 
 // Attached: see blockdev.Pool. A device is Kept if it was handed out itself, and not a device over it. That is known of connections that this process
-// made. One of an earlier process with nothing over it counts as Kept: it was handed out, or nothing uses it, which a start finds out (Orphans).
+// made. Of an earlier process it is so where the kernel has no device mapper. Where it has one, a device with nothing over it is being connected, or
+// disconnected.
 func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	if err := ref.Validate(); err != nil {
 		return nil, err
@@ -213,7 +215,7 @@ func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 func (p *Pool) devices(connected []nvme.Device) (devices []blockdev.Device) {
 	for _, c := range connected {
 		if k := p.knownOf(c.NQN); c.Path != "" {
-			devices = append(devices, blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: k.kept || !k.made && !stacked(c)})
+			devices = append(devices, blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: k.kept || !k.made && dm.HasTarget("linear") != nil})
 		}
 	}
 	return devices
