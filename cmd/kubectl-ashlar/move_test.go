@@ -19,7 +19,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
@@ -503,7 +502,7 @@ func TestMoveRules(t *testing.T) {
 		t.Errorf("asked with an object that is old: %v after %d looks", err, seen)
 	}
 	e.remove(v)
-	if err := c.ask(t.Context(), stale.DeepCopy(), place{node: "n2"}, all); !apierrors.IsNotFound(err) {
+	if err := c.ask(t.Context(), stale.DeepCopy(), place{node: "n2"}, all); !errors.Is(err, errDeleted) {
 		t.Errorf("of a volume that is gone: %v", err)
 	}
 }
