@@ -13,7 +13,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -41,11 +40,13 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	if err := p.leaveOthers(ctx, ref, export.NQN); err != nil {
 		return blockdev.Device{}, err
 	}
+	p.note(export.NQN, func(k *known) { k.making = true }) // before there is a device: nobody may take it for one that was handed out
 	c, err := p.kernel.Connect(ctx, export.Connection)
 	if err == nil {
 		c, err = p.proved(ctx, c, export)
 	}
 	if err != nil {
+		p.note(export.NQN, func(k *known) { k.making = false })
 		return blockdev.Device{}, fmt.Errorf("%s of another node: %w", ref, err)
 	}
 	claim, _ := p.home.Claim(ref)
@@ -202,8 +203,7 @@ func holders(c nvme.Device) (names []string) {
 }
 
 // Attached: see blockdev.Pool. A device is Kept if it was handed out itself, and not a device over it. That is known of connections that this process
-// made. Of an earlier process it is so where the kernel has no device mapper. Where it has one, a device with nothing over it is being connected, or
-// disconnected.
+// made, or is making. One of an earlier process with nothing over it counts as Kept: it was handed out, or nothing uses it, which a start finds out (Orphans).
 func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	if err := ref.Validate(); err != nil {
 		return nil, err
@@ -215,7 +215,7 @@ func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 func (p *Pool) devices(connected []nvme.Device) (devices []blockdev.Device) {
 	for _, c := range connected {
 		if k := p.knownOf(c.NQN); c.Path != "" {
-			devices = append(devices, blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: k.kept || !k.made && dm.HasTarget("linear") != nil})
+			devices = append(devices, blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: k.kept || !k.made && !k.making && !stacked(c)})
 		}
 	}
 	return devices

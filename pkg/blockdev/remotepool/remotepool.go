@@ -150,6 +150,7 @@ func (p *Pool) replaced(ref blockdev.Ref, c nvme.Device) bool {
 // known is what is known of a connection beside what the kernel says. It is lost with the process.
 type known struct {
 	made   bool            // this process made it
+	making bool            // this process is making it
 	second bool            // it is to the new home of a volume that moves: see Second
 	kept   bool            // the device was handed out itself
 	home   string          // the node

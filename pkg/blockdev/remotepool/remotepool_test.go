@@ -21,7 +21,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
@@ -53,6 +52,8 @@ type home struct {
 	size int64  // size that it answers; 0: that of the record
 	err  error  // of all calls
 	busy int    // how many calls are refused with errdefs.ErrBusy
+
+	connects func() // called when the kernel has a connection, before Connect returns; nil: nothing
 }
 
 var ref = pooltest.Vol("1")
@@ -84,6 +85,14 @@ func (h *home) answer() error {
 
 func (h *home) nqn(generation int64) string {
 	return fmt.Sprintf("nqn.2026-11.dev.ashlar:%s:%d:%s", ref.Key, generation, cmp.Or(h.word, "0123456789abcdef"))
+}
+
+func (h *home) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, error) {
+	device, err := h.Network.Connect(ctx, c)
+	if h.connects != nil {
+		h.connects()
+	}
+	return device, err
 }
 
 func (h *home) Claim(blockdev.Ref) (remotepool.Claim, bool) {
@@ -507,8 +516,7 @@ func TestGrown(t *testing.T) {
 	}
 }
 
-// TestRestart: a start finds what is connected. Without a device mapper all of it counts as Kept, as nobody knows any more what was handed out. With one,
-// nothing is handed out but with a device over it.
+// TestRestart: a start finds what is connected. All of it counts as Kept, as nobody knows any more what was handed out.
 func TestRestart(t *testing.T) {
 	h, all := start(t)
 	kept := func(pool *remotepool.Pool, want bool) {
@@ -522,16 +530,32 @@ func TestRestart(t *testing.T) {
 		}
 	}
 	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
-	bare := dm.HasTarget("linear") != nil
 	kept(all, false)
-	kept(h.restarted(), bare)
+	kept(h.restarted(), true)
 	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{Keep: true})
 	kept(all, true)
-	kept(h.restarted(), bare)
+	kept(h.restarted(), true)
 	h.generation = 0 // nobody knows of the claim yet
 	check.OK(t, h.restarted().Detach(t.Context(), ref))
 	if h.connected(t) != 0 {
 		t.Error("it is connected")
+	}
+}
+
+// TestMaking: a device that is being connected, to have another device over it, is not taken for one that was handed out.
+func TestMaking(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	asked := 0
+	h.connects = func() {
+		devices, err := pool.Attached(t.Context(), ref)
+		if asked++; err != nil || len(devices) != 1 || devices[0].Kept {
+			t.Errorf("while it is connected, attached are %+v, %v", devices, err)
+		}
+	}
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	if asked != 1 {
+		t.Errorf("it was connected %d times", asked)
 	}
 }
 

@@ -399,7 +399,7 @@ func (m *mirrorReconciler) ofLegs(ctx context.Context) *v1alpha1.ReplicatedVolum
 		m.logOnce(ctx, fmt.Errorf("find the legs of the replicated volume %s, whose object was deleted or restored: %w", v.Name, err))
 	}
 	for _, leg := range append(own.Items, others...) {
-		if leg.Spec.ReplicaOf != v.Name {
+		if leg.Spec.ReplicaOf != v.Name || slices.Contains(v.Spec.Legs, leg.Name) { // see allUsedHere
 			continue
 		}
 		if v.Spec.Legs = append(v.Spec.Legs, leg.Name); leg.Name == v.Name {

@@ -120,6 +120,7 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 	a := &Agent{local: &volume.Local{}, options: Options{LookEvery: 50 * time.Millisecond, Locks: &keylock.Table{}}}
 	objects := kube.Connection{Cache: tendedCache{nil, f}, Client: tendedClient{nil, f}, Live: tendedClient{nil, f}}
 	a.kube, a.replicas.kube, a.replicas.known = objects, objects, map[string]*replica{}
+	a.others.kube, a.others.many = objects, objects
 	a.replicas.read.Store(true)
 	for i, name := range names {
 		l := &tendedLeg{name: "test-" + name, live: true, labels: map[string]string{}, boot: "1"}

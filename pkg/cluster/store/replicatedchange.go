@@ -152,7 +152,8 @@ func (s *Store) forgotten(ctx context.Context, id volume.ID) (*v1alpha1.Replicat
 	}
 	for _, v := range legs {
 		now := &v1alpha1.Volume{}
-		if err := s.getNow(ctx, v.Name, now); errdefs.IgnoreNotFound(err) != nil {
+		err := s.getNow(ctx, v.Name, now)
+		if err = errdefs.IgnoreNotFound(err); err != nil {
 			return nil, err
 		}
 		if c := now.Spec.Claim; c != nil && now.Spec.ReplicaOf == id.Key {
