@@ -11,6 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -91,16 +92,22 @@ func TestReplicatedGroup(t *testing.T) {
 	})
 }
 
+// pair makes two volumes with two replicas each, on node-1 and node-2.
+func (w *environment) pair(s *store.Store) (ids []volume.ID) {
+	w.Helper()
+	for _, name := range []string{"first", "second"} {
+		v, err := s.Create(w.ctx, replicas(name, 2, "node-1"))
+		check.OK(w, err)
+		ids = append(ids, v.ID)
+	}
+	return ids
+}
+
 // TestReplicatedGroupOfAway: a group snapshot that was asked of a node which is down by now, and has taken none of it, is taken on another one that has all
 // of the volumes.
 func TestReplicatedGroupOfAway(t *testing.T) {
 	w, all, s := legCluster(t, 2)
-	var sources []volume.ID
-	for _, name := range []string{"first", "second"} {
-		v, err := s.Create(w.ctx, replicas(name, 2, "node-1"))
-		check.OK(t, err)
-		sources = append(sources, v.ID)
-	}
+	sources := w.pair(s)
 	all["node-1"].stop()
 	fails(t, second(s.CreateGroup(soon(t), "g", sources)), errdefs.ErrUnavailable)
 	var asked v1alpha1.SnapshotList
@@ -119,12 +126,7 @@ func TestReplicatedGroupOfAway(t *testing.T) {
 // that has current legs of all volumes. If each node has such a leg, the group is refused with the reason of one of them.
 func TestReplicatedGroupOfPowerLost(t *testing.T) {
 	w, all, s := legCluster(t, 2)
-	var sources []volume.ID
-	for _, name := range []string{"first", "second"} {
-		v, err := s.Create(w.ctx, replicas(name, 2, "node-1"))
-		check.OK(t, err)
-		sources = append(sources, v.ID)
-	}
+	sources := w.pair(s)
 	all["node-1"].lostPower(t, sources[1])
 	group, err := s.CreateGroup(w.ctx, "g", sources)
 	if check.OK(t, err); len(group.Snapshots) != 2 || group.Snapshots[0].Node != "node-2" || group.Snapshots[1].Node != "node-2" {
