@@ -762,7 +762,7 @@ func TestReplicatedCloneOfPowerLost(t *testing.T) {
 	all["node-1"].lostPower(t, v.ID)
 	for _, clone := range []volume.Spec{spec("clone"), replicas("replicated", 2)} {
 		clone.Source = v.ID
-		err := second(s.Create(soon(t), clone))
+		err := second(s.Create(w.ctx, clone))
 		if fails(t, err, errdefs.ErrPrecondition); err == nil || !strings.Contains(err.Error(), "has started anew") || !strings.Contains(err.Error(), "make a snapshot of it") {
 			t.Error(err)
 		}

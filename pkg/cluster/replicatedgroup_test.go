@@ -133,7 +133,7 @@ func TestReplicatedGroupOfPowerLost(t *testing.T) {
 		t.Errorf("it is %+v", group)
 	}
 	all["node-2"].lostPower(t, cluster.VolumeID(w.legsOf("first")[1]))
-	err = second(s.CreateGroup(soon(t), "none", sources))
+	err = second(s.CreateGroup(w.ctx, "none", sources))
 	if fails(t, err, errdefs.ErrUnavailable); !strings.Contains(err.Error(), "has started anew") {
 		t.Error(err)
 	}
