@@ -35,6 +35,7 @@ type exporter struct{ ended int }
 
 func (*exporter) Authenticates() bool                        { return true }
 func (*exporter) Add(context.Context, ...nvmet.Export) error { return nil }
+func (*exporter) Withdraw(context.Context, string) error     { return nil }
 func (*exporter) Resized(context.Context, string) error      { return nil }
 func (e *exporter) Remove(_ context.Context, _ string) error { e.ended++; return nil }
 func (*exporter) Exports(context.Context) ([]nvmet.Export, error) {

@@ -64,6 +64,8 @@ type Exporter interface {
 	Authenticates() bool
 	// Add exports devices. All that a machine exports when it starts has to be in one call.
 	Add(ctx context.Context, exports ...nvmet.Export) error
+	// Withdraw ends the connections of an export, if there is one: the consumer's kernel holds what it was not answered, and cannot connect again.
+	Withdraw(ctx context.Context, nqn string) error
 	// Remove ends an export. It is the fence: after success no I/O of the consumer arrives any more.
 	Remove(ctx context.Context, nqn string) error
 	Resized(ctx context.Context, nqn string) error
@@ -509,7 +511,7 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	}
 	l.endingAll(id)
 	for _, nqn := range exported {
-		if err := exporter.Remove(ctx, nqn); err != nil {
+		if err := withdrawAndRemove(ctx, exporter, nqn); err != nil { // it may be of a leg
 			return err
 		}
 	}
@@ -537,6 +539,8 @@ func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockd
 	}()
 	exporter, how, err := l.exporter()
 	switch {
+	case err == nil && record.Labels[labelReplicaOf] != "":
+		err = l.endOfLeg(ctx, pool, record, exporter, e.nqn(id.Key))
 	case err == nil:
 		err = exporter.Remove(ctx, e.nqn(id.Key))
 	case how.earlier(e.boot): // the kernel has forgotten the export, so no target is needed
@@ -552,6 +556,27 @@ func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockd
 		return err
 	}
 	l.ending(place{id, pool.Name()}, e.nqn(id.Key))
+	return nil
+}
+
+// withdrawAndRemove ends an export of a leg, or what may be one, while its consumer may be at work: its kernel holds what it was not answered, and has no
+// errors before its driver ends the mirror. If the namespace went first, a flush could fail before any write does. The mirror of the consumer forgets that, and
+// acknowledges what is on the other legs alone (docs/decisions/replicas.md).
+func withdrawAndRemove(ctx context.Context, exporter Exporter, nqn string) error {
+	if err := exporter.Withdraw(ctx, nqn); err != nil {
+		return err
+	}
+	return exporter.Remove(ctx, nqn)
+}
+
+// endOfLeg ends the export of a leg, and flushes the leg: with multipath the consumer's kernel takes a flush that was under way for one that was carried out.
+func (l *Local) endOfLeg(ctx context.Context, pool blockdev.Pool, record blockdev.Record, exporter Exporter, nqn string) error {
+	if err := withdrawAndRemove(ctx, exporter, nqn); err != nil {
+		return err
+	}
+	if err := l.stacks.Of(pool, record.Ref).Flush(ctx); err != nil {
+		klog.FromContext(ctx).Error(err, "Could not flush a leg whose export has ended; should its machine lose power, it may lack what its consumer had flushed", "leg", record.Ref.String())
+	}
 	return nil
 }
 

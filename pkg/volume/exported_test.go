@@ -113,6 +113,10 @@ func (k *target) add(e nvmet.Export) error {
 	})
 }
 
+func (k *target) Withdraw(_ context.Context, nqn string) error {
+	return k.call("withdraw", nqn, func() error { return nil })
+}
+
 func (k *target) Remove(_ context.Context, nqn string) error {
 	return k.call("remove", nqn, func() error {
 		f := k.open[nqn]
@@ -332,6 +336,34 @@ func TestExportAgain(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
 }
 
+// TestLegExportEnds: the connections of a leg end before its namespace does (see TestLegEnds in pkg/blockdev/nvme), whoever ends its export, and also those of
+// an export that may be a leg's. The users of a volume that is no leg have errors at once.
+func TestLegExportEnds(t *testing.T) {
+	l, k, _, _ := home(t)
+	plain := create(t, l, "plain")
+	leg, err := l.Create(t.Context(), volume.Spec{Name: "leg", Size: volume.Range{Required: mib}, Access: volume.AccessAny, ReplicaOf: "ff"})
+	check.OK(t, err)
+	for _, v := range []volume.Volume{plain, leg} {
+		e, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+		check.OK(t, err)
+		k.taken()
+		check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+		want := []string{"remove " + e.NQN}
+		if v.ID == leg.ID {
+			want = []string{"withdraw " + e.NQN, "remove " + e.NQN}
+		}
+		same(t, "its export ends with "+v.Name, k.taken(), want)
+	}
+	e, err := l.Export(t.Context(), leg.ID, grant(2, "b"))
+	check.OK(t, err)
+	_, err = l.Export(t.Context(), leg.ID, grant(3, "c"))
+	check.OK(t, err)
+	if calls := k.taken(); !slices.Contains(calls, "withdraw "+e.NQN) {
+		t.Errorf("given to another node: %v", calls)
+	}
+	check.OK(t, l.Unexport(t.Context(), leg.ID, 0))
+}
+
 // TestExportTLS: the export of each generation has a TLS key of its own, which is in the answer only. A repeated Export returns the same key. An export
 // that was made without TLS stays as it is until it ends.
 func TestExportTLS(t *testing.T) {
@@ -546,7 +578,7 @@ func TestExportUnread(t *testing.T) {
 		k.step = nil
 		k.taken()
 		check.OK(t, l.Unexport(t.Context(), v.ID, generation))
-		same(t, "calls", k.taken(), []string{"remove " + exported.NQN})
+		same(t, "calls", k.taken(), []string{"withdraw " + exported.NQN, "remove " + exported.NQN})
 		exportedTo(t, l, k, v.ID, volume.Grant{})
 		exportedTo(t, l, k, other.ID, grant(3, "b"))
 	}

@@ -69,7 +69,7 @@ func (l *Local) recorded(ctx context.Context, how Exporting, key, nqn string) bo
 // removeUnrecorded ends an export that is in no record, and detaches its volume, unless that is in use.
 func (l *Local) removeUnrecorded(ctx context.Context, exporter Exporter, key, nqn string) error {
 	klog.FromContext(ctx).Info("Ending an export that is in the record of no volume", "volume", key, "export", nqn)
-	if err := exporter.Remove(ctx, nqn); err != nil {
+	if err := withdrawAndRemove(ctx, exporter, nqn); err != nil { // it may be of a leg
 		return err
 	}
 	for _, pool := range l.openPools() {

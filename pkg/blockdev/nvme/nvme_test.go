@@ -30,6 +30,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -46,13 +47,14 @@ const mib = 1 << 20
 
 // order is what a process in the home does with the target there. Each is a process of its own, like a driver that starts again.
 type order struct {
-	Add     []nvmet.Export `json:"-"`
-	Told    []revealed     // Add, with the secrets
-	Remove  string
-	Resized string
-	List    bool          // list what is exported; with Remove, while that is under way
-	At      string        // empty: the usual address
-	Within  time.Duration // 0: a minute
+	Add      []nvmet.Export `json:"-"`
+	Told     []revealed     // Add, with the secrets
+	Withdraw string         // before Remove
+	Remove   string
+	Resized  string
+	List     bool          // list what is exported; with Remove, while that is under way
+	At       string        // empty: the usual address
+	Within   time.Duration // 0: a minute
 }
 
 // revealed is an export with its secrets, which the Export itself does not encode.
@@ -109,7 +111,10 @@ func (o order) obey() (began time.Time, err error) {
 	case o.List:
 		_, err = target.Exports(ctx)
 	case o.Remove != "":
-		err = target.Remove(ctx, o.Remove)
+		if o.Withdraw != "" {
+			err = target.Withdraw(ctx, o.Withdraw)
+		}
+		err = errors.Join(err, target.Remove(ctx, o.Remove))
 	case o.Resized != "":
 		err = target.Resized(ctx, o.Resized)
 	default:
@@ -1055,4 +1060,56 @@ func TestRefused(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
+}
+
+// TestLegEnds: the connections of a leg end, and then its export, while its mirror is written to and flushed, and the other leg is slower. Nothing is
+// acknowledged that the leg lacks, also if no driver looks after the mirror, and users have errors once the mirror has ended. If the export ended first, a flush
+// would fail alone while a write that the leg has is under way to the other one. dm-mirror forgets such a failure, and writes to the other leg alone from then on
+// (docs/decisions/replicas.md).
+func TestLegEnds(t *testing.T) {
+	home(t)
+	const name, below = "ashlar-test-ends", "ashlar-test-ends-slow"
+	disk, slower := drivertest.Disk(t, 16*mib), numberOf(t, drivertest.Disk(t, 16*mib))
+	check.OK(t, dm.Make(below, below, []dm.Line{{Length: 16 * mib, Kind: "delay", Text: fmt.Sprintf("%[1]s 0 0 %[1]s 0 300 %[1]s 0 0", dm.Number(slower))}})) // writes only
+	t.Cleanup(func() { _, err := dm.RemoveNow(context.Background(), below); check.OK(t, err) })
+	for round := range 4 {
+		e, c := exported(t, round+1, disk)
+		legs := []uint64{numberOf(t, connect(t, c).Path), found(t, below).Number}
+		if round%2 == 1 {
+			slices.Reverse(legs)
+		}
+		check.OK(t, mirror.Make(t.Context(), name, name, 16*mib, legs...))
+		f, err := dm.Open(found(t, name), os.O_RDWR)
+		check.OK(t, err)
+		w := write(t, f.Name(), 1) // more of them in one region would hide it
+		var flushes atomic.Int64
+		w.all.Go(func() {
+			for unix.Fdatasync(int(f.Fd())) == nil {
+				flushes.Add(1)
+			}
+		})
+		w.until(t, 3, time.Minute)
+		order{Withdraw: e.NQN, Remove: e.NQN}.run(t)
+		then := content(t, disk)
+		time.Sleep(time.Second)
+		check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+		time.Sleep(time.Second)
+		check.OK(t, mirror.End(t.Context(), name))
+		w.ends(t, time.Minute)
+		w.on(t, then)
+		t.Logf("acknowledged are %d writes and %d flushes", w.count(), flushes.Load())
+		check.OK(t, f.Close())
+		_, err = mirror.Remove(t.Context(), name)
+		check.OK(t, err)
+		if !bytes.Equal(content(t, disk), then) {
+			t.Error("something was written after the fence")
+		}
+	}
+}
+
+func numberOf(t *testing.T, device string) uint64 {
+	t.Helper()
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(device, &st))
+	return st.Rdev
 }

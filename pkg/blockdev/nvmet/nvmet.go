@@ -305,19 +305,37 @@ func sameDevice(a, b string) bool {
 	return unix.Stat(a, &one) == nil && unix.Stat(b, &other) == nil && one.Mode&other.Mode&unix.S_IFMT == unix.S_IFBLK && one.Rdev == other.Rdev
 }
 
-// Remove ends an export. When it has returned without an error, no request of the host is in flight, and none comes any more; the host sees errors, and
-// its connections end. If there is no such export, it removes what an Add or Remove that failed has left of it. It waits only a moment for a host that is
-// cut off, but for a disk that does not answer it waits: that may still write what it was told. If ctx ends first, the removal goes on.
+// Withdraw ends the connections of an export, and has nobody connect any more. What the host has not been answered waits there until it disconnects (before
+// Linux 6.10; later ones find within seconds that they may not connect again), as if the network was cut. Requests may still be in flight here, until Remove.
+// Without such an export it does nothing.
+func (t *Target) Withdraw(ctx context.Context, nqn string) error {
+	if err := checkName("the subsystem", nqn); err != nil {
+		return err
+	}
+	if err := t.underWay.Do(ctx, nqn, func() error { return withdraw(nqn) }); err != nil {
+		return fmt.Errorf("end the connections of export %s: %w", nqn, err)
+	}
+	return nil
+}
+
+// Remove ends an export. When it has returned without an error, no request of the host is in flight, and none comes any more; its connections end, and the
+// host sees errors, unless Withdraw was called before. If there is no such export, it removes what an Add or Remove that failed has left of it. It waits only
+// a moment for a host that is cut off, but for a disk that does not answer it waits: that may still write what it was told. If ctx ends first, the removal
+// goes on.
 func (t *Target) Remove(ctx context.Context, nqn string) error {
 	if err := checkName("the subsystem", nqn); err != nil {
 		return err
 	}
 	err := t.underWay.Do(ctx, nqn, func() error {
+		appear, err := published()
+		if err != nil {
+			return err
+		}
 		was, err := t.fence(nqn)
 		if err != nil {
 			return err
 		}
-		if was {
+		if was && appear[nqn] {
 			time.Sleep(grace)
 		}
 		return dismantle(nqn)

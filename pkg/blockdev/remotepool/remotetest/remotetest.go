@@ -58,6 +58,9 @@ func (n *Network) Remove(_ context.Context, nqn string) error {
 	return nil
 }
 
+// Withdraw does nothing: a device of an export can be used until it is disconnected anyway.
+func (n *Network) Withdraw(context.Context, string) error { return nil }
+
 // Exported returns the NQNs of all exports.
 func (n *Network) Exported() (names []string) {
 	n.mu.Lock()
