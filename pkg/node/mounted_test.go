@@ -50,7 +50,7 @@ func TestWholeLife(t *testing.T) {
 			unpublish := drivertest.Refuses(t, f.NodeUnpublishVolume, func() *csi.NodeUnpublishVolumeRequest {
 				return &csi.NodeUnpublishVolumeRequest{VolumeId: f.create("other", access), TargetPath: target}
 			})
-			unpublish("unpublish another one", func(*csi.NodeUnpublishVolumeRequest) {}, errdefs.ErrPrecondition, "is not this volume")
+			unpublish("unpublish another one", func(*csi.NodeUnpublishVolumeRequest) {}, errdefs.ErrPrecondition, "is not this volume but /dev/")
 
 			drivertest.Twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: target})
 			drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging})

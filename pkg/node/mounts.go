@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -111,6 +113,29 @@ func (m mounted) of(id volume.ID, held []uint64) bool {
 	}
 	ref, known := pools.Owner(m.device)
 	return known && ref.Kind == id.Kind && ref.Key == id.Key
+}
+
+// other returns ErrPrecondition for a mount at a place that is not of the volume, which has the devices held.
+func (m mounted) other(place string, held []uint64) error {
+	has := "none"
+	if len(held) > 0 {
+		has = strings.Join(shown(held...), ", ")
+	}
+	return fmt.Errorf("%w: what is mounted at %s is not this volume but %s (the volume's devices here: %s); look at what it is (findmnt), and unmount it if nobody needs it",
+		errdefs.ErrPrecondition, place, shown(m.device)[0], has)
+}
+
+// shown returns devices as findmnt and lsblk show them: by their names in the kernel, or by their numbers if they have none any more.
+func shown(numbers ...uint64) (names []string) {
+	for _, n := range numbers {
+		number := fmt.Sprintf("%d:%d", unix.Major(n), unix.Minor(n))
+		name, err := os.Readlink("/sys/dev/block/" + number)
+		if err == nil {
+			number = "/dev/" + filepath.Base(name)
+		}
+		names = append(names, number)
+	}
+	return names
 }
 
 func numbers(devices []blockdev.Device) []uint64 {

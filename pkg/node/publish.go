@@ -222,7 +222,7 @@ func (s *Server) unpublish(ctx context.Context, text, asked, target string) erro
 			return err
 		}
 		if !at.of(id, held) {
-			return fmt.Errorf("%w: what is mounted there is not this volume; look at what it is (findmnt), and unmount it if nobody needs it", errdefs.ErrPrecondition)
+			return at.other(target, held)
 		}
 	}
 	if err := mount.RemoveTarget(target); err != nil {

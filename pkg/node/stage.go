@@ -377,7 +377,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		if len(held) == 0 {
 			return nil // the volume has no device here, so it is not staged; what is mounted is another volume
 		}
-		return fmt.Errorf("%w: what is mounted at %s is not this volume; look at what it is (findmnt), and unmount it if nobody needs it", errdefs.ErrPrecondition, place)
+		return at.other(place, held)
 	}
 	if at.mounted && !slices.Contains(held, at.device) {
 		held = append(held, at.device)

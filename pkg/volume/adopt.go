@@ -14,8 +14,12 @@ import (
 // on. Here its devices are still those of its first leg, and all calls go to them, until Adopt has laid them over a mirror.
 
 // alone reports whether a volume with several legs is used here by the devices of its first leg: they are mounted, or kept for a user of this node. No leg
-// is mounted or handed out otherwise. A device that is kept for an export does not count.
+// is mounted or handed out otherwise. A device that is kept for an export does not count. Once the mirror is here, it has the users, also when it has ended:
+// a connection to a leg that it has let go of, and that an earlier process made, passes for one that is kept.
 func (e *Everywhere) alone(ctx context.Context, id ID) bool {
+	if e.hasMirror(ctx, id) {
+		return false
+	}
 	at := e.plain(ctx, id)
 	devices, err := at.Attached(ctx, id)
 	switch {
@@ -29,6 +33,15 @@ func (e *Everywhere) alone(ctx context.Context, id ID) bool {
 		return true
 	}
 	return !e.gives(ctx, id)
+}
+
+// hasMirror reports whether the mirror of a volume is here.
+func (e *Everywhere) hasMirror(ctx context.Context, id ID) bool {
+	if e.replicated == nil {
+		return false
+	}
+	devices, err := e.replicated.pools[0].Attached(ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key})
+	return err == nil && len(devices) > 0
 }
 
 // gives reports whether this node exports one of its volumes.

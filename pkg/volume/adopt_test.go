@@ -33,6 +33,7 @@ type becoming struct {
 	mounts  *mount.Table
 	local   *volume.Local
 	e       *volume.Everywhere
+	mirrors *replicapool.Pool // nil on a machine that cannot mirror
 	id      volume.ID
 	claimed bool // the volume with replicas is claimed for this node
 	asked   int  // how often the consumer of the volume was asked to hold back its writes
@@ -65,7 +66,7 @@ func (b *becoming) start() {
 	b.e = volume.NewEverywhere(b.local, open(memory.NewDisk(1<<30).Open("others", nil)), nowhere{})
 	var mirrors blockdev.Pool = memory.NewDisk(1<<30).Open(b.pool.Name(), nil)
 	if pool, err := replicapool.New("home", unreached{}); err == nil {
-		mirrors = pool
+		mirrors, b.mirrors = pool, pool
 	}
 	b.e.Replicate(open(mirrors), b)
 }
@@ -161,6 +162,27 @@ func TestAdoptCutShort(t *testing.T) {
 		}
 	}
 	check.OK(t, b.e.Detach(t.Context(), b.id))
+	b.gone()
+	check.OK(t, b.local.Delete(t.Context(), b.id))
+}
+
+// TestMirrorHasTheUsers: while the mirror of a volume is here, all calls are for that, and not for a leg whose device passes for one that is handed out.
+func TestMirrorHasTheUsers(t *testing.T) {
+	drivertest.NeedMapper(t)
+	b := newBecoming(t)
+	leg := b.raw()
+	b.becomes()
+	ref := blockdev.Ref{Kind: blockdev.Volume, Key: b.id.Key}
+	name := b.mirrors.Mirror(ref)
+	check.OK(t, dm.Make(name, name, dm.Linear(leg.Number, leg.Size)))
+	m, err := dm.Find(name)
+	check.OK(t, err)
+	devices, err := b.e.Attached(t.Context(), b.id)
+	if check.OK(t, err); len(devices) != 1 || devices[0].Number != m.Number {
+		t.Errorf("it is attached as %+v, not as its mirror", devices)
+	}
+	check.OK(t, pooltest.Second(dm.Remove(name)))
+	check.OK(t, b.local.Detach(t.Context(), b.id))
 	b.gone()
 	check.OK(t, b.local.Delete(t.Context(), b.id))
 }
