@@ -169,7 +169,7 @@ func (m marked) detach(ctx context.Context) error {
 }
 
 func (m marked) health(ctx context.Context) ([]blockdev.Problem, error) {
-	if problems, err := m.healthOf(markedSuffix); err != nil || len(problems) > 0 {
+	if problems, err := m.healthOf(ctx, markedSuffix); err != nil || len(problems) > 0 {
 		return problems, err
 	}
 	name, _, d, err := m.find()

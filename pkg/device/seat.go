@@ -110,8 +110,8 @@ func (s seat) detach(ctx context.Context) error {
 }
 
 // health leaves out a mirror that is suspended: HoldMirror has done that.
-func (s seat) health(context.Context) ([]blockdev.Problem, error) {
-	problems, err := s.healthOf(seatSuffix)
+func (s seat) health(ctx context.Context) ([]blockdev.Problem, error) {
+	problems, err := s.healthOf(ctx, seatSuffix)
 	if err != nil || len(problems) == 0 {
 		return nil, err
 	}

@@ -282,6 +282,11 @@ func TestTopSuspended(t *testing.T) {
 		f.writes(d.Path)
 
 		drivertest.Run(f, "dmsetup", "suspend", name)
+		resumed := make(chan string, 1)
+		time.AfterFunc(300*time.Millisecond, func() { resumed <- drivertest.Run(f, "dmsetup", "resume", name) })
+		sound("[]") // for a moment, as when a table is replaced
+		<-resumed
+		drivertest.Run(f, "dmsetup", "suspend", name)
 		sound("[DeviceSuspended]")
 		drivertest.Run(f, "dmsetup", "load", name, "--table", fmt.Sprintf("0 %d error", size/512)) // of something that was not finished
 		f.recover()

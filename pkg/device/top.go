@@ -283,22 +283,32 @@ func removed(ctx context.Context, d *dm.Device) (inUse bool, err error) {
 	return inUse, err
 }
 
-func (t top) health(context.Context) ([]blockdev.Problem, error) { return t.healthOf("") }
+func (t top) health(ctx context.Context) ([]blockdev.Problem, error) { return t.healthOf(ctx, "") }
+
+// A device is suspended for moments whenever its table is replaced, for longer on a busy machine. So one counts as suspended by another tool only if it is at
+// all of these looks.
+const (
+	suspendedLooks = 6
+	suspendedPause = 200 * time.Millisecond
+)
 
 // healthOf returns the problem of the device with a suffix that another tool has suspended.
-func (t top) healthOf(suffix string) ([]blockdev.Problem, error) {
-	name, _, d, err := t.findAs(suffix)
-	for range 2 { // this process may have resumed it between the two looks
+func (t top) healthOf(ctx context.Context, suffix string) ([]blockdev.Problem, error) {
+	for looks := 1; ; looks++ {
+		name, _, d, err := t.findAs(suffix)
 		if err != nil || d == nil || !d.Live || !d.Suspended || t.stacks.has(name, suspended) {
 			return nil, err
 		}
-		_, _, d, err = t.findAs(suffix)
+		if looks == suspendedLooks {
+			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "DeviceSuspended", Message: fmt.Sprintf(
+				"somebody suspended %s, the device of %s of pool %s, and all who write to it wait; end that with: dmsetup resume %s", d.Path(), t.ref, t.pool.Name(), name)}}, nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(suspendedPause):
+		}
 	}
-	if err != nil || d == nil {
-		return nil, err
-	}
-	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "DeviceSuspended", Message: fmt.Sprintf(
-		"somebody suspended %s, the device of %s of pool %s, and all who write to it wait; end that with: dmsetup resume %s", d.Path(), t.ref, t.pool.Name(), name)}}, nil
 }
 
 // recover repairs a top after a crash, or one that an older driver made. A loaded table that is not in effect may be of an unfinished growth: it is
