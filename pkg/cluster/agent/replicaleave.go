@@ -292,6 +292,17 @@ func (m *mirrorReconciler) forgetLeft(ctx context.Context, now *mirrorView) erro
 	return m.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Legs = slices.DeleteFunc(s.Legs, hasLeft) })
 }
 
+// disconnectHung ends the connections to the legs of a mirror in some state that do not answer, or whose disks hang: it is for one that ends.
+func (m *mirrorReconciler) disconnectHung(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) {
+	hung := map[string]string{}
+	if now, err := m.observe(ctx, v.DeepCopy(), s); err == nil {
+		hung = m.hung(now)
+	}
+	for _, name := range v.Spec.Legs {
+		m.disconnect(ctx, name, hung[name] == diskHangs)
+	}
+}
+
 // disconnectSilent ends the connections to a leg that does not answer: I/O that is under way ends with errors, which the mirror holds. Otherwise it would be
 // waited for.
 func (m *mirrorReconciler) disconnectSilent(ctx context.Context, name string) {

@@ -222,6 +222,12 @@ type mirrorView struct {
 // ioCounts are how many requests are under way to a device, and how many have ended so far: dm.UnderWay.
 type ioCounts struct{ underWay, ended int64 }
 
+// countIO returns the counts of a device. Tests replace it.
+var countIO = func(device uint64) ioCounts {
+	underWay, ended := dm.UnderWay(device)
+	return ioCounts{underWay, ended}
+}
+
 // step takes the next step with the mirror in state s. If the claim that it was made for has ended, the mirror ends; as long as that is not known nothing is
 // done: what failed is held by the kernel, and the rest is fenced by the nodes of the legs.
 func (m *mirrorReconciler) step(ctx context.Context, s mirror.State) error {
@@ -338,11 +344,7 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context, s mirror.State) err
 		return err
 	}
 	klog.FromContext(ctx).Info("The users of a replicated volume that is used here get errors from now on", "why", why, "claim", m.generation, "claims", v.Spec.Claims)
-	endSilent := func(ctx context.Context) {
-		for _, name := range v.Spec.Legs {
-			m.disconnectSilent(ctx, name)
-		}
-	}
+	endSilent := func(ctx context.Context) { m.disconnectHung(ctx, v, s) }
 	endSilent(ctx)
 	if m.isReplaced() { // meanwhile, and the legs are those of the later claim
 		return nil
@@ -358,8 +360,8 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context, s mirror.State) err
 
 // whyEnds returns why a mirror has to end whose claim is not the one that is watched, and the object as far as it is known; empty: the claim holds, or may do so
 // again, or nothing is known. If the claim has ended, nothing that its users write will ever count. If the object was deleted, or restored to before the claim,
-// the users go on until a leg fails: no list without that leg can be written then, so what they write would be held for ever, and the volume could not be
-// unstaged. The error is that it was deleted.
+// the users go on until a leg has to leave (holdsWrites): no list without that leg can be written then, so what they write would be held for ever, and the
+// volume could not be unstaged. The error is that it was deleted.
 func (m *mirrorReconciler) whyEnds(ctx context.Context, s mirror.State) (v *v1alpha1.ReplicatedVolume, why string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -380,9 +382,9 @@ func (m *mirrorReconciler) whyEnds(ctx context.Context, s mirror.State) (v *v1al
 	}
 	switch holds := m.holdsWrites(ctx, v, s); {
 	case holds && deleted:
-		return v, "the object was deleted, and a leg has failed", nil
+		return v, "the object was deleted, and a leg has failed, or hangs", nil
 	case holds:
-		return v, "the object was put back to before the claim, and a leg has failed", nil
+		return v, "the object was put back to before the claim, and a leg has failed, or hangs", nil
 	case deleted:
 		err = fmt.Errorf("%w: the object of the replicated volume %s was deleted while it is used here: when a leg fails its users get errors; restore the object, with its status (docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, m.ref.Key)
 	}
@@ -409,8 +411,8 @@ func (m *mirrorReconciler) ofLegs(ctx context.Context) *v1alpha1.ReplicatedVolum
 	return v
 }
 
-// holdsWrites reports whether the kernel holds what is written to a mirror until a leg leaves, or would if anything was written: a leg has failed, or does not
-// answer. It holds nothing for the sake of a single leg.
+// holdsWrites reports whether what is written to a mirror waits until a leg leaves, or would if anything was written: a leg has failed, or does not answer, or
+// its disk hangs, as findHung has it. Nothing waits for the sake of a single leg.
 func (m *mirrorReconciler) holdsWrites(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) bool {
 	legs := s.Legs
 	if s.Joining != nil {
@@ -420,12 +422,20 @@ func (m *mirrorReconciler) holdsWrites(ctx context.Context, v *v1alpha1.Replicat
 		return false
 	}
 	now, err := m.observe(ctx, v.DeepCopy(), s)
-	return s.Held || slices.ContainsFunc(legs, func(l mirror.Leg) bool {
+	if s.Held || slices.ContainsFunc(legs, func(l mirror.Leg) bool {
 		if l.Failed && !l.OnlyReads {
 			return true
 		}
 		return err == nil && now.leg[l.Device] != "" && m.whyUnreachable(now, now.leg[l.Device]) != ""
-	})
+	}) {
+		return true
+	}
+	if err != nil {
+		return false
+	}
+	hung := m.hung(now)
+	return slices.ContainsFunc(legs, func(l mirror.Leg) bool { return hung[now.leg[l.Device]] == diskHangs }) &&
+		slices.ContainsFunc(s.Legs, func(l mirror.Leg) bool { return now.leg[l.Device] != "" && !m.isStuck(now, now.leg[l.Device]) })
 }
 
 // observe finds out which device is which leg. A leg without a Volume has no device: it is not made yet, as perhaps no node can make it, or its Volume is
@@ -434,8 +444,7 @@ func (m *mirrorReconciler) holdsWrites(ctx context.Context, v *v1alpha1.Replicat
 func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) (*mirrorView, error) {
 	now := &mirrorView{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}, io: map[uint64]ioCounts{}}
 	for _, l := range now.all() {
-		underWay, ended := dm.UnderWay(l.Device)
-		now.io[l.Device] = ioCounts{underWay, ended}
+		now.io[l.Device] = countIO(l.Device)
 	}
 	names := slices.Clone(v.Spec.Legs)
 	for _, leg := range v.Status.Legs {

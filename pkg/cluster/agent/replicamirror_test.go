@@ -691,6 +691,68 @@ func TestObjectDeleted(t *testing.T) {
 	}
 }
 
+// TestObjectDeletedAndHangs: the object of a volume that is used is deleted, or restored to before the claim, and then the disk of a leg hangs on a node that
+// answers. The users get errors, as no list without that leg can be written, and the connection to it ends, so that the end of the mirror does not wait for it. If
+// the disk is the one of this node, or that of the other node hangs too, they wait, as they do with the object.
+func TestObjectDeletedAndHangs(t *testing.T) {
+	for what, one := range map[string]struct {
+		hangs          []string
+		restored, anew bool // the object was restored, not deleted; the driver has started anew since
+		ends           bool
+	}{
+		"far":                        {hangs: []string{"far"}, ends: true},
+		"far, after a start":         {hangs: []string{"far"}, anew: true, ends: true},
+		"far, of a restored object":  {hangs: []string{"far"}, restored: true, ends: true},
+		"far, restored, and a start": {hangs: []string{"far"}, restored: true, anew: true, ends: true},
+		"near":                       {hangs: []string{"near"}},
+		"both":                       {hangs: []string{"near", "far"}},
+		"none":                       {},
+		"none, of a restored object": {restored: true},
+		"near, of a restored object": {hangs: []string{"near"}, restored: true},
+		"both, after a start":        {hangs: []string{"near", "far"}, anew: true},
+	} {
+		t.Run(what, func(t *testing.T) {
+			f := newObject(t, 2, "near", "far")
+			f.legs["near"].number, f.legs["far"].number, f.legs["near"].ended = 1, 2, true // no connection leads to it
+			names, looks := map[uint64]string{1: "near", 2: "far"}, int64(0)
+			was := countIO
+			t.Cleanup(func() { countIO = was })
+			countIO = func(device uint64) ioCounts {
+				if slices.Contains(one.hangs, names[device]) {
+					return ioCounts{1, 7}
+				}
+				return ioCounts{1, 7 + looks}
+			}
+			if !one.anew {
+				f.seen = f.v.DeepCopy()
+			}
+			if one.restored {
+				f.v.Spec.Claim, f.v.Spec.Claims = nil, 0
+			} else {
+				f.deleted = apierrors.NewNotFound(schema.GroupResource{Group: "ashlar.dev", Resource: "replicatedvolumes"}, "tended")
+			}
+			s := mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}
+			if _, why, _ := f.whyEnds(t.Context(), s); why != "" {
+				t.Fatalf("nothing hangs yet, and it ends as %q", why)
+			}
+			looks++
+			for _, name := range one.hangs {
+				f.stateOf(name).goesOnAt = time.Now().Add(-hangTime - time.Second)
+			}
+			v, why, err := f.whyEnds(t.Context(), s)
+			if (why != "") != one.ends || (err != nil) != (!one.ends && !one.restored) {
+				t.Errorf("it ends as %q; error %v", why, err)
+			}
+			if one.ends {
+				f.disconnectHung(t.Context(), v, s)
+			}
+			if f.legs["far"].ended != one.ends {
+				t.Errorf("its connection has ended: %v", f.legs["far"].ended)
+			}
+		})
+	}
+}
+
 // TestRestoredToBeforeALeg: the object is restored to before the claim, and to before a leg that is used was added, and this leg falls silent. The users get
 // errors: otherwise what they write would be held for ever.
 func TestRestoredToBeforeALeg(t *testing.T) {
