@@ -66,7 +66,7 @@ func (m *mirrorReconciler) putOnList(ctx context.Context, now *mirrorView, name 
 
 // noteCurrent resets what is remembered of a leg that was put on the list, and tells all legs of the new list.
 func (m *mirrorReconciler) noteCurrent(ctx context.Context, now *mirrorView, name string) error {
-	delete(m.legStates, name)
+	m.legStates[name] = &legState{goesOnAt: time.Now(), goesOn: true} // it was just flushed
 	m.common = commonMoment{written: -1}
 	klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
 	return m.tellAll(ctx, now.v) // at once: a leg that leaves before it is told knows only that the list was due

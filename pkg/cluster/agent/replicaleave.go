@@ -104,10 +104,16 @@ func (m *mirrorReconciler) findHung(now *mirrorView) {
 	}
 }
 
-// isStuck reports whether a leg in the mirror has ended no request for legSilence, and some are under way.
+// isStuck reports whether a leg in the mirror has ended no request for legSilence, and some are under way. It is taken for stuck until this process has seen it
+// go on: its disk may hang since before the driver started.
 func (m *mirrorReconciler) isStuck(now *mirrorView, name string) bool {
 	device, is := now.device[name]
-	return is && now.has(device) && m.stuckFor(now, device) >= legSilence*m.options.LookEvery
+	return is && now.has(device) && (m.stuckFor(now, device) >= legSilence*m.options.LookEvery || !m.stateOf(name).goesOn)
+}
+
+// allStuck reports whether all of some legs are stuck.
+func (m *mirrorReconciler) allStuck(now *mirrorView, names []string) bool {
+	return !slices.ContainsFunc(names, func(name string) bool { return !m.isStuck(now, name) })
 }
 
 // hung returns the legs whose disks hang and that are not to leave, and what that means.
@@ -128,8 +134,10 @@ func (m *mirrorReconciler) hung(now *mirrorView) map[string]string {
 // stuckFor returns for how long requests have been under way to a leg, and none has ended. While its node does not answer it is 0 (whyUnreachable).
 func (m *mirrorReconciler) stuckFor(now *mirrorView, device uint64) time.Duration {
 	k, io := m.stateOf(now.leg[device]), now.io[device]
-	if io.underWay == 0 || io.ended != k.ended || !k.silentSince.IsZero() || k.goesOnAt.IsZero() {
-		k.ended, k.goesOnAt = io.ended, time.Now()
+	first := k.goesOnAt.IsZero()
+	goesOn := io.underWay == 0 || !k.silentSince.IsZero() || io.ended != k.ended && !first
+	if first || goesOn {
+		k.ended, k.goesOnAt, k.goesOn = io.ended, time.Now(), goesOn
 	}
 	return time.Since(k.goesOnAt)
 }
@@ -245,7 +253,7 @@ func (m *mirrorReconciler) delist(ctx context.Context, now *mirrorView) (devices
 	if len(rest) == 0 {
 		return nil, fmt.Errorf("%w: no leg of the replicated volume takes what is written: %s", errdefs.ErrUnavailable, reasons(now.failing))
 	}
-	if !slices.ContainsFunc(rest, func(name string) bool { return !m.isStuck(now, name) }) {
+	if m.allStuck(now, rest) {
 		return nil, fmt.Errorf("%w: legs of the replicated volume fail, and stay on the list until a disk of the others answers that hangs (%s): %s", errdefs.ErrUnavailable, strings.Join(rest, ", "), reasons(now.failing))
 	}
 	before := now.v.ResourceVersion

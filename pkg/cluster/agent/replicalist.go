@@ -264,7 +264,8 @@ func (m *mirrorReconciler) lastKnownList(ctx context.Context, now *mirrorView) (
 	return last, nil
 }
 
-// restoreList writes the last list into an object that was restored to before it while the volume is used, without the legs that have failed meanwhile.
+// restoreList writes the last list into an object that was restored to before it while the volume is used, without the legs that have failed meanwhile. If the
+// disks of all others hang, those stay on it, as in delist.
 func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) error {
 	v, err := m.notBehind(ctx, now.v)
 	if err != nil {
@@ -274,9 +275,13 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	if err != nil {
 		return err
 	}
-	names := slices.DeleteFunc(slices.Clone(last.legs), func(name string) bool { return now.failing[name] != "" || !slices.Contains(now.names(), name) })
+	in := slices.DeleteFunc(slices.Clone(last.legs), func(name string) bool { return !slices.Contains(now.names(), name) })
+	names := slices.DeleteFunc(slices.Clone(in), func(name string) bool { return now.failing[name] != "" })
 	if len(names) == 0 || last.number == 0 {
 		return fmt.Errorf("%w: the object of the replicated volume %s was put back to what it was before, and no leg takes what is written: %s", errdefs.ErrUnavailable, v.Name, reasons(now.failing))
+	}
+	if m.allStuck(now, names) {
+		names = in
 	}
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
 	return m.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {

@@ -603,7 +603,8 @@ type legState struct {
 	retryAt     time.Time
 	silentSince time.Time // since when its node does not answer; zero: it answers
 	ended       int64     // how many requests to it had ended at goesOnAt
-	goesOnAt    time.Time // when no request to it was under way, or one had just ended; zero: not known
+	goesOnAt    time.Time // when no request to it was under way, or one had just ended; if goesOn is false, when it was looked at first; zero: never
+	goesOn      bool      // this process has seen a request to it end, or none under way
 	untoldSince time.Time // since when its record cannot be written, which others that are to leave wait for; zero: it can be, as far as is known
 }
 

@@ -870,14 +870,19 @@ func TestHangIsTold(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			f := newObject(t, 2, "a", "b")
+			ended := map[string]int64{"a": 7, "b": 7}
 			view := func() *mirrorView {
 				return &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}, device: map[string]uint64{"a": 1, "b": 2}, leg: map[uint64]string{1: "a", 2: "b"},
-					near: one.near, failing: map[string]string{}, io: map[uint64]ioCounts{1: {1, 7}, 2: {1, 7}}}
+					near: one.near, failing: map[string]string{}, io: map[uint64]ioCounts{1: {1, ended["a"]}, 2: {1, ended["b"]}}}
 			}
 			now := view()
 			f.findFailed(now)
-			for _, name := range one.hangs {
-				f.stateOf(name).goesOnAt = time.Now().Add(-hangTime - time.Second)
+			for name := range ended {
+				if slices.Contains(one.hangs, name) {
+					f.stateOf(name).goesOnAt = time.Now().Add(-hangTime - time.Second)
+				} else {
+					ended[name]++
+				}
 			}
 			now = view()
 			f.findFailed(now)
@@ -891,7 +896,7 @@ func TestHangIsTold(t *testing.T) {
 				t.Errorf("its health is %+v", f.Health(f.ref, now.s))
 			}
 			now = view()
-			now.io = map[uint64]ioCounts{1: {1, 8}, 2: {1, 8}}
+			now.io = map[uint64]ioCounts{1: {1, 9}, 2: {1, 9}}
 			f.findFailed(now)
 			check.OK(t, f.reportUse(t.Context(), now))
 			if waits = f.v.Waiting(); waits != "" {
@@ -922,6 +927,58 @@ func TestHangsAndOthersFail(t *testing.T) {
 	devices, err := f.delist(t.Context(), view(8))
 	if check.OK(t, err); !slices.Equal(devices, []uint64{2}) || !slices.Equal(f.v.Current(), []string{"near"}) {
 		t.Errorf("the disk answers, devices %v leave, and %v are current", devices, f.v.Current())
+	}
+}
+
+// TestHangsAtStart: as TestHangsAndOthersFail, and the driver has just started: it cannot know yet that the disk hangs. It takes no leg off the list until it has
+// seen another one end a request, or have none under way.
+func TestHangsAtStart(t *testing.T) {
+	for what, second := range map[string]ioCounts{"a request ends": {1, 8}, "none is under way": {0, 7}} {
+		t.Run(what, func(t *testing.T) {
+			f := newObject(t, 2, "near", "far")
+			view := func(near ioCounts) *mirrorView {
+				now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2, Failed: true}}}, device: map[string]uint64{"near": 1, "far": 2},
+					leg: map[uint64]string{1: "near", 2: "far"}, near: 1, failing: map[string]string{}, io: map[uint64]ioCounts{1: near, 2: {0, 7}}}
+				f.findFailed(now)
+				return now
+			}
+			if _, err := f.delist(t.Context(), view(ioCounts{1, 7})); !errors.Is(err, errdefs.ErrUnavailable) || len(f.v.Current()) != 2 {
+				t.Errorf("nothing is known of the other disk, and %v are current; error %v", f.v.Current(), err)
+			}
+			devices, err := f.delist(t.Context(), view(second))
+			if check.OK(t, err); !slices.Equal(devices, []uint64{2}) || !slices.Equal(f.v.Current(), []string{"near"}) {
+				t.Errorf("the other disk answers, devices %v leave, and %v are current", devices, f.v.Current())
+			}
+		})
+	}
+}
+
+// TestHangsAndIsRestored: as TestHangsAndOthersFail, and the object is restored to an older list meanwhile. The last list is written anew with the leg that fails, as
+// it has all that was acknowledged.
+func TestHangsAndIsRestored(t *testing.T) {
+	for _, stuck := range []bool{true, false} {
+		f := newObject(t, 3, "near", "far", "left")
+		before := f.v.DeepCopy()
+		f.leaves("left")
+		check.OK(t, f.tellAll(t.Context(), f.v))
+		before.ResourceVersion = f.v.ResourceVersion + "0"
+		f.v = before
+		ended, want := int64(7), []string{"near", "far"}
+		view := func() *mirrorView {
+			now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2, Failed: true}}}, device: map[string]uint64{"near": 1, "far": 2},
+				leg: map[uint64]string{1: "near", 2: "far"}, near: 1, failing: map[string]string{}, io: map[uint64]ioCounts{1: {1, ended}, 2: {0, 7}}}
+			f.findFailed(now)
+			return now
+		}
+		view()
+		if stuck {
+			f.stateOf("near").goesOnAt = time.Now().Add(-legSilence * f.options.LookEvery)
+		} else {
+			ended, want = 8, want[:1]
+		}
+		if check.OK(t, f.restoreList(t.Context(), view())); !slices.Equal(f.v.Current(), want) {
+			t.Errorf("stuck %v: %v are current, and were to be %v", stuck, f.v.Current(), want)
+		}
 	}
 }
 
