@@ -240,6 +240,10 @@ func (m *mirrorReconciler) joinLeg(ctx context.Context, now *mirrorView, name st
 		return err
 	}
 	return m.withLegs(ctx, v, append(now.names(), name), func(legs map[string]volume.ID) error {
+		opened := m.reportHang(ctx, v, name, func(ctx context.Context, now *v1alpha1.ReplicatedVolume, why string) {
+			_ = m.reportLeg(ctx, now, name, func(leg *v1alpha1.Leg) { setWaiting(leg, why) }) // it is tried again
+		})
+		defer opened()
 		leg, err := m.attach(ctx, v, legs[name])
 		if errors.Is(err, errLaterClaim) {
 			return m.whyLater(ctx, v, cmp.Or(isAhead(v, leg), err))
@@ -254,6 +258,7 @@ func (m *mirrorReconciler) joinLeg(ctx context.Context, now *mirrorView, name st
 				return nil
 			})
 		}
+		opened()
 		var lacks func(context.Context) ([]dm.Range, error)
 		if err == nil {
 			lacks, err = m.missingRanges(ctx, v, leg, legs, now.s.Size, tries)

@@ -75,6 +75,7 @@ type tendedLeg struct {
 	asked  int           // how often its record was read
 	news   int           // how often its node still answers that it does not know of the claim
 	slow   time.Duration // how long its node takes to open it
+	hangs  chan struct{} // its disk answers when this is closed; nil: at once
 	ended  bool
 	closes func()
 	state  volume.LegState
@@ -413,6 +414,9 @@ func (f tendedVolumes) OpenLeg(ctx context.Context, id volume.ID) (blockdev.Devi
 	}
 	if f.legs[id.Key].silent {
 		<-ctx.Done()
+	}
+	if hangs := f.legs[id.Key].hangs; hangs != nil {
+		<-hangs
 	}
 	var late error
 	if slow := f.legs[id.Key].slow; slow > 0 {
@@ -1529,6 +1533,69 @@ func TestSilentLeg(t *testing.T) {
 	if _, err := f.Open(ctx, "", f.mirrorReconciler.ref); err == nil || ctx.Err() == nil {
 		t.Errorf("the only one is not waited for: %v", err)
 	}
+}
+
+// TestOwnDiskHangs: the disk of the next user's own node does not answer while the volume is opened there. The object says which one, and what to do, until the
+// volume was opened.
+func TestOwnDiskHangs(t *testing.T) {
+	f := newObject(t, 2, "near", "far")
+	f.legs["near"].hangs = make(chan struct{})
+	opened := make(chan error, 1)
+	go func() { opened <- f.opens(2) }()
+	waits := func() string {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		return f.v.Waiting()
+	}
+	for end := time.Now().Add(tendedPatience); waits() == ""; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Error("nobody is told that the disk hangs")
+			break
+		}
+	}
+	if text := waits(); !strings.Contains(text, "replica near") || !strings.Contains(text, "power that node off") {
+		t.Errorf("it says %q", text)
+	}
+	close(f.legs["near"].hangs)
+	if err := <-opened; err != nil && !errors.Is(err, errdefs.ErrBusy) { // the object was changed meanwhile
+		t.Error(err)
+	}
+	check.OK(t, f.opens(2))
+	time.Sleep(2 * openSilence * f.options.LookEvery)
+	if text := waits(); text != "" || len(f.v.Current()) == 0 {
+		t.Errorf("the disk answers, %v are current, and it says %q", f.v.Current(), text)
+	}
+}
+
+// TestOwnDiskHangsAsItJoins: as TestOwnDiskHangs, while the volume is used by means of another leg, and the one of this node is to join.
+func TestOwnDiskHangsAsItJoins(t *testing.T) {
+	f := newObject(t, 1, "far", "near")
+	f.v.Spec.Legs = []string{"near", "far"}
+	f.legs["near"].hangs = make(chan struct{})
+	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}}}, leg: map[uint64]string{1: "far"}, device: map[string]uint64{"far": 1}}
+	ended := make(chan struct{})
+	go func() { _ = f.joinLeg(t.Context(), now, "near", 0); close(ended) }() // without the kernel's mirror it fails in the end
+	why := func() string {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if leg := f.v.Leg("near"); leg != nil {
+			return leg.Message
+		}
+		return ""
+	}
+	for end := time.Now().Add(tendedPatience); why() == "" && time.Now().Before(end); {
+		time.Sleep(10 * time.Millisecond)
+	}
+	f.mu.Lock()
+	if text := f.v.Waiting(); text != "" {
+		t.Errorf("its users go on, and it says %q", text)
+	}
+	f.mu.Unlock()
+	if text := why(); !strings.Contains(text, "its disk has not answered") {
+		t.Errorf("it says %q", text)
+	}
+	close(f.legs["near"].hangs)
+	<-ended
 }
 
 // TestOpenAsTimeEnds: the caller's time ends as the last leg opens, or no leg is current. The volume is not open then, and the error says why.
