@@ -14,25 +14,25 @@ import (
 // on. Here its devices are still those of its first leg, and all calls go to them, until Adopt has laid them over a mirror.
 
 // alone reports whether a volume with several legs is used here by the devices of its first leg: they are mounted, or kept for a user of this node. No leg
-// is mounted or handed out otherwise. A device that is kept for an export does not count. Once the mirror is here, it has the users, also when it has ended:
-// a connection to a leg that it has let go of, and that an earlier process made, passes for one that is kept.
+// is mounted or handed out otherwise. A device that is kept for an export does not count. Nor does a bare connection that nobody has mounted: if an earlier
+// process made it, it passes for one that is kept, and is that of a leg. Once the mirror is here, it has the users, also when it has ended.
 func (e *Everywhere) alone(ctx context.Context, id ID) bool {
 	if e.hasMirror(ctx, id) {
 		return false
 	}
 	at := e.plain(ctx, id)
 	devices, err := at.Attached(ctx, id)
-	switch {
-	case err != nil:
-		return false
-	case at.mounted(devices):
-		return true
-	case !slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }):
-		return false
-	case at != e.Local: // another node's is not given away here
-		return true
+	if err != nil || at.mounted(devices) {
+		return err == nil
 	}
-	return !e.gives(ctx, id)
+	devices = slices.DeleteFunc(devices, func(d blockdev.Device) bool { return !d.Kept || d.ReadOnly })
+	if at == e.Local {
+		return len(devices) > 0 && !e.gives(ctx, id)
+	}
+	bare, err := at.pools[0].Attached(ctx, id.ref())
+	return err == nil && slices.ContainsFunc(devices, func(d blockdev.Device) bool {
+		return !slices.ContainsFunc(bare, func(b blockdev.Device) bool { return b.Number == d.Number })
+	})
 }
 
 // hasMirror reports whether the mirror of a volume is here.

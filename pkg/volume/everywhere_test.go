@@ -198,6 +198,39 @@ func writeSynced(path string, b []byte) error {
 	return errors.Join(err, f.Sync(), f.Close())
 }
 
+// TestLegIsLeft: the driver was killed when it had connected to a leg, before there was a mirror, and at its next start the home of the leg did not answer, so
+// that the connection stayed. Nobody gets the leg by itself: the other legs would lack what is written to it.
+func TestLegIsLeft(t *testing.T) {
+	p := newPair(t)
+	network, is := p.kernel.(*remotetest.Network)
+	if !is {
+		t.Skip("the kernel's own network cannot be cut")
+	}
+	id := p.make("v", volume.Encryption{})
+	check.OK(t, p.home.SetReplicaOf(t.Context(), id, id.Key))
+	local := func(name string) *volume.Local {
+		return start(t, 0, memory.NewDisk(1<<30).Open(name, nil))
+	}
+	everywhere := func() *volume.Everywhere {
+		e := volume.NewEverywhere(local("own"), p.user, usedElsewhere{})
+		e.Replicate(local("replicated"), usedElsewhere{}) // it has no such volume
+		return e
+	}
+	leg, err := everywhere().OpenLeg(t.Context(), id)
+	check.OK(t, errors.Join(err, leg.Close()))
+	p.bare(id)
+	network.Cut(true)
+	p.start()
+	network.Cut(false)
+	e := everywhere()
+	if v, err := e.Get(t.Context(), id); err == nil {
+		device, err := e.AttachRaw(t.Context(), v, nil, true)
+		t.Errorf("the leg is used as %+v, as %s: %v, %v", v, device.Path, err, device.Close())
+	}
+	check.OK(t, e.CloseLeg(t.Context(), id))
+	p.unused(id)
+}
+
 // TestReachedFormat: a volume is formatted by the node that uses it, once, and the home's record says so, with the mount flags. When that node's driver starts,
 // it removes what nothing uses.
 func TestReachedFormat(t *testing.T) {
