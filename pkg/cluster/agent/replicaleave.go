@@ -34,14 +34,17 @@ const hangTime = 20 * time.Second
 const diskHangs = "its node answers, and what is written to it, or read from it, does not end: its disk hangs"
 
 // dropSilent takes legs that have failed, or do not answer, off the list, and ends the connections to them, if another leg is current. They leave the mirror
-// in the next step.
+// in the next step. If the mirror has to end (whyEnds), the connections to all legs that do not answer end: else the next step would never come.
 func (m *mirrorReconciler) dropSilent(ctx context.Context) {
-	v, is := m.replicated(m.ref.Key)
-	if !is || v.Spec.Claim.Generation != m.generation {
-		return
-	}
 	s, err := mirror.Look(m.name)
 	if err != nil || len(s.Legs) == 0 {
+		return
+	}
+	v, is := m.replicated(m.ref.Key)
+	if !is || v.Spec.Claim.Generation != m.generation {
+		if v, why, _ := m.whyEnds(ctx, s); why != "" && !m.isReplaced() {
+			m.disconnectEnding(ctx, v, s)
+		}
 		return
 	}
 	now, err := m.observe(ctx, v.DeepCopy(), s)
@@ -300,21 +303,36 @@ func (m *mirrorReconciler) forgetLeft(ctx context.Context, now *mirrorView) erro
 	return m.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) { s.Legs = slices.DeleteFunc(s.Legs, hasLeft) })
 }
 
-// disconnectHung ends the connections to the legs of a mirror in some state that do not answer, or whose disks hang: it is for one that ends.
-func (m *mirrorReconciler) disconnectHung(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) {
-	hung := map[string]string{}
-	if now, err := m.observe(ctx, v.DeepCopy(), s); err == nil {
-		hung = m.hung(now)
-	}
-	for _, name := range v.Spec.Legs {
-		m.disconnect(ctx, name, hung[name] == diskHangs)
-	}
-}
-
 // disconnectSilent ends the connections to a leg that does not answer: I/O that is under way ends with errors, which the mirror holds. Otherwise it would be
 // waited for.
 func (m *mirrorReconciler) disconnectSilent(ctx context.Context, name string) {
 	m.disconnect(ctx, name, false)
+}
+
+// disconnectEnding ends the connections to legs of a mirror, in state s, that has to end, as that would wait for them: to those whose disks hang, and to those that
+// have not answered for two looks. If a flush failed at once, what the leg has taken might still be under way to another one: the kernel would forget the failure,
+// and acknowledge the next write without that leg (docs/decisions/replicas.md).
+func (m *mirrorReconciler) disconnectEnding(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) {
+	hung := map[string]string{}
+	if now, err := m.observe(ctx, v.DeepCopy(), s); err == nil {
+		hung = m.hung(now)
+	}
+	for _, name := range namedLegs(v) {
+		k := m.stateOf(name)
+		legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
+		silent := slices.ContainsFunc(legs, func(c remotepool.Leg) bool { return !c.Live })
+		switch {
+		case err != nil:
+		case hung[name] == diskHangs:
+			m.disconnect(ctx, name, true)
+		case !silent:
+			k.silentSince = time.Time{}
+		case k.silentSince.IsZero():
+			k.silentSince = time.Now()
+		case time.Since(k.silentSince) >= 2*m.options.LookEvery:
+			m.disconnectSilent(ctx, name)
+		}
+	}
 }
 
 // disconnect is disconnectSilent; with all, connections that answer end, too. The kernel gives up what is under way by those after 30 s.

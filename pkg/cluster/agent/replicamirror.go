@@ -344,7 +344,7 @@ func (m *mirrorReconciler) endUnclaimed(ctx context.Context, s mirror.State) err
 		return err
 	}
 	klog.FromContext(ctx).Info("The users of a replicated volume that is used here get errors from now on", "why", why, "claim", m.generation, "claims", v.Spec.Claims)
-	endSilent := func(ctx context.Context) { m.disconnectHung(ctx, v, s) }
+	endSilent := func(ctx context.Context) { m.disconnectEnding(ctx, v, s) }
 	endSilent(ctx)
 	if m.isReplaced() { // meanwhile, and the legs are those of the later claim
 		return nil
@@ -446,13 +446,7 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 	for _, l := range now.all() {
 		now.io[l.Device] = countIO(l.Device)
 	}
-	names := slices.Clone(v.Spec.Legs)
-	for _, leg := range v.Status.Legs {
-		if !slices.Contains(names, leg.Name) {
-			names = append(names, leg.Name)
-		}
-	}
-	for _, name := range names {
+	for _, name := range namedLegs(v) {
 		id, err := m.legID(ctx, v, name)
 		if errors.Is(err, errdefs.ErrNotFound) {
 			id, err = m.ownLegID(ctx, now, name)
@@ -482,6 +476,17 @@ func (m *mirrorReconciler) observe(ctx context.Context, v *v1alpha1.ReplicatedVo
 		}
 	}
 	return now, nil
+}
+
+// namedLegs returns the names of the legs of a volume, also of those that are to be legs no more and may be in its mirror.
+func namedLegs(v *v1alpha1.ReplicatedVolume) []string {
+	names := slices.Clone(v.Spec.Legs)
+	for _, leg := range v.Status.Legs {
+		if !slices.Contains(names, leg.Name) {
+			names = append(names, leg.Name)
+		}
+	}
+	return names
 }
 
 // hasLeg reports whether a leg that is used here is on this node: by its object, or, as somebody may have deleted that, by the record of a pool, if there is no

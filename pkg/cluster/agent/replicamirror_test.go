@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -77,6 +78,7 @@ type tendedLeg struct {
 	slow   time.Duration // how long its node takes to open it
 	hangs  chan struct{} // its disk answers when this is closed; nil: at once
 	ended  bool
+	flaky  bool // once its connection has ended it fails flushes too; a device over nothing takes them
 	closes func()
 	state  volume.LegState
 	labels map[string]string
@@ -493,7 +495,10 @@ func (f tendedConnections) End(_ context.Context, nqn string) error {
 	f.mu.Lock()
 	f.legs[nqn].ended = true
 	f.mu.Unlock()
-	if f.legs[nqn].disk != 0 {
+	switch {
+	case f.legs[nqn].flaky:
+		f.tended.flaky(nqn)
+	case f.legs[nqn].disk != 0:
 		f.fails(f.legs[nqn])
 	}
 	return nil
@@ -524,6 +529,105 @@ func TestMadeAnew(t *testing.T) {
 		t.Errorf("the mirror of the later claim has ended: %+v", s)
 	}
 	f.ends(f.write(0), "what is written to it")
+}
+
+// slow has each write to a leg take some time, in which the kernel counts it as under way to a disk (dm.UnderWay).
+func (f *tended) slow(name string, latency time.Duration) {
+	const below = "ashlar-test-slow"
+	l := f.legs[name]
+	delay := fmt.Sprintf("%[1]s 0 0 %[1]s 0 %[2]d %[1]s 0 0", dm.Number(l.disk), latency.Milliseconds()) // for writes only
+	check.OK(f.t, dm.Make(below, below, []dm.Line{{Length: tendedSize, Kind: "delay", Text: delay}}))
+	f.t.Cleanup(func() { drivertest.Run(f.t, "dmsetup", "remove", "--retry", below) })
+	d, err := dm.Find(below)
+	check.OK(f.t, err)
+	loop := drivertest.Loop(f.t, d.Path(), "--direct-io=on")
+	f.t.Cleanup(func() {
+		f.fails(l)
+		drivertest.Run(f.t, "losetup", "-d", loop)
+	})
+	var st unix.Stat_t
+	check.OK(f.t, errors.Join(unix.Stat(loop, &st), dm.Replace(l.name, dm.Linear(st.Rdev, tendedSize))))
+}
+
+// isTaken ends the claim of the volume.
+func (f *tended) isTaken() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.v.Spec.Claim = nil
+}
+
+// TestTakenWhileFlushed: the claim has ended, and the connections to a leg end while a flush to it is under way, and to the other leg, which is slower, writes
+// that it has taken. Nothing is acknowledged that it lacks.
+func TestTakenWhileFlushed(t *testing.T) {
+	const latency = 4 * time.Second
+	f := newTended(t, 2, "a", "b")
+	f.options.LookEvery, f.legs["b"].flaky = latency, true
+	f.slow("a", latency)
+	file := f.file()
+	var acknowledged [2]atomic.Uint64
+	var all sync.WaitGroup
+	for i := range acknowledged {
+		page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+		check.OK(t, err)
+		all.Go(func() {
+			time.Sleep(time.Duration(i) * latency / 2)
+			for n := uint64(1); ; n++ {
+				binary.LittleEndian.PutUint64(page, n)
+				if _, err := file.WriteAt(page, int64(i)<<20); err != nil {
+					return
+				}
+				acknowledged[i].Store(n)
+			}
+		})
+	}
+	for acknowledged[1].Load() < 1 {
+		time.Sleep(time.Millisecond)
+	}
+	time.Sleep(latency / 20) // b has the next one by then
+	f.silent("b", 0)
+	flushed := make(chan error, 1)
+	go func() { flushed <- unix.Fdatasync(int(file.Fd())) }()
+	time.Sleep(latency / 20)
+	f.isTaken()
+	s, err := mirror.Look(f.mirrorReconciler.name)
+	check.OK(t, errors.Join(err, f.step(t.Context(), s)))
+	if all.Wait(); <-flushed == nil {
+		t.Error("a flush is acknowledged that a leg did not take")
+	}
+	disk, err := os.Open(fmt.Sprintf("/dev/loop%d", unix.Minor(f.legs["b"].disk)))
+	check.OK(t, err)
+	for i := range acknowledged {
+		has := make([]byte, 8)
+		check.OK(t, second(disk.ReadAt(has, int64(i)<<20)))
+		if have, want := binary.LittleEndian.Uint64(has), acknowledged[i].Load(); have < want {
+			t.Errorf("of %d writes that are acknowledged the leg has %d", want, have)
+		}
+	}
+	check.OK(t, disk.Close())
+}
+
+// TestTakenWhileItChanges: a change of the mirror waits for a leg that does not answer any more, and the claim ends meanwhile. The change ends, so that the mirror
+// can.
+func TestTakenWhileItChanges(t *testing.T) {
+	f := newTended(t, 3, "a", "b", "c")
+	f.silent("b", 0)
+	write := f.write(0)
+	f.isTaken()
+	changed := make(chan error, 1)
+	go func() {
+		changed <- f.changeMirror(t.Context(), func() error { return mirror.Leave(t.Context(), f.mirrorReconciler.name, f.legs["c"].number) })
+	}()
+	f.ends(changed, "the change")
+	s, err := mirror.Look(f.mirrorReconciler.name)
+	check.OK(t, errors.Join(err, f.step(t.Context(), s)))
+	select {
+	case err := <-write:
+		if err == nil {
+			t.Error("a write is acknowledged that a leg lacks")
+		}
+	case <-time.After(tendedPatience):
+		t.Error("what is written still waits")
+	}
 }
 
 // joins makes a leg join the mirror, of which it lacks nothing.
@@ -748,7 +852,7 @@ func TestObjectDeletedAndHangs(t *testing.T) {
 				t.Errorf("it ends as %q; error %v", why, err)
 			}
 			if one.ends {
-				f.disconnectHung(t.Context(), v, s)
+				f.disconnectEnding(t.Context(), v, s)
 			}
 			if f.legs["far"].ended != one.ends {
 				t.Errorf("its connection has ended: %v", f.legs["far"].ended)
