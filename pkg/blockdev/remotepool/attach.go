@@ -313,6 +313,10 @@ func (p *Pool) Keep(ctx context.Context) {
 // dropTime is how long DropEnded waits for the kernel to end a connection. The kernel goes on with it after that.
 const dropTime = 30 * time.Second
 
+// settleTime is how long a connection has not been live before DropEnded ends it. It may be that of a leg: if a flush failed at once, what the leg has taken might
+// still be under way to another one. The mirror would forget the failure, and acknowledge the next write without that leg (docs/decisions/replicas.md).
+const settleTime = 2 * time.Second
+
 // DropEnded does once what Keep does each time. It ends the connections at once: one of them may take the kernel long.
 func (p *Pool) DropEnded(ctx context.Context) error {
 	all, err := p.all(nqnPrefix)
@@ -328,6 +332,10 @@ func (p *Pool) DropEnded(ctx context.Context) error {
 				"volume", ref.String(), "generation", generationOf(c))
 			ending++
 			go func() {
+				select {
+				case <-time.After(settleTime - time.Since(p.look(c).away)):
+				case <-ctx.Done():
+				}
 				ctx, cancel := context.WithTimeout(ctx, dropTime)
 				defer cancel()
 				ended <- p.disconnect(ctx, c.NQN)

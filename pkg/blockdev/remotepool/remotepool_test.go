@@ -354,6 +354,29 @@ func TestEnded(t *testing.T) {
 	drop(0)
 }
 
+// TestEndedAfterAMoment: a connection whose claim has ended, and that is not live any more, stays for a moment: what its leg has taken may be under way to
+// another one.
+func TestEndedAfterAMoment(t *testing.T) {
+	h, all := start(t)
+	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
+	h.generation = 2
+	h.Cut(true)
+	dropped := make(chan error, 1)
+	go func() { dropped <- all.DropEnded(t.Context()) }()
+	select {
+	case err := <-dropped:
+		t.Errorf("it is dropped at once: %v", err)
+	case <-time.After(time.Second):
+		if n := h.connected(t); n != 1 {
+			t.Errorf("%d are connected", n)
+		}
+		check.OK(t, <-dropped)
+	}
+	if n := h.connected(t); n != 0 {
+		t.Errorf("%d are connected in the end", n)
+	}
+}
+
 // stuck is a kernel that does not end some connections.
 type stuck struct {
 	*home
