@@ -126,3 +126,13 @@ func Flushed(device uint64) bool {
 	text, _ := os.ReadFile(Sysfs(device) + "/queue/write_cache")
 	return strings.TrimSpace(string(text)) != "write through"
 }
+
+// SetFlushed has the kernel pass flushes on to a device, or take them for carried out at once (queue/write_cache: sysfs-block of Documentation/ABI). It holds
+// until a table of the device takes effect.
+func SetFlushed(device uint64, passes bool) error {
+	cache := map[bool]string{true: "write back", false: "write through"}[passes]
+	if err := os.WriteFile(Sysfs(device)+"/queue/write_cache", []byte(cache), 0); err != nil {
+		return fmt.Errorf("have device %s flushed, or not (%s): %w", Number(device), cache, errdefs.FromErrno(err))
+	}
+	return nil
+}

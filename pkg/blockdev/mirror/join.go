@@ -39,6 +39,9 @@ func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size)
 // copied later. When all is equal (State.Equal), Finish makes it one of the legs; before that nobody may take it for current. If a leg fails meanwhile,
 // writes are held until Leave.
 //
+// The joining leg is not flushed until TakeFlushes. If a flush fails, the kernel never begins to copy a unit that is next to be copied and is being written to
+// (dm_rh_dec in drivers/md/dm-region-hash.c does not look for that), and each suspension waits for that copy, for ever: no leg could leave any more.
+//
 // differs returns the ranges. It is called while the mirror is held and no write is under way: what was written before is on all current legs, and what is
 // written later goes to the joining leg too. Users of the mirror wait until it returns.
 //
@@ -96,6 +99,9 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 			return errors.Join(err, unix.ENXIO)
 		}
 		legs = append(legs, d.Number)
+	}
+	if err := dm.SetFlushed(legs[1], false); err != nil {
+		return err
 	}
 	return still(name, func() error {
 		ranges, err := differs(ctx)
@@ -202,6 +208,16 @@ func logOf(size int64, differs []dm.Range) []byte {
 		}
 	}
 	return text
+}
+
+// TakeFlushes has the leg that joins flushed from now on, as the others are. It is for a leg that is equal, before what it has is flushed and it is put on the
+// volume's list. If no leg joins it does nothing.
+func TakeFlushes(name string) error {
+	d, err := dm.Find(name + joinsSuffix)
+	if err == nil && d != nil {
+		err = dm.SetFlushed(d.Number, true)
+	}
+	return of(name, "flush the leg that joins it", func() error { return err })
 }
 
 // Finish makes the leg that joins one of the current legs. It has to be on the volume's list. The leg near, if it is among them, becomes the first, which

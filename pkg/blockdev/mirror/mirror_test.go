@@ -717,6 +717,7 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 				seen := f.look().Event
 				check.OK(t, mirror.Join(context.Background(), f.name, f.legs[n].number, differs(dm.Range{Length: mib})))
 				f.watch(seen, "a leg that is equal", mirror.State.Equal)
+				check.OK(t, mirror.TakeFlushes(f.name))
 				time.Sleep(100 * time.Millisecond)
 				seen = f.look().Event
 				f.legs[n].fail()
@@ -743,6 +744,51 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestJoinerFailsInTheMiddle: a leg fails in the middle of its copy, while the mirror is written to and flushed. It can leave, and all goes on.
+func TestJoinerFailsInTheMiddle(t *testing.T) {
+	for _, n := range []int{1, 2} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			f := newMirror(t, n, 1)
+			joins := f.legs[n]
+			joins.table("delay", fmt.Sprintf("%[1]s 0 0 %[1]s 0 100 %[1]s 0 0", dm.Number(joins.loop))) // of writes
+			check.OK(t, mirror.Join(context.Background(), f.name, joins.number, differs(dm.Range{Length: size})))
+			var stop atomic.Bool
+			var all sync.WaitGroup
+			for i := range int64(8) {
+				file := f.open()
+				all.Go(func() {
+					for at := i; !stop.Load(); at += 5 {
+						if _, err := file.WriteAt(page(2), at*mib%size); err != nil {
+							t.Error(err)
+							return
+						}
+						if i > 0 {
+							continue
+						}
+						if err := file.Sync(); err != nil {
+							t.Error(err)
+							return
+						}
+					}
+				})
+			}
+			for end := time.Now().Add(patient); f.look().Synced < size/8 && time.Now().Before(end); {
+				time.Sleep(10 * time.Millisecond)
+			}
+			if s := f.look(); s.Synced < size/8 || s.Equal() {
+				t.Fatalf("it is %+v", s)
+			}
+			joins.fail()
+			time.Sleep(time.Second)
+			ends(t, later(func() error { return mirror.Leave(context.Background(), f.name, joins.number) }), "the leg that leaves")
+			time.Sleep(100 * time.Millisecond)
+			stop.Store(true)
+			all.Wait()
+			joins.mend()
+		})
 	}
 }
 

@@ -135,6 +135,9 @@ func (m *mirrorReconciler) finishJoin(ctx context.Context, now *mirrorView, name
 	if s, err := mirror.Look(m.name); err != nil || s.Event != m.seenEvent { // a leg may have failed, and the kernel may have forgotten that: Watch tells
 		return err
 	}
+	if err := mirror.TakeFlushes(m.name); err != nil {
+		return err
+	}
 	if listed, err := m.putOnList(ctx, now, name, now.s.Joining.Device); err != nil || !listed {
 		return err
 	}
