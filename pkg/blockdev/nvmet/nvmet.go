@@ -327,7 +327,7 @@ func (t *Target) Remove(ctx context.Context, nqn string) error {
 		return err
 	}
 	err := t.underWay.Do(ctx, nqn, func() error {
-		appear, err := published()
+		appear, err := appearing()
 		if err != nil {
 			return err
 		}
@@ -335,7 +335,7 @@ func (t *Target) Remove(ctx context.Context, nqn string) error {
 		if err != nil {
 			return err
 		}
-		if was && appear[nqn] {
+		if was && (appear[true][nqn] || appear[false][nqn]) { // else Withdraw was called, and its connections have ended
 			time.Sleep(grace)
 		}
 		return dismantle(nqn)
