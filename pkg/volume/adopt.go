@@ -40,7 +40,7 @@ func (e *Everywhere) hasMirror(ctx context.Context, id ID) bool {
 	if e.replicated == nil {
 		return false
 	}
-	devices, err := e.replicated.pools[0].Attached(ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key})
+	devices, err := e.replicated.pools[0].Attached(ctx, id.ref())
 	return err == nil && len(devices) > 0
 }
 

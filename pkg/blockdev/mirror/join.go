@@ -213,11 +213,13 @@ func logOf(size int64, differs []dm.Range) []byte {
 // TakeFlushes has the leg that joins flushed from now on, as the others are. It is for a leg that is equal, before what it has is flushed and it is put on the
 // volume's list. If no leg joins it does nothing.
 func TakeFlushes(name string) error {
-	d, err := dm.Find(name + joinsSuffix)
-	if err == nil && d != nil {
-		err = dm.SetFlushed(d.Number, true)
-	}
-	return of(name, "flush the leg that joins it", func() error { return err })
+	return of(name, "flush the leg that joins it", func() error {
+		d, err := dm.Find(name + joinsSuffix)
+		if err != nil || d == nil {
+			return err
+		}
+		return dm.SetFlushed(d.Number, true)
+	})
 }
 
 // Finish makes the leg that joins one of the current legs. It has to be on the volume's list. The leg near, if it is among them, becomes the first, which
