@@ -161,6 +161,31 @@ func (c *consumerVolumes) Mirror(ctx context.Context, id volume.ID, to blockdev.
 	})
 }
 
+func (c *consumerVolumes) FlushMirror(_ context.Context, id volume.ID) error {
+	v := c.of(id.Key)
+	err := v.do("flush", func() {})
+	for v.silent() {
+		time.Sleep(time.Millisecond)
+		if v.has("end " + newHomeNQN) {
+			err = fmt.Errorf("%w: the connection has ended", errdefs.ErrUnavailable)
+			break
+		}
+	}
+	if err != nil {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		v.m.NewFailed = true
+	}
+	return err
+}
+
+// silent reports whether the connection to the new home is there, and not live.
+func (v *consumerVolume) silent() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return slices.ContainsFunc(v.legs, func(l remotepool.Leg) bool { return l.Number == secondLeg && !l.Live })
+}
+
 func (c *consumerVolumes) HoldMirror(_ context.Context, id volume.ID) error {
 	v := c.of(id.Key)
 	return v.do("hold", func() { v.m.Held = true })
@@ -293,6 +318,13 @@ func (h fakeHomes) Complete(_ context.Context, of move.Of, nqn string, _ volume.
 		return fmt.Errorf("%w: %q was not prepared", errdefs.ErrNotFound, nqn)
 	}
 	v := h.of(of.ID.Key)
+	v.mu.Lock()
+	lost := v.fails["complete, data lost"] > 0
+	delete(v.fails, "complete, data lost")
+	v.mu.Unlock()
+	if lost {
+		return fmt.Errorf("%w: it could not be flushed", errdefs.ErrDataLoss)
+	}
 	return v.do("complete", func() { v.m.Forgot = v.name == "forgets as it is pinned" && !slices.Contains(v.said, "unmirror") })
 }
 
@@ -323,16 +355,18 @@ func (h fakeHome) serve(t *testing.T) {
 	connection, err := grpc.NewClient("passthrough:///"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
 	check.OK(t, err)
 	t.Cleanup(func() { check.OK(t, connection.Close()) })
-	fakeConnection = busily{connection}
+	fakeConnection = withKinds{connection}
 }
 
-// busily tells errdefs.ErrBusy of the other side from its other errors, as rpc.Dial does.
-type busily struct{ grpc.ClientConnInterface }
+// withKinds tells the kinds of the other side's errors by their words, as rpc.Dial does by their codes.
+type withKinds struct{ grpc.ClientConnInterface }
 
-func (c busily) Invoke(ctx context.Context, method string, args, reply any, options ...grpc.CallOption) error {
+func (c withKinds) Invoke(ctx context.Context, method string, args, reply any, options ...grpc.CallOption) error {
 	err := c.ClientConnInterface.Invoke(ctx, method, args, reply, options...)
-	if err != nil && strings.Contains(err.Error(), errdefs.ErrBusy.Error()) {
-		err = fmt.Errorf("%w: %w", errdefs.ErrBusy, err)
+	for _, kind := range []error{errdefs.ErrBusy, errdefs.ErrDataLoss} {
+		if err != nil && strings.Contains(err.Error(), kind.Error()) {
+			err = fmt.Errorf("%w: %w", kind, err)
+		}
 	}
 	return err
 }
@@ -623,7 +657,7 @@ func TestCarry(t *testing.T) {
 			v.pins()
 			v.flips()
 			v.switches()
-			want := []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "hold", "switch", "take new", "drop first", "close 1"}
+			want := []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "flush", "seal", "complete", "hold", "switch", "take new", "drop first", "close 1"}
 			v.says(fmt.Sprintf("%v is done", want), func() bool { return slices.Equal(v.steps(), want) })
 		},
 		"the homes do not seal": func(v *consumerVolume) {
@@ -652,6 +686,43 @@ func TestCarry(t *testing.T) {
 			v.movesays("what was written to node new failed")
 			v.kernel(synced) // the next one
 			v.pins()
+		},
+		"new home cannot be flushed": func(v *consumerVolume) {
+			v.mu.Lock()
+			v.fails["flush"] = 1
+			v.mu.Unlock()
+			v.kernel(synced)
+			v.stays()
+			v.movesays("what was written to node new failed")
+			if v.has("seal") || v.has("hold") {
+				v.Errorf("%v", v.steps())
+			}
+			v.kernel(synced) // the next one
+			v.pins()
+		},
+		"new home does not keep what it has": func(v *consumerVolume) {
+			v.mu.Lock()
+			v.fails["complete, data lost"] = 1
+			v.mu.Unlock()
+			v.kernel(synced)
+			v.stays()
+			if v.has("hold") {
+				v.Errorf("%v", v.steps())
+			}
+			v.kernel(synced) // the next one
+			v.pins()
+		},
+		"new home falls silent as it is flushed": func(v *consumerVolume) {
+			v.kernel(func(m *volume.Mirrored) {
+				synced(m)
+				for i := range v.legs {
+					v.legs[i].Live = v.legs[i].Number != secondLeg
+				}
+			})
+			v.says("it goes on at its old home", func() bool { return v.has("unmirror") })
+			if steps := v.steps(); slices.Index(steps, "flush") < 0 || slices.Index(steps, "flush") > slices.Index(steps, "end "+newHomeNQN) || v.has("hold") {
+				v.Errorf("%v", steps)
+			}
 		},
 		"new home is away": func(v *consumerVolume) { // no I/O fails: writers wait
 			v.kernel(func(*volume.Mirrored) {

@@ -156,7 +156,16 @@ func (p part) synced() bool { return p.Synced == p.Total }
 // mirror is what the kernel tells of a seat that is a mirror.
 type mirror struct {
 	Mirrored
+	over  *newLeg // what has its new leg in its table
 	parts []part
+}
+
+// through returns the device that the table has for the new leg.
+func (m mirror) through() uint64 {
+	if m.over == nil {
+		return m.New
+	}
+	return m.over.Number
 }
 
 // looks is how often mirrorOf reads a mirror that has events while it is read.
@@ -224,7 +233,11 @@ func readMirror(d *dm.Device) (m mirror, is bool, err error) {
 		m.parts = append(m.parts, p)
 	}
 	m.Forgot = !known || int32(d.Event-events) > 0
-	return m, true, nil
+	over, err := findNewLeg(d.Name)
+	if err == nil && over != nil && over.Number == m.New {
+		m.over, m.New, m.NewFailed = over, over.leg, m.NewFailed || over.unsound()
+	}
+	return m, err == nil, err
 }
 
 // add adds the state of a part to m. It returns the events of the part that are explained: the end of its copy, and one for each failed leg. toCopy: the
@@ -304,13 +317,19 @@ func (m mirror) stepsBack(d *dm.Device, parts []bool) []func() error {
 	var table []dm.Line
 	for i, p := range m.parts {
 		if parts[i] {
-			table = append(table, mirrorLine(p.Start, p.Length, copied, m.New, m.Old))
+			table = append(table, mirrorLine(p.Start, p.Length, copied, m.through(), m.Old))
 		} else {
 			table = append(table, dm.Line{Start: p.Start, Length: p.Length, Kind: "linear", Text: fmt.Sprintf("%s %d", dm.Number(m.Old), p.Start/512)})
 		}
 	}
 	var n note
 	return []func() error{
+		func() error {
+			if err := m.over.flush(); err != nil { // all the same, nobody but that leg has it
+				return m.over.setDurable()
+			}
+			return nil
+		},
 		func() error { return dm.Hold(d.Name) },
 		func() (err error) {
 			if n, err = load(d, m.Old, table); err != nil {

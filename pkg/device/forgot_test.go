@@ -2,11 +2,14 @@ package device_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -14,6 +17,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/device"
@@ -26,16 +30,6 @@ func (d *disk) failWrites(t *testing.T) (mend func()) {
 	below, err := dm.Below(d.name)
 	check.OK(t, err)
 	check.OK(t, dm.Replace(d.name, []dm.Line{{Length: d.size, Kind: "flakey", Text: dm.Number(below[0]) + " 0 0 1 1 error_writes"}}))
-	return func() { check.OK(t, dm.Replace(d.name, dm.Linear(below[0], d.size))) }
-}
-
-// readsLate has all that is read from the disk take so long, until quick.
-func (d *disk) readsLate(t *testing.T, late time.Duration) (quick func()) {
-	t.Helper()
-	below, err := dm.Below(d.name)
-	check.OK(t, err)
-	number := dm.Number(below[0])
-	check.OK(t, dm.Replace(d.name, []dm.Line{{Length: d.size, Kind: "delay", Text: fmt.Sprintf("%s 0 %d %s 0 0", number, late.Milliseconds(), number)}}))
 	return func() { check.OK(t, dm.Replace(d.name, dm.Linear(below[0], d.size))) }
 }
 
@@ -97,6 +91,7 @@ func TestFlushFails(t *testing.T) {
 					}
 					p.mirror(data...)
 					p.copied()
+					check.OK(p, p.stack().FlushMirror(p.Context()))
 					failing := p.to
 					if old {
 						failing = p.from
@@ -212,6 +207,7 @@ func TestForgotAndFails(t *testing.T) {
 				d := p.attach(p.options)
 				p.mirror(blockdev.Extent{Length: 24 * pooltest.MiB})
 				p.copied()
+				check.OK(p, p.stack().FlushMirror(p.Context()))
 				flushed := p.flushFails(d.Path, p.to)
 				p.forgets(d.Path, []int64{2 * pooltest.MiB})
 				fails(p)
@@ -223,6 +219,165 @@ func TestForgotAndFails(t *testing.T) {
 			})
 		})
 	}
+}
+
+// writesLate has all that is written to the disk take so long, but no flush, until quick.
+func (d *disk) writesLate(t *testing.T, late time.Duration) (quick func()) {
+	t.Helper()
+	below, err := dm.Below(d.name)
+	check.OK(t, err)
+	check.OK(t, dm.Replace(d.name, []dm.Line{{Length: d.size, Kind: "delay", Text: fmt.Sprintf("%[1]s 0 0 %[1]s 0 %[2]d %[1]s 0 0", dm.Number(below[0]), late.Milliseconds())}}))
+	return func() { check.OK(t, dm.Replace(d.name, dm.Linear(below[0], d.size))) }
+}
+
+// TestNewLegIsFlushed: nothing that was acknowledged is on one leg alone once the mirror is held: the new leg is flushed before. If that fails, or is cut short, the new leg
+// has failed for good, and the volume goes on at the old one. Before all is copied, the new leg is not flushed.
+func TestNewLegIsFlushed(t *testing.T) {
+	for what, flush := range map[string]func(p *pair) error{
+		"held":     func(p *pair) error { return p.stack().HoldMirror(p.Context()) },
+		"flushed":  func(p *pair) error { return p.stack().FlushMirror(p.Context()) },
+		"switched": func(p *pair) error { return p.stack().Switch(p.Context(), p.moved()) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			overPair(t, 48*pooltest.MiB, func(p *pair) {
+				d := p.attach(p.options)
+				w := p.writer(d.Path)
+				quick := p.to.writesLate(p.T, 20*time.Second)
+				p.mirror(p.all())
+				pooltest.Fails(p, p.stack().FlushMirror(p.Context()), errdefs.ErrPrecondition, "flushed before all is copied")
+				pooltest.Fails(p, p.stack().HoldMirror(p.Context()), errdefs.ErrPrecondition, "held before all is copied")
+				quick()
+				p.copied()
+				mend := p.to.failFlushes(p.T)
+				w.goesOn(p.T) // it flushes
+				if m := p.mirrored(); m.NewFailed || m.Forgot {
+					p.Errorf("it is %+v", m)
+				}
+				if err := flush(p); err == nil {
+					p.Error("the new leg was not flushed")
+				}
+				mend()
+				for range 2 {
+					if m := p.mirrored(); !m.NewFailed || m.Held { // it may have Forgot: the writer flushes too
+						p.Errorf("it is %+v", m)
+					}
+					if err := flush(p); err == nil {
+						p.Error("it counts as flushed at the second try")
+					}
+					p.recover() // as a driver that starts
+				}
+				p.undone()
+				w.goesOn(p.T)
+				p.mirror(p.all())
+				p.copied()
+				check.OK(p, errors.Join(p.stack().FlushMirror(p.Context()), p.stack().FlushMirror(p.Context()), p.stack().HoldMirror(p.Context())))
+				p.recover()
+				if m := p.mirrored(); m.NewFailed || !m.Held || m.Forgot {
+					p.Errorf("it is %+v", m)
+				}
+				check.OK(p, p.stack().Switch(p.Context(), p.moved()))
+				w.goesOn(p.T)
+				p.onlyDevices()
+				n, err := w.halt()
+				check.OK(p, errors.Join(err, d.Close(), p.moved().Detach(p.Context())))
+				p.bare(p.to, func(path string) { p.has(path, n) })
+			})
+		})
+	}
+}
+
+// onlyDevices makes sure that nothing is left of a mirror.
+func (p *pair) onlyDevices() {
+	p.Helper()
+	names, err := dm.Names("ashlar-")
+	check.OK(p, err)
+	for _, name := range names {
+		if isNote(name) || strings.HasSuffix(name, "-new") || strings.HasSuffix(name, "-durable") {
+			p.Errorf("device %s is left", name)
+		}
+	}
+}
+
+// failFlushes has all flushes of the disk fail, until mend. Reads and writes go on.
+func (d *disk) failFlushes(t *testing.T) (mend func()) {
+	t.Helper()
+	below, err := dm.Below(d.name)
+	check.OK(t, err)
+	check.OK(t, dm.Replace(d.name, append(dm.Linear(below[0], d.size), dm.Line{Start: d.size, Length: 4096, Kind: "flakey", Text: dm.Number(below[0]) + " 0 0 1 1 error_writes"})))
+	return func() { check.OK(t, dm.Replace(d.name, dm.Linear(below[0], d.size))) }
+}
+
+// TestNewLegGoesWithTheVolume: what is over the new leg goes with the last user of the volume, and frees the leg. What a crash leaves of it is no hindrance.
+func TestNewLegGoesWithTheVolume(t *testing.T) {
+	overPair(t, 48*pooltest.MiB, func(p *pair) {
+		d := p.attach(device.Options{Seat: true, Encryption: p.options.Encryption})
+		name, _ := p.names()
+		check.OK(p, dm.Make(name+"-new", "", dm.Linear(p.to.device().Number, 4096))) // a crash came before it had its size
+		p.mirror(p.all())
+		p.copied()
+		check.OK(p, d.Close())
+		for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+			if holders, err := os.ReadDir(dm.Sysfs(p.to.device().Number) + "/holders"); err != nil || len(holders) == 0 || time.Now().After(end) {
+				if err != nil || len(holders) > 0 {
+					p.Errorf("over the new leg are %v, %v", holders, err)
+				}
+				break
+			}
+		}
+		check.OK(p, p.stack().Detach(p.Context()))
+		p.onlyDevices()
+	})
+}
+
+// TestNewLegFailsInTheMiddle: a mirror ends whose new leg fails in the middle of the copy, while programs write and flush. (After a failed flush the kernel never copies
+// a region that is being written to, and each suspension waits for that copy.)
+func TestNewLegFailsInTheMiddle(t *testing.T) {
+	overPair(t, 64*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		quick := p.to.writesLate(p.T, 100*time.Millisecond)
+		p.mirror(p.all())
+		var stop atomic.Bool
+		var all sync.WaitGroup
+		for i := range int64(8) {
+			f, err := os.OpenFile(d.Path, os.O_RDWR|unix.O_DIRECT, 0)
+			check.OK(p, err)
+			page, free, err := direct.Memory(4096)
+			check.OK(p, err)
+			all.Go(func() {
+				defer free()
+				defer f.Close()
+				for at := i; !stop.Load(); at += 5 {
+					_, err := f.WriteAt(page, at*pooltest.MiB%d.Size)
+					if err == nil && i == 0 {
+						err = f.Sync()
+					}
+					if err != nil {
+						p.Error(err)
+						return
+					}
+				}
+			})
+		}
+		p.becomes("copied in part", func(m device.Mirrored) bool { return m.Synced > m.Total/8 })
+		if m := p.mirrored(); m.Synced == m.Total {
+			p.Fatalf("it is %+v", m)
+		}
+		p.to.failWrites(p.T)
+		p.becomes("failed", func(m device.Mirrored) bool { return m.NewFailed })
+		time.Sleep(time.Second)
+		ended := make(chan error, 1)
+		go func() { ended <- p.stack().Unmirror(context.Background()) }()
+		select {
+		case err := <-ended:
+			check.OK(p, err)
+		case <-time.After(30 * time.Second):
+			p.Fatal("the mirror does not end")
+		}
+		stop.Store(true)
+		all.Wait()
+		quick()
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+	})
 }
 
 // TestReadFromGone: the leg that is read from is found also when the kernel does not have the other one any more.
@@ -248,9 +403,9 @@ func TestReadFromGone(t *testing.T) {
 func TestForgetsWhileItCopies(t *testing.T) {
 	overPair(t, 64*pooltest.MiB, func(p *pair) {
 		d := p.attach(p.options)
-		quick := p.from.readsLate(p.T, 20*time.Second) // nothing is copied before
+		quick := p.to.writesLate(p.T, 20*time.Second) // nothing is copied before
 		p.mirror(p.all())
-		flushed := p.flushFails(d.Path, p.to)
+		flushed := p.flushFails(d.Path, p.from)
 		quick()
 		p.becomes("copied", func(m device.Mirrored) bool { return m.Synced == m.Total && !m.NewFailed })
 		if m := p.mirrored(); !m.Forgot {

@@ -108,13 +108,17 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 	if err != nil {
 		return err
 	}
-	resume, err := s.stacks.hold(d.Name, dm.NoScan)
+	over, err := makeNewLeg(d, to.Number, size)
 	if err != nil {
 		return err
 	}
-	err = s.loadMirror(ctx, d, from, to, size, data)
-	if err = errors.Join(err, resume()); err != nil {
-		return err
+	resume, err := s.stacks.hold(d.Name, dm.NoScan)
+	if err == nil {
+		err = s.loadMirror(ctx, d, from, over, size, data)
+		err = errors.Join(err, resume())
+	}
+	if err != nil {
+		return errors.Join(err, over.remove())
 	}
 	if m, is, err := mirrorOf(d.Name); err != nil || !is || m.New != to.Number {
 		return errors.Join(err, fmt.Errorf("%w: the kernel did not take the mirror; its log says why", errdefs.ErrUnavailable))
@@ -149,8 +153,8 @@ func flushes(seat *dm.Device, to blockdev.Device) error {
 	return nil
 }
 
-// loadMirror loads the table of a mirror into a held seat, for when it is resumed.
-func (s Stack) loadMirror(ctx context.Context, d *dm.Device, from, to blockdev.Device, size int64, data func(ctx context.Context) ([]blockdev.Extent, error)) error {
+// loadMirror loads the table of a mirror into a held seat, for when it is resumed. The device over the new leg goes with that from then on.
+func (s Stack) loadMirror(ctx context.Context, d *dm.Device, from blockdev.Device, over *newLeg, size int64, data func(ctx context.Context) ([]blockdev.Extent, error)) error {
 	extents := []blockdev.Extent{{Length: size}}
 	if data != nil {
 		if err := flush(from.Path); err != nil { // data may read what is on the disk
@@ -163,7 +167,14 @@ func (s Stack) loadMirror(ctx context.Context, d *dm.Device, from, to blockdev.D
 			return fmt.Errorf("ranges that hold data: %w", err)
 		}
 	}
-	return loadFirst(d, from.Number, mirrorTable(from.Number, to.Number, size, extents))
+	if err := loadFirst(d, from.Number, mirrorTable(from.Number, over.Number, size, extents)); err != nil {
+		return err
+	}
+	_, err := dm.Remove(over.Name)
+	if err != nil {
+		err = errors.Join(err, dm.Clear(d.Name))
+	}
+	return err
 }
 
 // mirrorTable returns the table of a mirror. Ranges without data count as copied.
@@ -230,16 +241,41 @@ func (s Stack) Mirrored(context.Context) (m Mirrored, is bool, err error) {
 	return m, is, err
 }
 
+// FlushMirror makes durable what the new leg of a mirror has, and has it flushed from now on whenever the old one is. Before, the kernel takes flushes of the
+// new leg for carried out. It waits for the leg's disk, and for the connection to it to end if that is silent. After an error the new leg counts as failed
+// (NewFailed), for good. errdefs.ErrPrecondition if there is no mirror, or not all is copied.
+func (s Stack) FlushMirror(context.Context) error {
+	return s.moving("flush where it moves to", func() error {
+		_, err := s.flushedMirror()
+		return err
+	})
+}
+
+// flushedMirror returns the seat of a mirror whose legs are equal, and are both flushed.
+func (s Stack) flushedMirror() (*dm.Device, error) {
+	d, err := s.seat()
+	if err != nil {
+		return nil, err
+	}
+	m, is, err := mirrorOf(d.Name)
+	switch {
+	case err != nil:
+		return nil, err
+	case !is:
+		return nil, fmt.Errorf("%w: it is not mirrored", errdefs.ErrPrecondition)
+	case m.Synced < m.Total:
+		return nil, fmt.Errorf("%w: %d of %d bytes are copied", errdefs.ErrPrecondition, m.Synced, m.Total)
+	}
+	return d, m.over.flush()
+}
+
 // HoldMirror holds all I/O of a mirrored volume, also after the driver has ended. I/O under way ends first, or is held by the mirror. So what Mirrored
-// returns after it does not change any more. errdefs.ErrPrecondition if there is no mirror.
+// returns after it does not change any more. Both legs have what was flushed: it is FlushMirror too, with the errors of that.
 func (s Stack) HoldMirror(context.Context) error {
 	return s.moving("hold its mirror", func() error {
-		d, err := s.seat()
+		d, err := s.flushedMirror()
 		if err != nil {
 			return err
-		}
-		if _, is, err := mirrorOf(d.Name); err != nil || !is {
-			return errors.Join(err, fmt.Errorf("%w: it is not mirrored", errdefs.ErrPrecondition))
 		}
 		return dm.Hold(d.Name)
 	})
@@ -286,13 +322,16 @@ func (m mirror) leave(d *dm.Device, leg uint64) error {
 		err = dm.Replace(d.Name, dm.Linear(leg, size))
 	}
 	if err == nil {
-		err = forget(d.Name)
+		err = errors.Join(m.over.remove(), forget(d.Name))
 	}
 	return err
 }
 
 // settled repairs what a crash left of a seat that is no mirror.
-func settled(d *dm.Device) error { return errors.Join(settle(d), forget(d.Name)) }
+func settled(d *dm.Device) error {
+	left, err := findNewLeg(d.Name)
+	return errors.Join(settle(d), err, left.remove(), forget(d.Name))
+}
 
 // Switch brings a volume to its new leg alone, and gives its devices the names of the stack to, of another pool or the same one. The devices stay what
 // they are for all who hold them. Writes that the mirror holds go to the new leg. It may be called again after a crash at any point of it.
@@ -318,7 +357,9 @@ func (s Stack) switchTo(ctx context.Context, to Stack) error {
 	case m.Back:
 		return fmt.Errorf("%w: it is copied back to where it was", errdefs.ErrPrecondition)
 	case was:
-		err = m.leave(d, m.New)
+		if err = m.over.flush(); err == nil { // HoldMirror has done that
+			err = m.leave(d, m.New)
+		}
 	default:
 		err = settled(d)
 	}

@@ -27,7 +27,9 @@ func isSeat(l layer) bool { _, is := l.(seat); return is }
 
 // movable returns a UUID for a seat, or for a top over one: that which the pool gives its tops, and a random suffix. A move changes the device's name and
 // not its UUID, so without the suffix a pool could later give another device the same one.
-func movable(uuid string) string { return fmt.Sprintf("%s-movable-%08x", uuid, rand.Uint32()) }
+func movable(uuid string) string { return fmt.Sprintf("%s%s%08x", uuid, movableInfix, rand.Uint32()) }
+
+const movableInfix = "-movable-"
 
 var movablePattern = regexp.MustCompile(`^LVM-.+-movable-[0-9a-f]{8}$`)
 
@@ -100,13 +102,17 @@ func (s seat) suspend(context.Context) (func() error, error) { return nil, nil }
 
 func (s seat) detach(ctx context.Context) error {
 	name, _, d, err := s.find()
+	if err != nil {
+		return err
+	}
+	left, err := findNewLeg(name) // of a mirror that ends with the seat
 	if err == nil && d != nil {
 		_, err = removed(ctx, d)
 	}
 	if err != nil {
 		return err
 	}
-	return forget(name)
+	return errors.Join(left.remove(), forget(name))
 }
 
 // health leaves out a mirror that is suspended: HoldMirror has done that.

@@ -305,7 +305,7 @@ func (l *Local) showPrepared(ctx context.Context, pool blockdev.Pool, record blo
 // Complete makes what was prepared a whole copy of the volume as it was sealed, as CopyIn would have made it: it can arrive. The consumer has mirrored the
 // volume and nothing is missing. nqn is the export that the consumer is connected to; empty if it is this node. After success all that it wrote is
 // durable. ErrNotFound if nothing is here that was prepared for this consumer and export; ErrPrecondition if it is in another pool, or of another size or
-// a later time.
+// a later time; ErrDataLoss if the disk could not be flushed: the copy is dropped then, unless the consumer is this node, which has to drop it.
 func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, nqn string) (err error) {
 	ctx, end := trace.Start(ctx, "complete a volume that moves here", "volume", from.ID.String())
 	defer func() { end(err) }()
@@ -326,7 +326,11 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 		return fmt.Errorf("%w: volume %s has %d bytes, and there is room for %d", errdefs.ErrPrecondition, from.ID, from.Size, record.Size)
 	}
 	if err := l.syncPrepared(ctx, pool, record.Ref); err != nil {
-		return fmt.Errorf("sync what was copied of volume %s: %w", from.ID, err)
+		err = fmt.Errorf("sync what was copied of volume %s: %w", from.ID, err)
+		if errors.Is(err, errdefs.ErrDataLoss) && to.Node != l.node {
+			err = errors.Join(err, l.dropUnfinished(ctx, pool, record.Ref))
+		}
+		return err
 	}
 	_, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 		named := labels[labelPool]
@@ -343,7 +347,8 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 	return err
 }
 
-// syncPrepared flushes the disks below what was prepared, as the kernel does not flush what it copies.
+// syncPrepared flushes the disks below what was prepared: the kernel of a consumer with an older driver does not flush what it copies. ErrDataLoss if that
+// fails: nobody knows what is missing, and the next flush may succeed.
 func (l *Local) syncPrepared(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	devices, err := pool.Attached(ctx, ref)
 	if err != nil {
@@ -363,7 +368,7 @@ func (l *Local) syncPrepared(ctx context.Context, pool blockdev.Pool, ref blockd
 			err = errors.Join(f.Sync(), f.Close())
 		}
 		if err != nil {
-			return errdefs.FromErrno(err)
+			return errdefs.Recast(errdefs.ErrDataLoss, err, "%s could not be flushed", d.Path)
 		}
 	}
 	return nil

@@ -28,10 +28,10 @@ type moving struct {
 	restart func()
 }
 
-func newMoving(t *testing.T, other string) *moving {
+func newMoving(t *testing.T, other string, wrap ...func(blockdev.Pool) blockdev.Pool) *moving {
 	t.Helper()
 	m := &moving{ka: newTarget(t), kb: newTarget(t), cluster: &stays{}}
-	homes := twoHomes(t, other)
+	homes := twoHomes(t, other, wrap...)
 	m.restart = func() {
 		m.a, m.b = homes()
 		m.a.SetMoves(m.cluster)
@@ -72,6 +72,44 @@ func (m *moving) mirror(t *testing.T, to volume.Exported, ranges []blockdev.Exte
 		check.OK(t, err)
 		_, err = into.WriteAt(data, e.Offset)
 		check.OK(t, err)
+	}
+}
+
+// unflushable is a pool whose devices cannot be flushed while bad is set.
+type unflushable struct {
+	blockdev.Pool
+	bad *bool
+}
+
+func (u unflushable) Unwrap() blockdev.Pool { return blockdev.Unwrap(u.Pool) }
+
+func (u unflushable) Attached(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
+	devices, err := u.Pool.Attached(ctx, ref)
+	for i := range devices {
+		if *u.bad {
+			devices[i].Path = os.DevNull // fsync(2): EINVAL
+		}
+	}
+	return devices, err
+}
+
+// TestNotFlushed: a copy that could not be flushed is never complete, also if the next flush succeeds: nobody knows what is missing.
+func TestNotFlushed(t *testing.T) {
+	bad := false
+	m := newMoving(t, "a", func(pool blockdev.Pool) blockdev.Pool { return unflushable{pool, &bad} })
+	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	to := grant(4, "c")
+	room, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, to)
+	check.OK(t, err)
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
+	check.OK(t, err)
+	bad = true
+	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrDataLoss, "Complete of what cannot be flushed")
+	bad = false
+	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete of what could not be flushed")
+	if len(m.kb.exports) != 0 {
+		t.Errorf("it is still exported: %v", m.kb.exports)
 	}
 }
 

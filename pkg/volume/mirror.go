@@ -87,6 +87,15 @@ func (e *Everywhere) Mirror(ctx context.Context, id ID, to blockdev.Device, data
 	return stack.Mirror(ctx, to, data)
 }
 
+// FlushMirror makes durable what was copied to the new home of a volume: see device.Stack.FlushMirror.
+func (e *Everywhere) FlushMirror(ctx context.Context, id ID) error {
+	stack, err := e.seatedStack(ctx, id)
+	if err != nil {
+		return err
+	}
+	return stack.FlushMirror(ctx)
+}
+
 // HoldMirror holds all I/O of a mirrored volume until Unmirror, Switch or ReleaseMirror: see device.Stack.HoldMirror.
 func (e *Everywhere) HoldMirror(ctx context.Context, id ID) error {
 	stack, err := e.seatedStack(ctx, id)

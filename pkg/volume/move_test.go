@@ -33,7 +33,7 @@ func (s *stays) Stays(_ context.Context, _ volume.ID, _ string, sealed volume.Se
 func (s *stays) IsHere(context.Context, volume.ID, string, volume.Sealing) error { return s.err }
 
 // twoHomes is two nodes with one pool each. That of the first is called a, that of the second other. restart starts their drivers, the first time or again.
-func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) {
+func twoHomes(t *testing.T, other string, wrap ...func(blockdev.Pool) blockdev.Pool) (restart func() (a, b *volume.Local)) {
 	t.Helper()
 	urls := twoPools(t)
 	var opened []blockdev.Pool
@@ -49,6 +49,9 @@ func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) 
 		for _, name := range []string{"a", "b"} {
 			pool, err := pools.Open(t.Context(), map[string]string{"a": "a", "b": other}[name], urls[name])
 			check.OK(t, err)
+			for _, w := range wrap {
+				pool = w(pool)
+			}
 			opened = append(opened, pool)
 		}
 		return start(t, 0, opened[0]), start(t, 0, opened[1])

@@ -36,6 +36,8 @@ type MoveMirrors interface {
 	// CanMirror is ErrUnsupported if the kernel has no mirrors. Mirror is ErrUnfit for a device that the volume is never mirrored to, as it is staged now.
 	CanMirror() error
 	Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error
+	// FlushMirror makes durable what the new home has. After an error the new home counts as failed.
+	FlushMirror(ctx context.Context, id volume.ID) error
 	HoldMirror(ctx context.Context, id volume.ID) error
 	ReleaseMirror(ctx context.Context, id volume.ID) error
 	Unmirror(ctx context.Context, id volume.ID) error

@@ -305,6 +305,9 @@ func (c *inUseMover) stepMirrored(ctx context.Context, now *observed) (again tim
 		return c.options.LookEvery, c.reportInUseWaits(ctx, now.v, fmt.Errorf("%w: all is copied, and volume %s is to grow first, or node %s to refuse that", errdefs.ErrUnavailable, now.id, now.v.Spec.NodeName))
 	}
 	err = c.pin(ctx, now)
+	if errors.Is(err, errdefs.ErrDataLoss) { // what the new home lacks, nobody knows
+		return c.undoMove(ctx, now, err)
+	}
 	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
 		err = errors.Join(err, c.reportInUseWaits(ctx, now.v, err))
 	}
@@ -490,9 +493,22 @@ func (c *inUseMover) reportCopied(ctx context.Context, now *observed) error {
 	}))
 }
 
-// pin has the old home seal the volume and the new one complete its copy, holds the volume, and writes that both have everything (steps 5 and 6). From then
-// on no leg is dropped before the object says which home has the volume.
+// flushNewHome makes durable what the new home has, which was not flushed before. Nobody waits for it. It ends when the new home is away for too long.
+func (c *inUseMover) flushNewHome(ctx context.Context, now *observed) error {
+	return c.runWatched(ctx, func(ctx context.Context) {
+		look := *now
+		if err := c.findLegs(ctx, &look); err == nil && look.away {
+			_ = c.legs.End(ctx, look.new.NQN) // it is looked again
+		}
+	}, func() error { return c.volumes.FlushMirror(ctx, now.id) })
+}
+
+// pin has the new home make durable what it has, the old one seal the volume, and the new one complete its copy. Then it holds the volume, and writes that both
+// have everything (steps 5 and 6). From then on no leg is dropped before the object says which home has the volume.
 func (c *inUseMover) pin(ctx context.Context, now *observed) error {
+	if err := c.flushNewHome(ctx, now); err != nil {
+		return err
+	}
 	return c.withVolumeLock(now.id.Key, false, func() error {
 		v, err := c.live(ctx, now.id.Key)
 		if err != nil {

@@ -149,45 +149,6 @@ func (m *mirrorReconciler) markSeen() {
 	}
 }
 
-// runWatched runs work that waits for I/O in the mirror, and calls look again and again meanwhile: a leg may not answer, and then only the end of its
-// connection ends the wait. When ctx ends, work is waited for no longer than endTime. The next process finishes or repairs what it leaves (mirror.Recover).
-func (m *mirrorReconciler) runWatched(ctx context.Context, look func(context.Context), work func() error) error {
-	done := make(chan error, 1)
-	go func() { done <- work() }()
-	for {
-		select {
-		case err := <-done:
-			return err
-		case <-ctx.Done():
-			err, ended := waitForEnd(ctx, done)
-			if !ended {
-				err = ctx.Err()
-			}
-			return err
-		case <-time.After(2 * m.options.LookEvery):
-			look(ctx)
-		}
-	}
-}
-
-// endTime is how long work is waited for when the driver is to end.
-const endTime = 2 * time.Second
-
-// waitForEnd waits for a result; once the context has ended, no longer than endTime. ended is false if there is none.
-func waitForEnd[T any](ctx context.Context, done <-chan T) (result T, ended bool) {
-	select {
-	case result = <-done:
-		return result, true
-	case <-ctx.Done():
-	}
-	select {
-	case result = <-done:
-		return result, true
-	case <-time.After(endTime):
-		return result, false
-	}
-}
-
 // changeMirror is runWatched for a step that changes the mirror, and marks the events of that as seen.
 func (m *mirrorReconciler) changeMirror(ctx context.Context, step func() error) error {
 	defer m.markSeen()
