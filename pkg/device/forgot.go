@@ -326,7 +326,7 @@ func (m mirror) stepsBack(d *dm.Device, parts []bool) []func() error {
 	return []func() error{
 		func() error {
 			if err := m.over.flush(); err != nil { // all the same, nobody but that leg has it
-				return m.over.setDurable()
+				return m.over.setSound()
 			}
 			return nil
 		},

@@ -292,7 +292,7 @@ func (p *pair) onlyDevices() {
 	names, err := dm.Names("ashlar-")
 	check.OK(p, err)
 	for _, name := range names {
-		if isNote(name) || strings.HasSuffix(name, "-new") || strings.HasSuffix(name, "-durable") {
+		if isNote(name) || strings.HasSuffix(name, "-new") || strings.HasSuffix(name, "-sound") {
 			p.Errorf("device %s is left", name)
 		}
 	}

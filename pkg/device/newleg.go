@@ -16,18 +16,18 @@ import (
 // such a mirror never ends (docs/decisions/replicas.md, "Copies that the kernel never ends"). Nobody relies on the new leg yet. So a mirror is over a device
 // over its new leg, which takes flushes for carried out until Stack.FlushMirror. A setting of the leg itself would be lost when its connection comes back.
 //
-// The device goes with the mirror. Its name is the top's, and newSuffix. With durableSuffix the leg is flushed as the old one is, and has all that was flushed
+// The device goes with the mirror. Its name is the top's, and newSuffix. With soundSuffix the leg is flushed as the old one is, and has all that was flushed
 // before. One that takes flushes and has newSuffix was flushed in vain, or that was cut short: nobody knows what the leg lacks.
 const (
-	newSuffix     = "-new"
-	durableSuffix = "-durable"
+	newSuffix   = "-new"
+	soundSuffix = "-sound"
 )
 
 // newLeg is the device over the new leg of a mirror. A nil one is of a mirror that an older driver made: its new leg is flushed as the old one is.
 type newLeg struct {
 	*dm.Device
-	leg     uint64 // number of the leg itself
-	durable bool
+	leg   uint64 // number of the leg itself
+	sound bool   // see soundSuffix
 }
 
 // makeNewLeg makes the device over a new leg. It stays until it is removed.
@@ -56,7 +56,7 @@ func makeNewLeg(seat *dm.Device, to uint64, size int64) (*newLeg, error) {
 
 // findNewLeg returns the device over the new leg of a seat; nil if there is none.
 func findNewLeg(seat string) (*newLeg, error) {
-	for _, suffix := range []string{newSuffix, durableSuffix} {
+	for _, suffix := range []string{newSuffix, soundSuffix} {
 		name := strings.TrimSuffix(seat, seatSuffix) + suffix
 		d, err := dm.Find(name)
 		if err != nil {
@@ -72,17 +72,17 @@ func findNewLeg(seat string) (*newLeg, error) {
 		if err != nil {
 			return nil, err
 		}
-		return &newLeg{d, append(below, 0)[0], suffix == durableSuffix}, nil // without a table it is over nothing: a crash came before that
+		return &newLeg{d, append(below, 0)[0], suffix == soundSuffix}, nil // without a table it is over nothing: a crash came before that
 	}
 	return nil, nil
 }
 
 // unsound reports whether the leg was flushed in vain, or that was cut short.
-func (l *newLeg) unsound() bool { return l != nil && !l.durable && dm.Flushed(l.Number) }
+func (l *newLeg) unsound() bool { return l != nil && !l.sound && dm.Flushed(l.Number) }
 
 // flush has the leg flushed from now on, and what it has. After an error it is unsound.
 func (l *newLeg) flush() error {
-	if l == nil || l.durable {
+	if l == nil || l.sound {
 		return nil
 	}
 	if l.unsound() {
@@ -100,12 +100,12 @@ func (l *newLeg) flush() error {
 	if err != nil {
 		return fmt.Errorf("flush device %s: %w", dm.Number(l.leg), errdefs.FromErrno(err))
 	}
-	return l.setDurable()
+	return l.setSound()
 }
 
-// setDurable notes that the leg is flushed, as the old one is.
-func (l *newLeg) setDurable() error {
-	return dm.Rename(l.Name, strings.TrimSuffix(l.Name, newSuffix)+durableSuffix)
+// setSound notes that the leg is flushed, as the old one is.
+func (l *newLeg) setSound() error {
+	return dm.Rename(l.Name, strings.TrimSuffix(l.Name, newSuffix)+soundSuffix)
 }
 
 // The kernel removes the device in the background, after the mirror has let go of it. That is looked for this often, with this pause.

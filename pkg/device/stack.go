@@ -52,6 +52,10 @@ type Stacks struct {
 	looks  map[string]*look         // those that are under way, by the names of the devices: see inTime
 }
 
+// A name of a device has room for these: else this does not compile.
+const _, _, _, _, _, _, _ = uint(blockdev.LayerRoom - len(markedSuffix)), uint(blockdev.LayerRoom - len(seatSuffix)), uint(blockdev.LayerRoom - len(cryptSuffix)),
+	uint(blockdev.LayerRoom - len(sinceSuffix)), uint(blockdev.LayerRoom - len(newerSuffix)), uint(blockdev.LayerRoom - len(newSuffix)), uint(blockdev.LayerRoom - len(soundSuffix))
+
 // mark is a fact about a device that the kernel does not tell. It is lost when the driver ends; Recover finds leaving again.
 type mark int
 
