@@ -511,7 +511,7 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	}
 	l.endingAll(id)
 	for _, nqn := range exported {
-		if err := withdrawAndRemove(ctx, exporter, nqn); err != nil { // it may be of a leg
+		if err := withdrawAndRemove(ctx, exporter, nqn); err != nil { // it may be mirrored
 			return err
 		}
 	}
@@ -539,8 +539,8 @@ func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockd
 	}()
 	exporter, how, err := l.exporter()
 	switch {
-	case err == nil && record.Labels[labelReplicaOf] != "":
-		err = l.endOfLeg(ctx, pool, record, exporter, e.nqn(id.Key))
+	case err == nil && mayBeMirrored(record):
+		err = l.endMirrored(ctx, pool, record, exporter, e.nqn(id.Key))
 	case err == nil:
 		err = exporter.Remove(ctx, e.nqn(id.Key))
 	case how.earlier(e.boot): // the kernel has forgotten the export, so no target is needed
@@ -559,7 +559,12 @@ func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockd
 	return nil
 }
 
-// withdrawAndRemove ends an export of a leg, or what may be one, while its consumer may be at work: its kernel holds what it was not answered, and has no
+// mayBeMirrored reports whether the consumer of a volume may have a mirror over it and others: it is a leg, or moves, or has moved, while it is used.
+func mayBeMirrored(r blockdev.Record) bool {
+	return r.Labels[labelReplicaOf] != "" || r.Labels[labelTold] != "" || r.Labels[labelImport] != ""
+}
+
+// withdrawAndRemove ends the export of what may be mirrored while its consumer may be at work: its kernel holds what it was not answered, and has no
 // errors before its driver ends the mirror. If the namespace went first, a flush could fail before any write does. The mirror of the consumer forgets that, and
 // acknowledges what is on the other legs alone (docs/decisions/replicas.md).
 func withdrawAndRemove(ctx context.Context, exporter Exporter, nqn string) error {
@@ -569,13 +574,13 @@ func withdrawAndRemove(ctx context.Context, exporter Exporter, nqn string) error
 	return exporter.Remove(ctx, nqn)
 }
 
-// endOfLeg ends the export of a leg, and flushes the leg: with multipath the consumer's kernel takes a flush that was under way for one that was carried out.
-func (l *Local) endOfLeg(ctx context.Context, pool blockdev.Pool, record blockdev.Record, exporter Exporter, nqn string) error {
+// endMirrored ends the export of what may be mirrored, and flushes it: with multipath the consumer's kernel takes a flush that was under way for one that was carried out.
+func (l *Local) endMirrored(ctx context.Context, pool blockdev.Pool, record blockdev.Record, exporter Exporter, nqn string) error {
 	if err := withdrawAndRemove(ctx, exporter, nqn); err != nil {
 		return err
 	}
 	if err := l.stacks.Of(pool, record.Ref).Flush(ctx); err != nil {
-		klog.FromContext(ctx).Error(err, "Could not flush a leg whose export has ended; should its machine lose power, it may lack what its consumer had flushed", "leg", record.Ref.String())
+		klog.FromContext(ctx).Error(err, "Could not flush a volume whose export has ended; should its machine lose power, it may lack what its consumer had flushed", "volume", record.Ref.String())
 	}
 	return nil
 }

@@ -337,19 +337,23 @@ func TestExportAgain(t *testing.T) {
 }
 
 // TestLegExportEnds: the connections of a leg end before its namespace does (see TestLegEnds in pkg/blockdev/nvme), whoever ends its export, and also those of
-// an export that may be a leg's. The users of a volume that is no leg have errors at once.
+// an export that may be a leg's, and of a volume that its consumer copies to another node. The users of any other volume have errors at once.
 func TestLegExportEnds(t *testing.T) {
 	l, k, _, _ := home(t)
 	plain := create(t, l, "plain")
 	leg, err := l.Create(t.Context(), volume.Spec{Name: "leg", Size: volume.Range{Required: mib}, Access: volume.AccessAny, ReplicaOf: "ff"})
 	check.OK(t, err)
-	for _, v := range []volume.Volume{plain, leg} {
+	moves := create(t, l, "moves")
+	for _, v := range []volume.Volume{plain, leg, moves} {
 		e, err := l.Export(t.Context(), v.ID, grant(1, "b"))
 		check.OK(t, err)
+		if v.ID == moves.ID {
+			check.OK(t, second(l.Describe(t.Context(), v.ID, 1)))
+		}
 		k.taken()
 		check.OK(t, l.Unexport(t.Context(), v.ID, 1))
 		want := []string{"remove " + e.NQN}
-		if v.ID == leg.ID {
+		if v.ID != plain.ID {
 			want = []string{"withdraw " + e.NQN, "remove " + e.NQN}
 		}
 		same(t, "its export ends with "+v.Name, k.taken(), want)

@@ -105,7 +105,9 @@ func TestNotFlushed(t *testing.T) {
 	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"), "node-2")
 	check.OK(t, err)
 	bad = true
+	m.kb.taken()
 	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrDataLoss, "Complete of what cannot be flushed")
+	same(t, "its export ends with", m.kb.taken(), []string{"withdraw " + room.NQN, "remove " + room.NQN}) // the consumer has a mirror over it
 	bad = false
 	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete of what could not be flushed")
 	if len(m.kb.exports) != 0 {
