@@ -218,7 +218,29 @@ func (t top) grow(ctx context.Context, _ luks.Key) error {
 	return err
 }
 
-func (t top) suspend(context.Context) (resume func() error, err error) {
+func (t top) suspend(ctx context.Context) (resume func() error, err error) {
+	name, _, _, err := t.find()
+	if err != nil {
+		return nil, err
+	}
+	free, err := dm.LockSuspension(ctx, name)
+	if err != nil {
+		return nil, fmt.Errorf("wait until a mirror below it has changed: %w", err)
+	}
+	if resume, err = t.suspendLocked(); err != nil || resume == nil {
+		free()
+		return nil, err
+	}
+	return func() error {
+		err := resume()
+		if err == nil {
+			free()
+		}
+		return err
+	}, nil
+}
+
+func (t top) suspendLocked() (resume func() error, err error) {
 	name, uuid, d, err := t.find()
 	if err != nil || d == nil || !d.Live || d.Suspended { // if suspended, then by another tool, which may resume it at any time
 		return nil, err

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"sync"
@@ -87,6 +88,7 @@ func TestReplicaLinear(t *testing.T) {
 			in := *c
 			in.TB = t
 			s := &shared{mirrored: in.mirror(fmt.Sprintf("linear, %d legs", len(on)), co.Block, on...), random: draw(t.Name()), began: time.Now(), user: consumers[0]}
+			t.Cleanup(func() { showKernel(t) }) // before anything is removed, which may wait for ever
 			for i := range s.states {
 				s.states[i] = map[uint64]bool{0: true}
 			}
@@ -98,6 +100,18 @@ func TestReplicaLinear(t *testing.T) {
 			s.over()
 			t.Logf("%d rounds in %v, %d takeovers, %d handovers; %d reads and writes, of which %d had no answer; %d reads of nodes that were cut off", s.rounds, s.now(), s.takeovers, s.handovers, s.accesses, s.unknown, s.late)
 		})
+	}
+}
+
+// showKernel logs, for a test that has failed, what the kernel has: devices, connections, and who waits for what.
+func showKernel(t *testing.T) {
+	if !t.Failed() {
+		return
+	}
+	_ = os.WriteFile("/proc/sysrq-trigger", []byte("w"), 0)
+	for _, command := range []string{"dmsetup info -c", "dmsetup table", "timeout 5 dmsetup status --noflush", "grep . /sys/class/nvme/*/state /sys/class/nvme/*/subsysnqn", "grep . /sys/block/*/inflight | grep -v '0 *0$'", "dmesg | tail -n 400"} {
+		out, err := exec.Command("sh", "-c", command).CombinedOutput()
+		t.Logf("%s: %v\n%s", command, err, out)
 	}
 }
 

@@ -256,10 +256,10 @@ func Suspend(name string) error {
 }
 
 // Hold suspends a device as Suspend does, but what its targets hold back themselves, or could not write, waits too, for the table of the resume. (Suspend
-// has it fail.) Before it suspends a mirror, it waits for what is under way (answered).
+// has it fail.) Before it suspends a mirror, it waits for what is under way (answered, gated).
 func Hold(name string) error {
 	answered(name)
-	return HoldNow(name)
+	return gated(name, func() error { return HoldNow(name) })
 }
 
 // HoldNow is Hold without that wait: for a mirror that has to be held at once, as what it acknowledges next may be wrong.
@@ -441,7 +441,7 @@ func load(name string, flags uint32, table []Line) error {
 }
 
 // Replace brings a table into effect. What the old table's targets hold back goes to the new one: a mirror holds back what one of its legs did not take.
-// (Any other suspension has that fail.) Of a mirror it waits first for what is under way (answered).
+// (Any other suspension has that fail.) Of a mirror it waits first for what is under way (answered, gated).
 func Replace(name string, table []Line) error { return replace(name, flagNoFlush, table) }
 
 // ReplaceFailing is Replace, but what the old table's targets hold back fails. That includes flushes: a new table may have no device to flush, and would
@@ -453,10 +453,13 @@ func replace(name string, flags uint32, table []Line) error {
 	if err := Load(name, table); err != nil {
 		return err
 	}
-	_, _, err := call(devSuspend, func(h *header) {
-		named(name)(h)
-		h.flags, h.eventNr = flagSkipLockFS|flags, NoScan
-	}, nil)
+	err := gated(name, func() error {
+		_, _, err := call(devSuspend, func(h *header) {
+			named(name)(h)
+			h.flags, h.eventNr = flagSkipLockFS|flags, NoScan
+		}, nil)
+		return err
+	})
 	if err != nil {
 		return errors.Join(fmt.Errorf("replace the table of device %s: %w", name, errdefs.FromErrno(err)), Clear(name))
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -996,6 +997,71 @@ func TestKilledWhileItWaits(t *testing.T) {
 	f.leave(1)
 	ends(t, write, "a write without leg 1")
 	f.has(0, 2, 0)
+}
+
+// changed has the name of the mirror that a process of this test changes all the time.
+const changed = "ASHLAR_TEST_CHANGED_MIRROR"
+
+// TestKilledAsItChanges: the driver is killed at any moment of a change of a mirror that is being written to. The next driver can change the mirror, what a leg fails is still held,
+// and what is over the mirror goes on.
+func TestKilledAsItChanges(t *testing.T) {
+	if name := os.Getenv(changed); name != "" {
+		for {
+			if err := mirror.Still(name); err != nil {
+				t.Fatal("it could not be changed: ", err)
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+	}
+	f := newMirror(t, 2, 0)
+	for _, l := range f.legs[:2] {
+		l.table("delay", dm.Number(l.loop)+" 0 20")
+		t.Cleanup(l.mend)
+	}
+	mirrors, err := dm.Find(f.name)
+	check.OK(t, err)
+	const top = "ashlar-test-top"
+	check.OK(t, dm.Make(top, "", dm.Linear(mirrors.Number, size)))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", top) })
+	above, err := dm.Find(top)
+	check.OK(t, err)
+	var stop atomic.Bool
+	var all sync.WaitGroup
+	for i := range int64(8) {
+		file, err := os.OpenFile(above.Path(), os.O_RDWR|unix.O_DIRECT, 0)
+		check.OK(t, err)
+		all.Go(func() {
+			defer file.Close()
+			for !stop.Load() {
+				if _, err := file.WriteAt(page(2), i*mib); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	for range 20 {
+		driver := exec.Command(os.Args[0], "-test.run=^TestKilledAsItChanges$")
+		driver.Env = append(os.Environ(), changed+"="+f.name)
+		check.OK(t, driver.Start())
+		time.Sleep(500*time.Millisecond + time.Duration(rand.IntN(200))*time.Millisecond)
+		check.OK(t, driver.Process.Kill())
+		if err := driver.Wait(); !strings.Contains(fmt.Sprint(err), "killed") {
+			t.Fatalf("it did not change the mirror: %v", err)
+		}
+		check.OK(t, mirror.Recover(context.Background(), f.name))
+		if above, err := dm.Find(top); err != nil || above.Suspended { // as the stack of the volume recovers
+			check.OK(t, errors.Join(err, dm.Resume(top, dm.NoScan)))
+		}
+		ends(t, later(func() error { return mirror.Still(f.name) }), "the next change")
+	}
+	stop.Store(true)
+	all.Wait()
+	f.legs[1].fail()
+	write := later(func() error { _, err := f.open().WriteAt(page(2), 0); return err })
+	waits(t, write, "a write that leg 1 failed")
+	f.leave(1)
+	ends(t, write, "a write without leg 1")
 }
 
 // TestRefuses: calls that a mirror cannot carry out in its state are refused.
