@@ -183,6 +183,14 @@ func (d Device) Held(hold func() error) Device {
 	return d
 }
 
+// Numbers returns the numbers of devices.
+func Numbers(devices []Device) (numbers []uint64) {
+	for _, d := range devices {
+		numbers = append(numbers, d.Number)
+	}
+	return numbers
+}
+
 // DeviceSize returns the size of an open block device, in bytes. It is for implementations of Pool.
 func DeviceSize(f *os.File) (int64, error) {
 	size, err := ioctl.DeviceSize(f)

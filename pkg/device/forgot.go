@@ -195,10 +195,7 @@ func readMirror(d *dm.Device) (m mirror, is bool, err error) {
 	if err != nil {
 		return m, false, err
 	}
-	for _, l := range targets {
-		is = is || l.Kind == mirrorTarget
-	}
-	if !is {
+	if !slices.ContainsFunc(targets, func(l dm.Line) bool { return l.Kind == mirrorTarget }) {
 		return m, false, nil
 	}
 	made, err := dm.Lines(d.Name)

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -93,11 +94,7 @@ func (l *newLeg) flush() error {
 			return err
 		}
 	}
-	f, err := dm.Open(l.Device, os.O_RDONLY)
-	if err == nil {
-		err = errors.Join(f.Sync(), f.Close())
-	}
-	if err != nil {
+	if err := fsync.AndClose(dm.Open(l.Device, os.O_RDONLY)); err != nil {
 		return fmt.Errorf("flush device %s: %w", dm.Number(l.leg), errdefs.FromErrno(err))
 	}
 	return l.setSound()

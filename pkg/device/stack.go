@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
@@ -386,10 +387,7 @@ func flush(path string) error {
 	if dm.Vanished(err) {
 		return nil
 	}
-	if err == nil {
-		err = errors.Join(f.Sync(), f.Close())
-	}
-	if err != nil {
+	if err = fsync.AndClose(f, err); err != nil {
 		return fmt.Errorf("flush %s: %w", path, errdefs.FromErrno(err))
 	}
 	return nil

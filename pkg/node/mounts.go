@@ -138,20 +138,12 @@ func shown(numbers ...uint64) (names []string) {
 	return names
 }
 
-func numbers(devices []blockdev.Device) []uint64 {
-	var all []uint64
-	for _, device := range devices {
-		all = append(all, device.Number)
-	}
-	return all
-}
-
 // devicesOf returns the devices of a volume. If its pool cannot be asked (its disk is dead or not mounted, or it is not in the flags), asked is false, and
 // they are those that are mounted: so what is there can still be taken down.
 func (s *Server) devicesOf(ctx context.Context, id volume.ID) (held []uint64, asked bool, err error) {
 	devices, err := s.volumes.Attached(ctx, id)
 	if err == nil {
-		return numbers(devices), true, nil
+		return blockdev.Numbers(devices), true, nil
 	}
 	if ctx.Err() != nil {
 		return nil, false, ctx.Err()
@@ -190,7 +182,7 @@ func (s *Server) checkStagedOnce(ctx context.Context, id volume.ID, path string)
 	if err != nil {
 		return err
 	}
-	others, err := s.otherMounts(ctx, id, numbers(devices), path)
+	others, err := s.otherMounts(ctx, id, blockdev.Numbers(devices), path)
 	if err != nil {
 		return err
 	}

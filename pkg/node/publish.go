@@ -123,7 +123,7 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 	}
 	others := []string{v.Target}
 	if v.Target == "" {
-		if others, err = s.otherMounts(ctx, v.ID, numbers(devices), staged); err != nil {
+		if others, err = s.otherMounts(ctx, v.ID, blockdev.Numbers(devices), staged); err != nil {
 			return err
 		}
 		if slices.ContainsFunc(others, func(other string) bool { return mount.Same(other, target) }) {
@@ -138,7 +138,7 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 		if err != nil {
 			return err
 		}
-		if there.mounted && (there.dead || slices.Contains(numbers(devices), there.device)) {
+		if there.mounted && (there.dead || slices.Contains(blockdev.Numbers(devices), there.device)) {
 			return fmt.Errorf("%w: its access mode SINGLE_NODE_SINGLE_WRITER allows one target, and it is published at %s; unpublish it there first", errdefs.ErrInUse, other)
 		}
 	}

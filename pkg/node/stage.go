@@ -246,7 +246,7 @@ func (s *Server) detachUnbound(ctx context.Context, id volume.ID) error {
 	if err != nil || len(devices) == 0 {
 		return err
 	}
-	bound, err := s.otherMounts(ctx, id, numbers(devices), "")
+	bound, err := s.otherMounts(ctx, id, blockdev.Numbers(devices), "")
 	if err != nil || len(bound) > 0 {
 		return err
 	}

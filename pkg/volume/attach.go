@@ -189,19 +189,11 @@ func (l *Local) detach(ctx context.Context, stack device.Stack) error {
 	if err != nil {
 		return err
 	}
-	_ = l.Unlimit(ctx, numbers(devices)...)
+	_ = l.Unlimit(ctx, blockdev.Numbers(devices)...)
 	if len(devices) == 0 { // they may have gone without this driver
 		l.unlimitGone(ctx)
 	}
 	return stack.Detach(ctx)
-}
-
-// numbers of devices.
-func numbers(devices []blockdev.Device) (numbers []uint64) {
-	for _, device := range devices {
-		numbers = append(numbers, device.Number)
-	}
-	return numbers
 }
 
 // Used returns how many bytes of a volume take space; known is false if its pool cannot tell.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -46,9 +47,5 @@ func writeKey(path string, key []byte) (err error) {
 	if err := os.Rename(temporary, path); err != nil {
 		return err
 	}
-	directory, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(directory.Sync(), directory.Close())
+	return fsync.AndClose(os.Open(filepath.Dir(path)))
 }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -363,11 +364,7 @@ func (l *Local) syncPrepared(ctx context.Context, pool blockdev.Pool, ref blockd
 		devices = append(devices, attached)
 	}
 	for _, d := range devices {
-		f, err := os.Open(d.Path)
-		if err == nil {
-			err = errors.Join(f.Sync(), f.Close())
-		}
-		if err != nil {
+		if err := fsync.AndClose(os.Open(d.Path)); err != nil {
 			return errdefs.Recast(errdefs.ErrDataLoss, err, "%s could not be flushed", d.Path)
 		}
 	}

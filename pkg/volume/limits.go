@@ -143,7 +143,7 @@ func (l *Local) lift(ctx context.Context, o origin) (undo func()) {
 // liftDevices is lift for the devices of a volume.
 func (l *Local) liftDevices(ctx context.Context, id ID, devices []blockdev.Device) (undo func()) {
 	l.setLifted(id, true)
-	relimit := l.Unlimit(ctx, numbers(devices)...)
+	relimit := l.Unlimit(ctx, blockdev.Numbers(devices)...)
 	return func() {
 		relimit()
 		l.setLifted(id, false)

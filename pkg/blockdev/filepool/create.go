@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
@@ -388,13 +389,7 @@ func (p *pool) flushDevices(ctx context.Context, spec blockdev.Spec) (moving boo
 		return false, err
 	}
 	for _, device := range devices {
-		f, err := os.Open(device.Path)
-		if err != nil {
-			return false, fmt.Errorf("open %s: %w", device.Path, errdefs.FromErrno(err))
-		}
-		err = f.Sync()
-		f.Close()
-		if err != nil {
+		if err := fsync.AndClose(os.Open(device.Path)); err != nil {
 			return false, fmt.Errorf("flush %s: %w", device.Path, errdefs.FromErrno(err))
 		}
 		moving = moving || !device.ReadOnly

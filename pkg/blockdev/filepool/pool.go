@@ -73,11 +73,11 @@ type pool struct {
 // object is what is known of one record file.
 type object struct {
 	catalog.Entry
-	growing int64               // the size that it grows to; 0: it does not grow
-	at      recordfile.Position // of the record in its file
-	cut     time.Time           // of an unfinished copy: the origin's Created
-	use     use                 // of the filesystem, by the image
-	unsaid  bool                // it is being deleted, and its record does not say so: that could not be written
+	growing            int64               // the size that it grows to; 0: it does not grow
+	at                 recordfile.Position // of the record in its file
+	cut                time.Time           // of an unfinished copy: the origin's Created
+	use                use                 // of the filesystem, by the image
+	deletionUnrecorded bool                // it is being deleted, and its record does not say so: that could not be written
 }
 
 // size returns how many bytes are promised to an object.
@@ -323,7 +323,7 @@ func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
 
 // removeFiles marks an object as deleted, if it is ready, and removes its image and its record. It works also where a record cannot be changed: on a disk
 // that cannot be written to at that place, or on a full filesystem (btrfs, which writes its metadata to new places, can always remove files and not always
-// write). Then the image goes without the mark (unsaid). Should a crash come in between, the object has lost its bytes, which is reported
+// write). Then the image goes without the mark (deletionUnrecorded). Should a crash come in between, the object has lost its bytes, which is reported
 // (errdefs.ErrDataLoss), and the retry of the deletion removes the rest. Without the mark both removals are synced before it returns, as no record would
 // have them done again.
 func (p *pool) removeFiles(ctx context.Context, o *object) error {
@@ -345,7 +345,7 @@ func (p *pool) removeFiles(ctx context.Context, o *object) error {
 			return fmt.Errorf("sync the filesystem of pool %s: %w", p.name, errdefs.FromErrno(err))
 		}
 	}
-	if err := p.unlink(layout.Record(ref)); err != nil || !o.unsaid {
+	if err := p.unlink(layout.Record(ref)); err != nil || !o.deletionUnrecorded {
 		return err
 	}
 	if err := p.directories[ref.Kind].Sync(); err != nil {
@@ -354,8 +354,8 @@ func (p *pool) removeFiles(ctx context.Context, o *object) error {
 	return nil
 }
 
-// condemn writes into the record of an object that it is deleted. If the disk or the filesystem cannot take that, it sets unsaid instead, and returns no
-// error.
+// condemn writes into the record of an object that it is deleted. If the disk or the filesystem cannot take that, it sets deletionUnrecorded instead, and
+// returns no error.
 func (p *pool) condemn(ctx context.Context, o *object) error {
 	err := p.save(o, o.Record(), catalog.Deleting, o.growing)
 	if err == nil || !recordfile.Unwritable(err) {
@@ -365,7 +365,7 @@ func (p *pool) condemn(ctx context.Context, o *object) error {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	p.Set(o, o.Record(), catalog.Deleting)
-	o.unsaid = true
+	o.deletionUnrecorded = true
 	return nil
 }
 

@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -101,8 +102,8 @@ func Format(ctx context.Context, device, uuid string, key Key) error {
 	if err := withKey(ctx, key, append(argv, device)...); err != nil {
 		return fmt.Errorf("make a LUKS2 header on %s: %w", device, err)
 	}
-	if err := flush(device); err != nil {
-		return err
+	if err := fsync.AndClose(os.Open(device)); err != nil {
+		return fmt.Errorf("make the LUKS2 header on %s durable: %w", device, errdefs.FromErrno(err))
 	}
 	// A formatted volume is never formatted again: so the header is checked, whatever cryptsetup says.
 	if have, err := UUID(device); err != nil || have != uuid {
@@ -214,22 +215,10 @@ func SetUUID(ctx context.Context, path, uuid string) error {
 		err = fmt.Errorf("cryptsetup ended as if it had, and it is %q", have)
 	}
 	if err == nil {
-		err = flush(path)
+		err = errdefs.FromErrno(fsync.AndClose(os.Open(path)))
 	}
 	if err != nil {
 		return fmt.Errorf("give the LUKS2 header of %s the UUID %s: %w", path, uuid, err)
-	}
-	return nil
-}
-
-// flush makes durable what was written to a device or a file.
-func flush(path string) error {
-	f, err := os.Open(path)
-	if err == nil {
-		err = errors.Join(f.Sync(), f.Close())
-	}
-	if err != nil {
-		return fmt.Errorf("sync %s: %w", path, errdefs.FromErrno(err))
 	}
 	return nil
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/internal/turns"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
@@ -338,11 +339,7 @@ func (p *pool) Foundations(ctx context.Context) (numbers []uint64, err error) {
 // do not go through errdefs.FromErrno: a disk without space is not a pool without. The caller has the turn.
 func (p *pool) flush() error {
 	for _, disk := range p.disks {
-		f, err := os.Open(disk)
-		if err != nil {
-			return fmt.Errorf("flush %s: %w", disk, err)
-		}
-		if err := errors.Join(f.Sync(), f.Close()); err != nil {
+		if err := fsync.AndClose(os.Open(disk)); err != nil {
 			return fmt.Errorf("flush %s: %w", disk, err)
 		}
 	}

@@ -34,7 +34,6 @@ const (
 	tagOrigin   = "ashlar.origin="
 	tagLabel    = "ashlar.label."
 	tagCreating = tagState + string(catalog.Creating)
-	tagDeleting = tagState + string(catalog.Deleting)
 
 	// maxTag is the longest tag that lvm2 takes, in bytes (NAME_LEN of older versions is
 	// only for the names of objects).

@@ -929,10 +929,7 @@ func attachModes(f *fixture) {
 	if writable.Number == reader.Number {
 		f.Fatal("one device is both writable and read-only")
 	}
-	var have []uint64
-	for _, d := range f.attached(vol("a")) {
-		have = append(have, d.Number)
-	}
+	have := blockdev.Numbers(f.attached(vol("a")))
 	want := []uint64{writable.Number, reader.Number}
 	slices.Sort(have)
 	slices.Sort(want)

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
@@ -253,7 +254,7 @@ func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) erro
 	switch {
 	case c.Path == "":
 	case c.Live():
-		if err := flush(c.Path); err != nil {
+		if err := fsync.AndClose(os.Open(c.Path)); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not write out what was written to a device; disconnecting it all the same", "device", c.Path)
 		}
 	case err != nil:
@@ -280,14 +281,6 @@ func (p *Pool) ours(ctx context.Context, ref blockdev.Ref, c nvme.Device) (bool,
 	}
 	ended, err := p.home.Ended(ctx, ref, generation)
 	return !ended, err
-}
-
-func flush(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
 }
 
 // keepPause is the time between two looks of Keep.

@@ -191,26 +191,18 @@ func (m *mirrorReconciler) endSevered(ctx context.Context, now *mirrorView) erro
 
 // whyUnreachable returns why a leg on another node is taken for unreachable; empty: it is reachable, or has been silent for less than legSilence.
 func (m *mirrorReconciler) whyUnreachable(now *mirrorView, name string) string {
-	k := m.stateOf(name)
 	if now.device[name] == now.near {
 		return ""
 	}
 	legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
 	used := slices.DeleteFunc(legs, func(c remotepool.Leg) bool { return !c.Used })
-	switch {
-	case err != nil: // nothing is known
-	case len(used) == 0:
+	if err == nil && len(used) == 0 {
 		return connectionEnded
-	case !slices.ContainsFunc(used, func(c remotepool.Leg) bool { return c.Live }):
-		if k.silentSince.IsZero() {
-			k.silentSince = time.Now()
-		}
-		if time.Since(k.silentSince) > legSilence*m.options.LookEvery {
-			return "its node does not answer on the network"
-		}
-		return ""
 	}
-	k.silentSince = time.Time{}
+	silent := err == nil && !slices.ContainsFunc(used, func(c remotepool.Leg) bool { return c.Live }) // after an error nothing is known
+	if m.stateOf(name).silentFor(silent) > legSilence*m.options.LookEvery {
+		return "its node does not answer on the network"
+	}
 	return ""
 }
 
@@ -318,18 +310,13 @@ func (m *mirrorReconciler) disconnectEnding(ctx context.Context, v *v1alpha1.Rep
 		hung = m.hung(now)
 	}
 	for _, name := range namedLegs(v) {
-		k := m.stateOf(name)
 		legs, err := m.connections.Legs(blockdev.Ref{Kind: m.ref.Kind, Key: name})
 		silent := slices.ContainsFunc(legs, func(c remotepool.Leg) bool { return !c.Live })
 		switch {
 		case err != nil:
 		case hung[name] == diskHangs:
 			m.disconnect(ctx, name, true)
-		case !silent:
-			k.silentSince = time.Time{}
-		case k.silentSince.IsZero():
-			k.silentSince = time.Now()
-		case time.Since(k.silentSince) >= 2*m.options.LookEvery:
+		case m.stateOf(name).silentFor(silent) >= 2*m.options.LookEvery:
 			m.disconnectSilent(ctx, name)
 		}
 	}

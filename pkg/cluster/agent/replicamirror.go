@@ -574,6 +574,18 @@ type legState struct {
 	untoldSince time.Time // since when its record cannot be written, which others that are to leave wait for; zero: it can be, as far as is known
 }
 
+// silentFor notes whether the node of a leg is silent, and returns for how long it has been.
+func (k *legState) silentFor(silent bool) time.Duration {
+	switch {
+	case !silent:
+		k.silentSince = time.Time{}
+		return 0
+	case k.silentSince.IsZero():
+		k.silentSince = time.Now()
+	}
+	return time.Since(k.silentSince)
+}
+
 // stateOf returns the state of a leg, by its name.
 func (m *mirrorReconciler) stateOf(name string) *legState {
 	if m.legStates[name] == nil {

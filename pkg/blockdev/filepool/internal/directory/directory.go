@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
@@ -176,11 +177,7 @@ func makeDirectory(path string) (root *os.Root, id string, err error) {
 	if err = errors.Join(err, root.Close()); err != nil {
 		return nil, "", errdefs.FromErrno(err)
 	}
-	parent, err := os.Open(filepath.Dir(path))
-	if err == nil {
-		err = errors.Join(parent.Sync(), parent.Close())
-	}
-	if err == nil {
+	if err = fsync.AndClose(os.Open(filepath.Dir(path))); err == nil {
 		root, err = os.OpenRoot(path) // errors then have this path
 	}
 	if err != nil {

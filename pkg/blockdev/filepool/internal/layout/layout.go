@@ -8,17 +8,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/fsync"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Sync makes durable which files there are in a directory.
 func Sync(root *os.Root) error {
-	dir, err := root.Open(".")
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	return errdefs.FromErrno(errors.Join(dir.Sync(), dir.Close()))
+	return errdefs.FromErrno(fsync.AndClose(root.Open(".")))
 }
 
 // Directories has the directory of each kind of object. Pools that older drivers made have none for marks.
