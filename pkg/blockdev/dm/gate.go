@@ -3,6 +3,7 @@ package dm
 import (
 	"context"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -14,6 +15,7 @@ import (
 
 const (
 	gatePause = time.Millisecond
+	gateLooks = 10 // at which no leg has anything under way, of a mirror that holds back what is over it
 	// gatePatience bounds the wait for what is under way to a mirror whose users are held back. It is long for a disk, and short for them.
 	gatePatience = 500 * time.Millisecond
 )
@@ -25,7 +27,7 @@ func gated(name string, suspend func() error) error {
 	if err != nil || d == nil || !isMirror(name) {
 		return suspend() // the kernel undoes all of it
 	}
-	release, begun := make(chan struct{}), make(chan struct{})
+	release, ended := make(chan struct{}), make(chan struct{})
 	defer close(release)
 	gates := 0
 	for _, above := range gatesOf(d.Number) {
@@ -36,19 +38,31 @@ func gated(name string, suspend func() error) error {
 		gates++
 		go func() {
 			defer free()
-			begun <- struct{}{}
-			if err := HoldNow(above); err == nil { // else another tool has suspended it, or it is gone
+			err := HoldNow(above) // when it returns, nothing is under way to it
+			select {
+			case ended <- struct{}{}:
+			case <-release:
+			}
+			if err == nil { // else another tool has suspended it, or it is gone
 				<-release
 				_ = Resume(above, NoScan)
 			}
 		}()
 	}
-	for range gates {
-		<-begun
-	}
 	below, _ := Below(name)
-	for end := time.Now().Add(gatePatience); gates > 0 && time.Now().Before(end) && !idle(d.Number) && !idle(below...); {
-		time.Sleep(gatePause)
+	patience := time.After(gatePatience)
+	for quiet := 0; gates > 0 && quiet < gateLooks; {
+		select {
+		case <-ended:
+			gates--
+		case <-patience:
+			gates = 0
+		case <-time.After(gatePause):
+			quiet++
+			if !holds(name) || !idle(below...) {
+				quiet = 0
+			}
+		}
 	}
 	return suspend()
 }
@@ -92,6 +106,15 @@ func trySuspension(name string) (free func(), is bool) {
 func isMirror(name string) bool {
 	kind, _, err := Target(name)
 	return err == nil && kind == "mirror"
+}
+
+// holds reports whether a mirror may hold requests back, as a leg has failed them. Such are under way to the mirror, and to no leg.
+func holds(name string) bool {
+	targets, err := Status(name)
+	return err != nil || slices.ContainsFunc(targets, func(l Line) bool {
+		m, err := ParseMirror(l.Text)
+		return l.Kind == "mirror" && (err != nil || slices.ContainsFunc(m.Legs, func(leg Leg) bool { return leg.Failed }))
+	})
 }
 
 // idle reports whether no request is under way to any of some devices, as far as the kernel counts them.

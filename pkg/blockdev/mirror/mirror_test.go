@@ -513,7 +513,7 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	}))
 	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
-	for range 20 {
+	for range 60 {
 		check.OK(t, mirror.Still(f.name))
 		time.Sleep(5 * time.Millisecond)
 	}
@@ -1040,7 +1040,7 @@ func TestKilledAsItChanges(t *testing.T) {
 			}
 		})
 	}
-	for range 20 {
+	for range 60 {
 		driver := exec.Command(os.Args[0], "-test.run=^TestKilledAsItChanges$")
 		driver.Env = append(os.Environ(), changed+"="+f.name)
 		check.OK(t, driver.Start())
