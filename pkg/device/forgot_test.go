@@ -329,6 +329,40 @@ func TestNewLegGoesWithTheVolume(t *testing.T) {
 	})
 }
 
+// TestNewLegIsFlushedLast: what is under way to the new leg when it is to be flushed is flushed too. It may be a write that has to be durable at its end.
+func TestNewLegIsFlushedLast(t *testing.T) {
+	overPair(t, 48*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		p.mirror(p.all())
+		p.copied()
+		quick := p.to.writesLate(p.T, 2*time.Second)
+		defer quick()
+		written := make(chan error, 1)
+		go func() {
+			f, err := direct.Open(d.Path, os.O_WRONLY)
+			if err == nil {
+				page, free, failure := direct.Memory(4096)
+				if err = failure; err == nil {
+					defer free()
+					_, err = f.WriteAt(page, 0)
+				}
+				err = errors.Join(err, f.Close())
+			}
+			written <- err
+		}()
+		time.Sleep(500 * time.Millisecond)
+		check.OK(p, p.stack().FlushMirror(p.Context()))
+		select {
+		case err := <-written:
+			check.OK(p, err)
+		case <-time.After(200 * time.Millisecond):
+			p.Error("it counts as flushed, and a write of before is under way")
+			check.OK(p, <-written)
+		}
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+	})
+}
+
 // TestNewLegFailsInTheMiddle: a mirror ends whose new leg fails in the middle of the copy, while programs write and flush. (After a failed flush the kernel never copies
 // a region that is being written to, and each suspension waits for that copy.)
 func TestNewLegFailsInTheMiddle(t *testing.T) {

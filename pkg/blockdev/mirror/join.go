@@ -39,7 +39,7 @@ func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size)
 // copied later. When all is equal (State.Equal), Finish makes it one of the legs; before that nobody may take it for current. If a leg fails meanwhile,
 // writes are held until Leave.
 //
-// The joining leg is not flushed until TakeFlushes. If a flush fails, the kernel never begins to copy a unit that is next to be copied and is being written to
+// The joining leg is not flushed until FlushLeg. If a flush fails, the kernel never begins to copy a unit that is next to be copied and is being written to
 // (dm_rh_dec in drivers/md/dm-region-hash.c does not look for that), and each suspension waits for that copy, for ever: no leg could leave any more.
 //
 // differs returns the ranges. It is called while the mirror is held and no write is under way: what was written before is on all current legs, and what is
@@ -210,16 +210,36 @@ func logOf(size int64, differs []dm.Range) []byte {
 	return text
 }
 
-// TakeFlushes has the leg that joins flushed from now on, as the others are. It is for a leg that is equal, before what it has is flushed and it is put on the
-// volume's list. If no leg joins it does nothing.
-func TakeFlushes(name string) error {
-	return of(name, "flush the leg that joins it", func() error {
-		d, err := dm.Find(name + joinsSuffix)
-		if err != nil || d == nil {
-			return err
+// FlushLeg makes durable what a leg has, of the mirror or the one that joins. The latter has to be equal, and is flushed from now on as the others are: it may
+// be put on the volume's list then. It waits for what is under way to that leg, for as long as that does not answer. An error if the leg could not be
+// flushed, or has failed: a disk tells only once what it could not flush, and that may have been another one's flush, which the mirror holds.
+func FlushLeg(name string, leg uint64) error {
+	return of(name, "flush "+dm.Number(leg), func() error {
+		steps := []func() error{
+			func() error { return takeFlushes(name) },
+			func() error { return Flush(leg) },
+			func() error { return takeFlushes(name) }, // all flushes that were under way beside this one have been told
 		}
-		return dm.SetFlushed(d.Number, true)
+		for _, step := range steps {
+			if err := step(); err != nil {
+				return err
+			}
+		}
+		s, err := state(name)
+		if err == nil && (slices.Contains(s.Failed(), leg) || s.Joining != nil && s.Joining.Device == leg && s.Joining.Failed) {
+			err = fmt.Errorf("%w: it has failed", errdefs.ErrUnavailable)
+		}
+		return err
 	})
+}
+
+// takeFlushes has the leg that joins flushed, if there is one, and waits for what is under way to it.
+func takeFlushes(name string) error {
+	d, err := dm.Find(name + joinsSuffix)
+	if err != nil || d == nil {
+		return err
+	}
+	return dm.TakeFlushes(d.Name)
 }
 
 // Finish makes the leg that joins one of the current legs. It has to be on the volume's list. The leg near, if it is among them, becomes the first, which

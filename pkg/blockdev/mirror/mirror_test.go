@@ -717,7 +717,7 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 				seen := f.look().Event
 				check.OK(t, mirror.Join(context.Background(), f.name, f.legs[n].number, differs(dm.Range{Length: mib})))
 				f.watch(seen, "a leg that is equal", mirror.State.Equal)
-				check.OK(t, mirror.TakeFlushes(f.name))
+				check.OK(t, mirror.FlushLeg(f.name, f.legs[n].number))
 				time.Sleep(100 * time.Millisecond)
 				seen = f.look().Event
 				f.legs[n].fail()
@@ -744,6 +744,57 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestJoinerIsFlushed: a leg that joins counts as flushed if nothing that it has taken can be lost. What is under way to it is flushed too: that may be a write
+// that has to be durable at its end. And if its disk could not be flushed it has failed, whoever was told.
+func TestJoinerIsFlushed(t *testing.T) {
+	for _, n := range []int{1, 2} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			f := newMirror(t, n, 1)
+			joins := f.legs[n]
+			check.OK(t, mirror.Join(context.Background(), f.name, joins.number, differs(dm.Range{Length: mib})))
+			f.watch(f.look().Event, "a leg that is equal", mirror.State.Equal)
+			joins.table("delay", fmt.Sprintf("%[1]s 0 0 %[1]s 0 2000 %[1]s 0 0", dm.Number(joins.loop))) // of writes
+			file := f.open()
+			write := later(func() error { _, err := file.WriteAt(page(2), 0); return err })
+			time.Sleep(500 * time.Millisecond)
+			check.OK(t, mirror.FlushLeg(f.name, joins.number))
+			select {
+			case err := <-write:
+				check.OK(t, err)
+			case <-time.After(200 * time.Millisecond):
+				t.Error("it counts as flushed, and a write of before is under way")
+				check.OK(t, <-write)
+			}
+			joins.fail()
+			flush := later(file.Sync)
+			waits(t, flush, "a flush")
+			joins.mend()
+			is(t, mirror.FlushLeg(f.name, joins.number), errdefs.ErrUnavailable)
+			f.leave(n)
+			ends(t, flush, "a flush")
+		})
+	}
+}
+
+// TestJoinsWithoutCache: a leg joins whose disk has no volatile cache.
+func TestJoinsWithoutCache(t *testing.T) {
+	for _, all := range []bool{false, true} {
+		t.Run(fmt.Sprint(all), func(t *testing.T) {
+			need(t)
+			f := &fixture{t: t, name: "ashlar-test-mirror", legs: []*leg{newLeg(t, "leg0"), newLeg(t, "leg1")}}
+			f.legs[1].noCache()
+			if all {
+				f.legs[0].noCache()
+			}
+			f.over(1)
+			check.OK(t, mirror.Join(context.Background(), f.name, f.legs[1].number, differs(dm.Range{Length: mib})))
+			f.watch(mirror.Event{}, "a leg that is equal", mirror.State.Equal)
+			check.OK(t, mirror.FlushLeg(f.name, f.legs[1].number))
+			check.OK(t, mirror.Finish(context.Background(), f.name, 0))
+		})
 	}
 }
 
@@ -837,6 +888,7 @@ func TestJoinsAnySize(t *testing.T) {
 			f.write(3, last)
 			f.has(0, 3, last)
 			f.has(1, 3, last)
+			check.OK(t, mirror.FlushLeg(f.name, f.legs[1].number))
 			check.OK(t, mirror.Finish(t.Context(), f.name, 0))
 			f.write(4, last)
 			f.has(1, 4, last)
