@@ -103,7 +103,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	if err := dm.SetFlushed(legs[1], false); err != nil {
 		return err
 	}
-	return still(name, func() error {
+	return still(ctx, name, func() error {
 		ranges, err := differs(ctx)
 		if err != nil {
 			return err
@@ -148,9 +148,9 @@ func extended(ctx context.Context, table []dm.Line, size, piece int64, bring fun
 }
 
 // Still waits until no write to a mirror is under way: each is on all legs, or is held as a leg has failed. Later writes wait meanwhile. It ends when the
-// last leg has answered, or the connection to it has ended. errdefs.ErrUnavailable while a leg joins or has failed. A crash may leave the mirror
-// suspended, until Recover.
-func Still(name string) error {
+// last leg has answered, or the connection to it has ended. errdefs.ErrUnavailable while a leg joins or has failed; if one fails meanwhile, the mirror is Held.
+// A crash may leave the mirror suspended, until Recover.
+func Still(ctx context.Context, name string) error {
 	return change(name, "wait for what is under way", func() error {
 		s, err := state(name)
 		if err == nil {
@@ -159,20 +159,38 @@ func Still(name string) error {
 		if err != nil {
 			return err
 		}
-		return still(name, func() error { return nil })
+		return still(ctx, name, func() error { return nil })
 	})
 }
 
-// still calls do while a mirror is held, and then resumes it: with the table that do has loaded, or, if do fails or loads none, with the present one.
-func still(name string, do func() error) error {
+// still calls do while a mirror is held, and then resumes it: with the table that do has loaded, or, if do fails or loads none, with the present one. If a leg
+// has failed by then, do is not called, and the mirror stays held: see resume.
+func still(ctx context.Context, name string, do func() error) error {
 	if err := dm.Hold(name); err != nil {
 		return err
 	}
-	err := do()
+	s, err := state(name)
+	if err == nil && len(s.Failed()) > 0 {
+		return errors.Join(s.resume(ctx, name), fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(s.Failed())))
+	}
+	if err == nil {
+		err = do()
+	}
 	if err != nil {
 		err = errors.Join(err, dm.Clear(name))
 	}
 	return errors.Join(err, dm.Resume(name, dm.NoScan))
+}
+
+// resume resumes a mirror with its present table, unless some of its legs have failed: then it is Held, until these leave. With that table the kernel would begin
+// to copy to them what they lack, and if one has failed a flush, no later table would ever take effect (docs/decisions/replicas.md).
+func (s State) resume(ctx context.Context, name string) error {
+	failed := s.Failed()
+	whole := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(failed, l) })
+	if s.Joining != nil || len(failed) == 0 || len(whole) == 0 {
+		return dm.Resume(name, dm.NoScan)
+	}
+	return s.current(ctx, whole, func(table []dm.Line) error { return dm.Load(name, table) })
 }
 
 // inMemory makes a loop device over bytes in memory. The device goes with its last user; the caller is one until it closes held.

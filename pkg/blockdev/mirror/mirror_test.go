@@ -513,7 +513,7 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	for range 20 {
-		check.OK(t, mirror.Still(f.name))
+		check.OK(t, mirror.Still(context.Background(), f.name))
 		time.Sleep(5 * time.Millisecond)
 	}
 	close(stop)
@@ -521,7 +521,7 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	t.Logf("%d writes", len(written))
 	f.equal(0, 1)
 
-	if err := mirror.Still(f.name); err != nil {
+	if err := mirror.Still(context.Background(), f.name); err != nil {
 		t.Error(err)
 	}
 	f.leave(1)
@@ -531,7 +531,7 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	if s := f.look(); s.Joining != nil || s.Held || len(s.Legs) != 1 {
 		t.Errorf("it is %+v", s)
 	}
-	is(t, mirror.Still("ashlar-test-none"), errdefs.ErrNotFound)
+	is(t, mirror.Still(context.Background(), "ashlar-test-none"), errdefs.ErrNotFound)
 }
 
 // TestFailsWhileOneJoins: while a leg joins two current ones, any leg may fail: it leaves, and the others go on.
@@ -745,6 +745,43 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestFailsWhileStill: a leg fails writes and flushes while a mirror is held for a moment. It can leave: nothing begins to copy to it before.
+func TestFailsWhileStill(t *testing.T) {
+	f := newMirror(t, 2, 0)
+	l := f.legs[1]
+	var stop atomic.Bool
+	var all sync.WaitGroup
+	for i := range int64(8) {
+		file := f.open()
+		all.Go(func() {
+			for at := i; !stop.Load(); at += 5 {
+				var err error
+				if i == 0 {
+					err = file.Sync()
+				} else {
+					_, err = file.WriteAt(page(2), at*mib%size)
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	l.failLater(time.Second)
+	time.Sleep(200 * time.Millisecond)
+	is(t, mirror.Still(context.Background(), f.name), errdefs.ErrUnavailable)
+	time.Sleep(time.Second)
+	check.OK(t, mirror.Recover(context.Background(), f.name)) // as a driver that starts
+	if s := f.look(); !s.Held || !slices.Equal(s.Failed(), []uint64{l.number}) {
+		t.Errorf("it is %+v", s)
+	}
+	ends(t, later(func() error { return mirror.Leave(context.Background(), f.name, l.number) }), "the leg that leaves")
+	time.Sleep(100 * time.Millisecond)
+	stop.Store(true)
+	all.Wait()
 }
 
 // TestJoinerIsFlushed: a leg that joins counts as flushed if nothing that it has taken can be lost. What is under way to it is flushed too: that may be a write
@@ -1020,7 +1057,7 @@ const held = "ASHLAR_TEST_HELD_MIRROR"
 // mirror, and what a leg fails is still held.
 func TestKilledWhileItWaits(t *testing.T) {
 	if name := os.Getenv(held); name != "" {
-		t.Fatal("it was held, and its driver not killed: ", mirror.Still(name))
+		t.Fatal("it was held, and its driver not killed: ", mirror.Still(context.Background(), name))
 	}
 	f := newMirror(t, 2, 0)
 	slow := f.legs[0].name + "-slow" // the kernel does not count what a device holds back itself
