@@ -20,7 +20,7 @@ import (
 // before. One that takes flushes and has newSuffix was flushed in vain, or that was cut short: nobody knows what the leg lacks.
 const (
 	newSuffix     = "-new"
-	durableSuffix = "-durable"
+	durableSuffix = "-whole" // not longer than blockdev.LayerRoom
 )
 
 // newLeg is the device over the new leg of a mirror. A nil one is of a mirror that an older driver made: its new leg is flushed as the old one is.
