@@ -188,7 +188,10 @@ func (v *consumerVolume) silent() bool {
 
 func (c *consumerVolumes) HoldMirror(_ context.Context, id volume.ID) error {
 	v := c.of(id.Key)
-	return v.do("hold", func() { v.m.Held = true })
+	return v.do("hold", func() {
+		v.m.Held = true
+		v.m.NewFailed = v.name == "new leg fails as it is held" && !slices.Contains(v.said, "unmirror")
+	})
 }
 
 func (c *consumerVolumes) ReleaseMirror(_ context.Context, id volume.ID) error {
@@ -780,6 +783,15 @@ func TestCarry(t *testing.T) {
 			}
 			v.flips()
 			v.says("it is at its new home", func() bool { return v.has("switch") })
+		},
+		"new leg fails as it is held": func(v *consumerVolume) { // the kernel would begin to copy to it, and never end
+			v.kernel(synced)
+			v.stays()
+			if v.has("release") {
+				v.Errorf("%v", v.steps())
+			}
+			v.kernel(synced) // the next one
+			v.pins()
 		},
 		"forgot, old home lacks it": func(v *consumerVolume) {
 			v.kernel(forgot)

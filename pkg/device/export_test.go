@@ -57,3 +57,10 @@ func SetReadMarks(do func(ctx context.Context, name string, since uint32) ([]dm.
 func (s *Stacks) Written(ctx context.Context, name string, since uint32) ([]dm.Range, error) {
 	return s.written(ctx, name, since)
 }
+
+// UnderSeat returns the devices that the seat of a volume is over.
+func (s Stack) UnderSeat(ctx context.Context) ([]uint64, error) {
+	t, _ := s.top()
+	_, below, err := seat{t}.attached(ctx)
+	return below, err
+}

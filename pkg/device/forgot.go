@@ -270,14 +270,15 @@ func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
 	case !m.Forgot && !(m.Back && failed):
 		return nil, nil
 	}
-	if d.Suspended { // else it cannot be read
+	toRead := func(p part) bool { return m.Forgot && len(p.Legs) > 0 && p.synced() && !p.failed() } // others are read from their first leg
+	if d.Suspended && slices.ContainsFunc(m.parts, toRead) {                                        // else it stays so: see ReleaseMirror
 		if err := dm.Resume(d.Name, dm.NoScan); err != nil {
 			return nil, err
 		}
 	}
 	from, unread := make([]uint64, len(m.parts)), make([]error, len(m.parts))
 	for i, p := range m.parts {
-		if from[i] = p.from(m); m.Forgot && len(p.Legs) > 0 && p.synced() && !p.failed() { // others are read from their first leg
+		if from[i] = p.from(m); toRead(p) {
 			from[i], unread[i] = dm.ReadFrom(d, p.Start, p.Legs)
 		}
 	}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
@@ -329,6 +330,142 @@ func TestNewLegGoesWithTheVolume(t *testing.T) {
 	})
 }
 
+// TestNewLegIsFlushedLast: what is under way to the new leg when it is to be flushed is flushed too. It may be a write that has to be durable at its end.
+func TestNewLegIsFlushedLast(t *testing.T) {
+	overPair(t, 48*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		p.mirror(p.all())
+		p.copied()
+		quick := p.to.writesLate(p.T, 2*time.Second)
+		defer quick()
+		written := make(chan error, 1)
+		go func() {
+			f, err := direct.Open(d.Path, os.O_WRONLY)
+			if err == nil {
+				page, free, failure := direct.Memory(4096)
+				if err = failure; err == nil {
+					defer free()
+					_, err = f.WriteAt(page, 0)
+				}
+				err = errors.Join(err, f.Close())
+			}
+			written <- err
+		}()
+		time.Sleep(500 * time.Millisecond)
+		check.OK(p, p.stack().FlushMirror(p.Context()))
+		select {
+		case err := <-written:
+			check.OK(p, err)
+		case <-time.After(200 * time.Millisecond):
+			p.Error("it counts as flushed, and a write of before is under way")
+			check.OK(p, <-written)
+		}
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+	})
+}
+
+// TestLongestName: a volume moves whose devices have the longest names that a pool may give them.
+func TestLongestName(t *testing.T) {
+	drivertest.NeedRoot(t)
+	drivertest.NeedMapper(t)
+	const size = 16 * pooltest.MiB
+	p := &pair{from: newDisk(t, "", size), to: newDisk(t, "new", size), options: device.Options{Keep: true, Seat: true}}
+	p.fixture = &fixture{t, p.from, pooltest.Vol("a"), device.New()}
+	t.Cleanup(func() { check.OK(t, p.stack().Detach(context.Background())) })
+	short, _ := p.names()
+	p.from.label = strings.Repeat("x", dm.NameSize-1-blockdev.LayerRoom-len(short))
+	d := p.attach(p.options)
+	p.mirror(p.all())
+	p.copied()
+	check.OK(t, p.stack().FlushMirror(t.Context()))
+	p.undone()
+	p.onlyDevices()
+	check.OK(t, errors.Join(d.Close(), p.stack().Detach(t.Context())))
+}
+
+// TestMirrorIsOverItsLegs: a mirror is known to be over both of its legs. Else it would not count as dangling when both are gone.
+func TestMirrorIsOverItsLegs(t *testing.T) {
+	overPair(t, 32*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		p.mirror(p.all())
+		below, err := p.stack().UnderSeat(p.Context())
+		check.OK(p, err)
+		slices.Sort(below)
+		legs := []uint64{p.from.device().Number, p.to.device().Number}
+		if slices.Sort(legs); !slices.Equal(below, legs) {
+			p.Errorf("the mirror is over %v, and its legs are %v", below, legs)
+		}
+		p.undone()
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+	})
+}
+
+// users has eight programs write to a volume, of which one flushes it, until end.
+func (p *pair) users(path string) (end func()) {
+	var stop atomic.Bool
+	var all sync.WaitGroup
+	for i := range int64(8) {
+		f, err := direct.Open(path, os.O_RDWR)
+		check.OK(p, err)
+		page, free, err := direct.Memory(4096)
+		check.OK(p, err)
+		all.Go(func() {
+			defer free()
+			defer f.Close()
+			for at := i; !stop.Load(); at += 5 {
+				_, err := f.WriteAt(page, at*pooltest.MiB%(48*pooltest.MiB))
+				if err == nil && i == 0 {
+					err = f.Sync()
+				}
+				if err != nil {
+					p.Error(err)
+					return
+				}
+			}
+		})
+	}
+	return func() { stop.Store(true); all.Wait() }
+}
+
+// ends makes sure that a mirror is undone, within a time.
+func (p *pair) ends() {
+	p.Helper()
+	ended := make(chan error, 1)
+	go func() { ended <- p.stack().Unmirror(context.Background()) }()
+	select {
+	case err := <-ended:
+		check.OK(p, err)
+	case <-time.After(30 * time.Second):
+		p.Fatal("the mirror does not end")
+	}
+}
+
+// TestNewLegFailsAsItIsHeld: a mirror ends whose new leg fails writes and flushes while it is being held.
+func TestNewLegFailsAsItIsHeld(t *testing.T) {
+	overPair(t, 64*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		p.mirror(p.all())
+		p.copied()
+		end := p.users(d.Path)
+		check.OK(p, p.stack().FlushMirror(p.Context()))
+		quick := p.to.writesLate(p.T, 300*time.Millisecond)
+		time.Sleep(time.Second)
+		held := make(chan error, 1)
+		go func() { held <- p.stack().HoldMirror(context.Background()) }()
+		time.Sleep(50 * time.Millisecond)
+		mend := p.to.failWrites(p.T)
+		check.OK(p, <-held)
+		if m := p.mirrored(); !m.NewFailed || !m.Held {
+			p.Errorf("it is %+v", m)
+		}
+		p.ends()
+		mend()
+		end()
+		quick()
+		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+	})
+}
+
 // TestNewLegFailsInTheMiddle: a mirror ends whose new leg fails in the middle of the copy, while programs write and flush. (After a failed flush the kernel never copies
 // a region that is being written to, and each suspension waits for that copy.)
 func TestNewLegFailsInTheMiddle(t *testing.T) {
@@ -336,28 +473,7 @@ func TestNewLegFailsInTheMiddle(t *testing.T) {
 		d := p.attach(p.options)
 		quick := p.to.writesLate(p.T, 100*time.Millisecond)
 		p.mirror(p.all())
-		var stop atomic.Bool
-		var all sync.WaitGroup
-		for i := range int64(8) {
-			f, err := os.OpenFile(d.Path, os.O_RDWR|unix.O_DIRECT, 0)
-			check.OK(p, err)
-			page, free, err := direct.Memory(4096)
-			check.OK(p, err)
-			all.Go(func() {
-				defer free()
-				defer f.Close()
-				for at := i; !stop.Load(); at += 5 {
-					_, err := f.WriteAt(page, at*pooltest.MiB%d.Size)
-					if err == nil && i == 0 {
-						err = f.Sync()
-					}
-					if err != nil {
-						p.Error(err)
-						return
-					}
-				}
-			})
-		}
+		end := p.users(d.Path)
 		p.becomes("copied in part", func(m device.Mirrored) bool { return m.Synced > m.Total/8 })
 		if m := p.mirrored(); m.Synced == m.Total {
 			p.Fatalf("it is %+v", m)
@@ -365,16 +481,8 @@ func TestNewLegFailsInTheMiddle(t *testing.T) {
 		p.to.failWrites(p.T)
 		p.becomes("failed", func(m device.Mirrored) bool { return m.NewFailed })
 		time.Sleep(time.Second)
-		ended := make(chan error, 1)
-		go func() { ended <- p.stack().Unmirror(context.Background()) }()
-		select {
-		case err := <-ended:
-			check.OK(p, err)
-		case <-time.After(30 * time.Second):
-			p.Fatal("the mirror does not end")
-		}
-		stop.Store(true)
-		all.Wait()
+		p.ends()
+		end()
 		quick()
 		check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
 	})

@@ -281,7 +281,8 @@ func (s Stack) HoldMirror(context.Context) error {
 	})
 }
 
-// ReleaseMirror ends HoldMirror.
+// ReleaseMirror ends HoldMirror. It is not for a mirror of which one leg has failed: the kernel would begin to copy what that leg lacks, and after a failed flush
+// neither Unmirror nor Switch would ever end. These two also end HoldMirror.
 func (s Stack) ReleaseMirror(context.Context) error {
 	return s.moving("go on with its mirror", func() error {
 		d, err := s.seat()

@@ -31,6 +31,7 @@ import (
 type disk struct {
 	blockdev.Pool
 	name  string
+	label string // in the names of what is over it
 	size  int64
 	image string
 }
@@ -84,12 +85,12 @@ func (d *disk) device() blockdev.Device {
 func (d *disk) Name() string { return d.name }
 
 func (d *disk) Top(ref blockdev.Ref) (name, uuid, before string, err error) {
-	name = "ashlar-" + d.name + "-" + ref.String()
-	return name, "LVM-NOT-OF-LVM-BUT-OF-A-TEST-" + name, "", nil
+	name = "ashlar-" + d.name + d.label + "-" + ref.String()
+	return name, "LVM-NOT-OF-LVM-BUT-OF-A-TEST-" + d.name + ref.String(), "", nil
 }
 
 func (d *disk) ParseTop(name string) (blockdev.Ref, bool) {
-	text, ours := strings.CutPrefix(name, "ashlar-"+d.name+"-")
+	text, ours := strings.CutPrefix(name, "ashlar-"+d.name+d.label+"-")
 	ref := blockdev.ParseRef(text)
 	return ref, ours && ref.Validate() == nil
 }

@@ -89,10 +89,8 @@ func (l *newLeg) flush() error {
 	if l.unsound() {
 		return fmt.Errorf("%w: device %s could not be flushed, or that was cut short", errdefs.ErrUnavailable, dm.Number(l.leg))
 	}
-	if dm.Flushed(l.leg) {
-		if err := dm.SetFlushed(l.Number, true); err != nil {
-			return err
-		}
+	if err := dm.TakeFlushes(l.Name); err != nil {
+		return err
 	}
 	if err := fsync.AndClose(dm.Open(l.Device, os.O_RDONLY)); err != nil {
 		return fmt.Errorf("flush device %s: %w", dm.Number(l.leg), errdefs.FromErrno(err))

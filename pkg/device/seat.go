@@ -80,7 +80,16 @@ func (s seat) attached(context.Context) (devices []blockdev.Device, below []uint
 	if err != nil {
 		return nil, nil, err
 	}
-	return shown(d, false)
+	if devices, below, err = shown(d, false); err != nil || d == nil {
+		return nil, nil, err
+	}
+	over, err := findNewLeg(d.Name)
+	for i := range below {
+		if over != nil && below[i] == over.Number {
+			below[i] = over.leg
+		}
+	}
+	return devices, below, err
 }
 
 func (s seat) grow(ctx context.Context, _ luks.Key) error {

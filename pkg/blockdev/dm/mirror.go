@@ -136,3 +136,29 @@ func SetFlushed(device uint64, passes bool) error {
 	}
 	return nil
 }
+
+// TakeFlushes has the kernel pass flushes on from now on to a device of linear targets that took them for carried out (SetFlushed). It waits for what is under
+// way to the device, and holds back what comes meanwhile: a write that was to be durable at its end (FUA) was taken for any other before, and a flush after
+// TakeFlushes covers it. It changes nothing if nothing below the device takes flushes: since Linux 6.5, and in stable kernels before, a device over disks
+// without a cache cannot be set to be flushed. After a crash it is called again.
+func TakeFlushes(name string) error {
+	d, err := Find(name)
+	if err == nil && d == nil {
+		err = fmt.Errorf("flush device %s: %w", name, unix.ENXIO)
+	}
+	if err != nil {
+		return err
+	}
+	below, err := Below(name)
+	if err != nil || !slices.ContainsFunc(below, Flushed) {
+		return err
+	}
+	if err := SetFlushed(d.Number, true); err != nil { // before what is held back
+		return err
+	}
+	table, err := Lines(name)
+	if err != nil {
+		return err
+	}
+	return Replace(name, table) // by the same one: the kernel suspends the device and resumes it in one call, so a crash cannot come between
+}

@@ -42,7 +42,7 @@ func Compare(ctx context.Context, name string, from int64, pace func(ctx context
 				return err
 			}
 			var found []dm.Range
-			if found, err = legs.compare(name, at, min(Chunk, s.Size-at)); err != nil {
+			if found, err = legs.compare(ctx, name, at, min(Chunk, s.Size-at)); err != nil {
 				return err
 			}
 			for _, r := range found {
@@ -98,7 +98,7 @@ func (legs comparedLegs) check(name string) error {
 }
 
 // compare returns the blocks of a range in which the legs differ, also while the mirror is held.
-func (legs comparedLegs) compare(name string, at, length int64) (found []dm.Range, err error) {
+func (legs comparedLegs) compare(ctx context.Context, name string, at, length int64) (found []dm.Range, err error) {
 	if err := legs.check(name); err != nil {
 		return nil, err
 	}
@@ -110,7 +110,7 @@ func (legs comparedLegs) compare(name string, at, length int64) (found []dm.Rang
 	}
 	found, err = legs.differ(at, length)
 	if err == nil && len(found) > 0 {
-		found, err = legs.differHeld(name, at, length)
+		found, err = legs.differHeld(ctx, name, at, length)
 	}
 	return found, err
 }
@@ -179,12 +179,12 @@ func (legs comparedLegs) differ(at, length int64) (found []dm.Range, err error) 
 }
 
 // differHeld is differ while the mirror is held, so that no write is under way.
-func (legs comparedLegs) differHeld(name string, at, length int64) (found []dm.Range, err error) {
+func (legs comparedLegs) differHeld(ctx context.Context, name string, at, length int64) (found []dm.Range, err error) {
 	defer lock(name)()
 	if err := legs.check(name); err != nil {
 		return nil, err
 	}
-	err = still(name, func() error {
+	err = still(ctx, name, func() error {
 		found, err = legs.differ(at, length)
 		return err
 	})

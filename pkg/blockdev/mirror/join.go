@@ -39,7 +39,7 @@ func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size)
 // copied later. When all is equal (State.Equal), Finish makes it one of the legs; before that nobody may take it for current. If a leg fails meanwhile,
 // writes are held until Leave.
 //
-// The joining leg is not flushed until TakeFlushes. If a flush fails, the kernel never begins to copy a unit that is next to be copied and is being written to
+// The joining leg is not flushed until FlushLeg. If a flush fails, the kernel never begins to copy a unit that is next to be copied and is being written to
 // (dm_rh_dec in drivers/md/dm-region-hash.c does not look for that), and each suspension waits for that copy, for ever: no leg could leave any more.
 //
 // differs returns the ranges. It is called while the mirror is held and no write is under way: what was written before is on all current legs, and what is
@@ -103,7 +103,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 	if err := dm.SetFlushed(legs[1], false); err != nil {
 		return err
 	}
-	return still(name, func() error {
+	return still(ctx, name, func() error {
 		ranges, err := differs(ctx)
 		if err != nil {
 			return err
@@ -148,9 +148,9 @@ func extended(ctx context.Context, table []dm.Line, size, piece int64, bring fun
 }
 
 // Still waits until no write to a mirror is under way: each is on all legs, or is held as a leg has failed. Later writes wait meanwhile. It ends when the
-// last leg has answered, or the connection to it has ended. errdefs.ErrUnavailable while a leg joins or has failed. A crash may leave the mirror
-// suspended, until Recover.
-func Still(name string) error {
+// last leg has answered, or the connection to it has ended. errdefs.ErrUnavailable while a leg joins or has failed; if one fails meanwhile, the mirror is Held.
+// A crash may leave the mirror suspended, until Recover.
+func Still(ctx context.Context, name string) error {
 	return change(name, "wait for what is under way", func() error {
 		s, err := state(name)
 		if err == nil {
@@ -159,20 +159,38 @@ func Still(name string) error {
 		if err != nil {
 			return err
 		}
-		return still(name, func() error { return nil })
+		return still(ctx, name, func() error { return nil })
 	})
 }
 
-// still calls do while a mirror is held, and then resumes it: with the table that do has loaded, or, if do fails or loads none, with the present one.
-func still(name string, do func() error) error {
+// still calls do while a mirror is held, and then resumes it: with the table that do has loaded, or, if do fails or loads none, with the present one. If a leg
+// has failed by then, do is not called, and the mirror stays held: see resume.
+func still(ctx context.Context, name string, do func() error) error {
 	if err := dm.Hold(name); err != nil {
 		return err
 	}
-	err := do()
+	s, err := state(name)
+	if err == nil && len(s.Failed()) > 0 {
+		return errors.Join(s.resume(ctx, name), fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(s.Failed())))
+	}
+	if err == nil {
+		err = do()
+	}
 	if err != nil {
 		err = errors.Join(err, dm.Clear(name))
 	}
 	return errors.Join(err, dm.Resume(name, dm.NoScan))
+}
+
+// resume resumes a mirror with its present table, unless some of its legs have failed: then it is Held, until these leave. With that table the kernel would begin
+// to copy to them what they lack, and if one has failed a flush, no later table would ever take effect (docs/decisions/replicas.md).
+func (s State) resume(ctx context.Context, name string) error {
+	failed := s.Failed()
+	whole := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(failed, l) })
+	if s.Joining != nil || len(failed) == 0 || len(whole) == 0 {
+		return dm.Resume(name, dm.NoScan)
+	}
+	return s.current(ctx, whole, func(table []dm.Line) error { return dm.Load(name, table) })
 }
 
 // inMemory makes a loop device over bytes in memory. The device goes with its last user; the caller is one until it closes held.
@@ -210,16 +228,36 @@ func logOf(size int64, differs []dm.Range) []byte {
 	return text
 }
 
-// TakeFlushes has the leg that joins flushed from now on, as the others are. It is for a leg that is equal, before what it has is flushed and it is put on the
-// volume's list. If no leg joins it does nothing.
-func TakeFlushes(name string) error {
-	return of(name, "flush the leg that joins it", func() error {
-		d, err := dm.Find(name + joinsSuffix)
-		if err != nil || d == nil {
-			return err
+// FlushLeg makes durable what a leg has, of the mirror or the one that joins. The latter has to be equal, and is flushed from now on as the others are: it may
+// be put on the volume's list then. It waits for what is under way to that leg, for as long as that does not answer. An error if the leg could not be
+// flushed, or has failed: a disk tells only once what it could not flush, and that may have been another one's flush, which the mirror holds.
+func FlushLeg(name string, leg uint64) error {
+	return of(name, "flush "+dm.Number(leg), func() error {
+		steps := []func() error{
+			func() error { return takeFlushes(name) },
+			func() error { return Flush(leg) },
+			func() error { return takeFlushes(name) }, // all flushes that were under way beside this one have been told
 		}
-		return dm.SetFlushed(d.Number, true)
+		for _, step := range steps {
+			if err := step(); err != nil {
+				return err
+			}
+		}
+		s, err := state(name)
+		if err == nil && (slices.Contains(s.Failed(), leg) || s.Joining != nil && s.Joining.Device == leg && s.Joining.Failed) {
+			err = fmt.Errorf("%w: it has failed", errdefs.ErrUnavailable)
+		}
+		return err
 	})
+}
+
+// takeFlushes has the leg that joins flushed, if there is one, and waits for what is under way to it.
+func takeFlushes(name string) error {
+	d, err := dm.Find(name + joinsSuffix)
+	if err != nil || d == nil {
+		return err
+	}
+	return dm.TakeFlushes(d.Name)
 }
 
 // Finish makes the leg that joins one of the current legs. It has to be on the volume's list. The leg near, if it is among them, becomes the first, which

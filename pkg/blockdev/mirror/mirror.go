@@ -427,7 +427,7 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 	return inUse, err
 }
 
-// Recover repairs a mirror after a crash within a change by this package. Unless it is Held, a suspended mirror is resumed, and a table that is loaded for
+// Recover repairs a mirror after a crash within a change by this package. Unless it is Held, a suspended mirror is resumed, or is Held if a leg has failed, and a table that is loaded for
 // no suspension is dropped, as is one that has the same legs: the change is repeated. The devices of a join are removed if no leg joins.
 func Recover(ctx context.Context, name string) error {
 	return change(name, "recover it", func() error {
@@ -445,7 +445,7 @@ func Recover(ctx context.Context, name string) error {
 		switch {
 		case err != nil:
 		case d.Suspended && !s.Held:
-			err = dm.Resume(name, dm.NoScan)
+			err = s.resume(ctx, name)
 		case d.Loaded && !s.Held:
 			err = dm.Clear(name)
 		}

@@ -513,8 +513,8 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	}))
 	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
-	for range 60 {
-		check.OK(t, mirror.Still(f.name))
+	for range 20 {
+		check.OK(t, mirror.Still(context.Background(), f.name))
 		time.Sleep(5 * time.Millisecond)
 	}
 	close(stop)
@@ -522,7 +522,7 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	t.Logf("%d writes", len(written))
 	f.equal(0, 1)
 
-	if err := mirror.Still(f.name); err != nil {
+	if err := mirror.Still(context.Background(), f.name); err != nil {
 		t.Error(err)
 	}
 	f.leave(1)
@@ -532,7 +532,7 @@ func TestJoinsByWhatWasWritten(t *testing.T) {
 	if s := f.look(); s.Joining != nil || s.Held || len(s.Legs) != 1 {
 		t.Errorf("it is %+v", s)
 	}
-	is(t, mirror.Still("ashlar-test-none"), errdefs.ErrNotFound)
+	is(t, mirror.Still(context.Background(), "ashlar-test-none"), errdefs.ErrNotFound)
 }
 
 // TestFailsWhileOneJoins: while a leg joins two current ones, any leg may fail: it leaves, and the others go on.
@@ -718,7 +718,7 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 				seen := f.look().Event
 				check.OK(t, mirror.Join(context.Background(), f.name, f.legs[n].number, differs(dm.Range{Length: mib})))
 				f.watch(seen, "a leg that is equal", mirror.State.Equal)
-				check.OK(t, mirror.TakeFlushes(f.name))
+				check.OK(t, mirror.FlushLeg(f.name, f.legs[n].number))
 				time.Sleep(100 * time.Millisecond)
 				seen = f.look().Event
 				f.legs[n].fail()
@@ -745,6 +745,94 @@ func TestJoinerFailsOnceEqual(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestFailsWhileStill: a leg fails writes and flushes while a mirror is held for a moment. It can leave: nothing begins to copy to it before.
+func TestFailsWhileStill(t *testing.T) {
+	f := newMirror(t, 2, 0)
+	l := f.legs[1]
+	var stop atomic.Bool
+	var all sync.WaitGroup
+	for i := range int64(8) {
+		file := f.open()
+		all.Go(func() {
+			for at := i; !stop.Load(); at += 5 {
+				var err error
+				if i == 0 {
+					err = file.Sync()
+				} else {
+					_, err = file.WriteAt(page(2), at*mib%size)
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	l.failLater(time.Second)
+	time.Sleep(200 * time.Millisecond)
+	is(t, mirror.Still(context.Background(), f.name), errdefs.ErrUnavailable)
+	time.Sleep(time.Second)
+	check.OK(t, mirror.Recover(context.Background(), f.name)) // as a driver that starts
+	if s := f.look(); !s.Held || !slices.Equal(s.Failed(), []uint64{l.number}) {
+		t.Errorf("it is %+v", s)
+	}
+	ends(t, later(func() error { return mirror.Leave(context.Background(), f.name, l.number) }), "the leg that leaves")
+	time.Sleep(100 * time.Millisecond)
+	stop.Store(true)
+	all.Wait()
+}
+
+// TestJoinerIsFlushed: a leg that joins counts as flushed if nothing that it has taken can be lost. What is under way to it is flushed too: that may be a write
+// that has to be durable at its end. And if its disk could not be flushed it has failed, whoever was told.
+func TestJoinerIsFlushed(t *testing.T) {
+	for _, n := range []int{1, 2} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			f := newMirror(t, n, 1)
+			joins := f.legs[n]
+			check.OK(t, mirror.Join(context.Background(), f.name, joins.number, differs(dm.Range{Length: mib})))
+			f.watch(f.look().Event, "a leg that is equal", mirror.State.Equal)
+			joins.table("delay", fmt.Sprintf("%[1]s 0 0 %[1]s 0 2000 %[1]s 0 0", dm.Number(joins.loop))) // of writes
+			file := f.open()
+			write := later(func() error { _, err := file.WriteAt(page(2), 0); return err })
+			time.Sleep(500 * time.Millisecond)
+			check.OK(t, mirror.FlushLeg(f.name, joins.number))
+			select {
+			case err := <-write:
+				check.OK(t, err)
+			case <-time.After(200 * time.Millisecond):
+				t.Error("it counts as flushed, and a write of before is under way")
+				check.OK(t, <-write)
+			}
+			joins.fail()
+			flush := later(file.Sync)
+			waits(t, flush, "a flush")
+			joins.mend()
+			is(t, mirror.FlushLeg(f.name, joins.number), errdefs.ErrUnavailable)
+			f.leave(n)
+			ends(t, flush, "a flush")
+		})
+	}
+}
+
+// TestJoinsWithoutCache: a leg joins whose disk has no volatile cache.
+func TestJoinsWithoutCache(t *testing.T) {
+	for _, all := range []bool{false, true} {
+		t.Run(fmt.Sprint(all), func(t *testing.T) {
+			need(t)
+			f := &fixture{t: t, name: "ashlar-test-mirror", legs: []*leg{newLeg(t, "leg0"), newLeg(t, "leg1")}}
+			f.legs[1].noCache()
+			if all {
+				f.legs[0].noCache()
+			}
+			f.over(1)
+			check.OK(t, mirror.Join(context.Background(), f.name, f.legs[1].number, differs(dm.Range{Length: mib})))
+			f.watch(mirror.Event{}, "a leg that is equal", mirror.State.Equal)
+			check.OK(t, mirror.FlushLeg(f.name, f.legs[1].number))
+			check.OK(t, mirror.Finish(context.Background(), f.name, 0))
+		})
 	}
 }
 
@@ -838,6 +926,7 @@ func TestJoinsAnySize(t *testing.T) {
 			f.write(3, last)
 			f.has(0, 3, last)
 			f.has(1, 3, last)
+			check.OK(t, mirror.FlushLeg(f.name, f.legs[1].number))
 			check.OK(t, mirror.Finish(t.Context(), f.name, 0))
 			f.write(4, last)
 			f.has(1, 4, last)
@@ -969,7 +1058,7 @@ const held = "ASHLAR_TEST_HELD_MIRROR"
 // mirror, and what a leg fails is still held.
 func TestKilledWhileItWaits(t *testing.T) {
 	if name := os.Getenv(held); name != "" {
-		t.Fatal("it was held, and its driver not killed: ", mirror.Still(name))
+		t.Fatal("it was held, and its driver not killed: ", mirror.Still(context.Background(), name))
 	}
 	f := newMirror(t, 2, 0)
 	slow := f.legs[0].name + "-slow" // the kernel does not count what a device holds back itself
@@ -1007,7 +1096,7 @@ const changed = "ASHLAR_TEST_CHANGED_MIRROR"
 func TestKilledAsItChanges(t *testing.T) {
 	if name := os.Getenv(changed); name != "" {
 		for {
-			if err := mirror.Still(name); err != nil {
+			if err := mirror.Still(context.Background(), name); err != nil {
 				t.Fatal("it could not be changed: ", err)
 			}
 			time.Sleep(5 * time.Millisecond)
@@ -1053,7 +1142,7 @@ func TestKilledAsItChanges(t *testing.T) {
 		if above, err := dm.Find(top); err != nil || above.Suspended { // as the stack of the volume recovers
 			check.OK(t, errors.Join(err, dm.Resume(top, dm.NoScan)))
 		}
-		ends(t, later(func() error { return mirror.Still(f.name) }), "the next change")
+		ends(t, later(func() error { return mirror.Still(context.Background(), f.name) }), "the next change")
 	}
 	stop.Store(true)
 	all.Wait()

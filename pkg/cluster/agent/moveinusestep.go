@@ -544,7 +544,7 @@ func (c *inUseMover) pin(ctx context.Context, now *observed) error {
 }
 
 // holdMirror holds all I/O of a volume until it has moved, or the pin is taken away: so a leg that fails from now on loses nothing. It then looks once more
-// whether both legs have everything; ErrBusy, and the I/O goes on, if not.
+// whether both legs have everything; ErrBusy if not. Then the I/O goes on, or, if a leg has failed, waits until the move is undone, which is the next step.
 func (c *inUseMover) holdMirror(ctx context.Context, now *observed) error {
 	if now.new != nil { // the hold waits for I/O that is under way, and the new home may not answer by now
 		end := time.AfterFunc(longestSwitch, func() { _ = c.legs.End(ctx, now.new.NQN) })
@@ -559,7 +559,10 @@ func (c *inUseMover) holdMirror(ctx context.Context, now *observed) error {
 	if err == nil && is && m == want {
 		return nil
 	}
-	return errors.Join(err, c.volumes.ReleaseMirror(ctx, now.id), fmt.Errorf("%w: the mirror of volume %s is not whole any more", errdefs.ErrBusy, now.id))
+	if err != nil || !m.OldFailed && !m.NewFailed { // see device.Stack.ReleaseMirror
+		err = errors.Join(err, c.volumes.ReleaseMirror(ctx, now.id))
+	}
+	return errors.Join(err, fmt.Errorf("%w: the mirror of volume %s is not whole any more", errdefs.ErrBusy, now.id))
 }
 
 // switchOver goes on over the new home alone, and gives the old one back (step 8).

@@ -80,7 +80,7 @@ var errNotFlushed = errors.New("it cannot be flushed")
 func (m *mirrorReconciler) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64, list func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, openTime)
 	defer cancel()
-	if err := mirror.Flush(device); err != nil {
+	if err := mirror.FlushLeg(m.name, device); err != nil {
 		return errors.Join(errNotFlushed, err)
 	}
 	return m.withLocks([]string{keylock.Volume(m.ref.Key)}, func() error {
@@ -133,9 +133,6 @@ func (m *mirrorReconciler) finishJoin(ctx context.Context, now *mirrorView, name
 		return err
 	}
 	if s, err := mirror.Look(m.name); err != nil || s.Event != m.seenEvent { // a leg may have failed, and the kernel may have forgotten that: Watch tells
-		return err
-	}
-	if err := mirror.TakeFlushes(m.name); err != nil {
 		return err
 	}
 	if listed, err := m.putOnList(ctx, now, name, now.s.Joining.Device); err != nil || !listed {

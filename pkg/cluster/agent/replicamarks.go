@@ -102,7 +102,7 @@ func (m *mirrorReconciler) marksOf(ctx context.Context, id volume.ID, joins open
 		since = leg.Era
 	}
 	if era, err = m.volumes.BeginEra(ctx, id); err == nil {
-		err = mirror.Still(m.name) // I/O that was under way is done, and so among what holds data
+		err = mirror.Still(ctx, m.name) // I/O that was under way is done, and so among what holds data
 	}
 	if err == nil {
 		ranges, err = m.marks(ctx, id, since)
@@ -161,7 +161,7 @@ func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, leg
 			return err
 		}
 	}
-	if err := mirror.Still(m.name); err != nil { // what was marked before these eras is on all legs then
+	if err := mirror.Still(ctx, m.name); err != nil { // what was marked before these eras is on all legs then
 		return err
 	}
 	for _, l := range now.s.Legs {
