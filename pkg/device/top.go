@@ -219,11 +219,11 @@ func (t top) grow(ctx context.Context, _ luks.Key) error {
 }
 
 func (t top) suspend(ctx context.Context) (resume func() error, err error) {
-	name, _, _, err := t.find()
-	if err != nil {
+	_, _, d, err := t.find()
+	if err != nil || d == nil {
 		return nil, err
 	}
-	free, err := dm.LockSuspension(ctx, name)
+	free, err := dm.LockSuspension(ctx, d.Number)
 	if err != nil {
 		return nil, fmt.Errorf("wait until a mirror below it has changed: %w", err)
 	}

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 )
 
 // While programs use a mirror, there is always something under way to it, and each suspension waits for that: a moment in which the driver may be killed
@@ -20,15 +22,21 @@ const (
 	gatePatience = 500 * time.Millisecond
 )
 
-// gated calls suspend, which suspends a device. If that is a mirror, nothing new reaches it meanwhile, and what was under way to it has ended, or is held, if
+// gated calls change, which suspends a device. If that is a mirror, nothing new reaches it meanwhile, and what was under way to it has ended, or is held, if
 // that takes no longer than gatePatience. What is over the mirror goes on as soon as it can: what the mirror holds back has to go on first.
-func gated(name string, suspend func() error) error {
+func gated(name string, change func() error) error {
 	d, err := Find(name)
 	if err != nil || d == nil || !isMirror(name) {
-		return suspend() // the kernel undoes all of it
+		return change() // the kernel undoes all of it
 	}
-	release, ended := make(chan struct{}), make(chan struct{})
-	defer close(release)
+	release, drained := make(chan struct{}), make(chan chan struct{})
+	var goesOn []chan struct{} // each is closed when a device that was suspended goes on
+	defer func() {
+		close(release)
+		for _, c := range goesOn {
+			<-c
+		}
+	}()
 	gates := 0
 	for _, above := range gatesOf(d.Number) {
 		free, is := trySuspension(above)
@@ -38,14 +46,16 @@ func gated(name string, suspend func() error) error {
 		gates++
 		go func() {
 			defer free()
-			err := HoldNow(above) // when it returns, nothing is under way to it
+			done := make(chan struct{})
+			defer close(done)
+			err := suspend(above, true) // when it returns, nothing is under way to it
 			select {
-			case ended <- struct{}{}:
+			case drained <- done:
 			case <-release:
 			}
 			if err == nil { // else another tool has suspended it, or it is gone
 				<-release
-				_ = Resume(above, NoScan)
+				_ = suspend(above, false)
 			}
 		}()
 	}
@@ -53,7 +63,8 @@ func gated(name string, suspend func() error) error {
 	patience := time.After(gatePatience)
 	for quiet := 0; gates > 0 && quiet < gateLooks; {
 		select {
-		case <-ended:
+		case done := <-drained:
+			goesOn = append(goesOn, done)
 			gates--
 		case <-patience:
 			gates = 0
@@ -64,21 +75,32 @@ func gated(name string, suspend func() error) error {
 			}
 		}
 	}
-	return suspend()
+	return change()
 }
 
-// suspensions has the names of the devices that somebody in this process has suspended, or is about to.
+// suspend holds a device as HoldNow does, or ends that. The device is known by its number: it may be given another name meanwhile.
+func suspend(device uint64, is bool) error {
+	_, _, err := call(devSuspend, func(h *header) {
+		h.dev, h.flags, h.eventNr = ioctl.EncodedNumber(device), flagSkipLockFS, NoScan
+		if is {
+			h.flags, h.eventNr = flagSuspended|flagSkipLockFS|flagNoFlush, 0
+		}
+	}, nil)
+	return err
+}
+
+// suspensions has the devices that somebody in this process has suspended, or is about to, by their numbers.
 var suspensions = struct {
 	sync.Mutex
-	of map[string]bool
-}{of: map[string]bool{}}
+	of map[uint64]bool
+}{of: map[uint64]bool{}}
 
 // LockSuspension keeps this package from suspending a device for the sake of a mirror below it, until free is called, which may be called again. It waits
 // until such a suspension has ended, but not beyond the end of ctx, whose error it then returns. It is for who is to suspend the device, before he looks
 // whether another tool has.
-func LockSuspension(ctx context.Context, name string) (free func(), err error) {
+func LockSuspension(ctx context.Context, device uint64) (free func(), err error) {
 	for {
-		if free, is := trySuspension(name); is {
+		if free, is := trySuspension(device); is {
 			return free, nil
 		}
 		select {
@@ -89,17 +111,17 @@ func LockSuspension(ctx context.Context, name string) (free func(), err error) {
 	}
 }
 
-func trySuspension(name string) (free func(), is bool) {
+func trySuspension(device uint64) (free func(), is bool) {
 	suspensions.Lock()
 	defer suspensions.Unlock()
-	if suspensions.of[name] {
+	if suspensions.of[device] {
 		return nil, false
 	}
-	suspensions.of[name] = true
+	suspensions.of[device] = true
 	return sync.OnceFunc(func() {
 		suspensions.Lock()
 		defer suspensions.Unlock()
-		delete(suspensions.of, name)
+		delete(suspensions.of, device)
 	}), true
 }
 
@@ -127,20 +149,22 @@ func idle(devices ...uint64) bool {
 	return true
 }
 
-// gatesOf returns the names of the devices over a device that can be suspended for it: of a mirror over it, those over that.
-func gatesOf(device uint64) (names []string) {
+// gatesOf returns the numbers of the devices over a device that can be suspended for it: of a mirror over it, those over that.
+func gatesOf(device uint64) (gates []uint64) {
 	entries, _ := os.ReadDir(Sysfs(device) + "/holders")
 	for _, e := range entries {
 		name, err := os.ReadFile("/sys/class/block/" + e.Name() + "/dm/name")
 		if err != nil {
 			continue // it is of another kind
 		}
-		above := strings.TrimSuffix(string(name), "\n")
-		if !isMirror(above) {
-			names = append(names, above)
-		} else if d, err := Find(above); err == nil && d != nil {
-			names = append(names, gatesOf(d.Number)...)
+		above, err := Find(strings.TrimSuffix(string(name), "\n"))
+		switch {
+		case err != nil || above == nil:
+		case isMirror(above.Name):
+			gates = append(gates, gatesOf(above.Number)...)
+		default:
+			gates = append(gates, above.Number)
 		}
 	}
-	return names
+	return gates
 }
