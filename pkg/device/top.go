@@ -227,17 +227,8 @@ func (t top) suspend(ctx context.Context) (resume func() error, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("wait until a mirror below it has changed: %w", err)
 	}
-	if resume, err = t.suspendLocked(); err != nil || resume == nil {
-		free()
-		return nil, err
-	}
-	return func() error {
-		err := resume()
-		if err == nil {
-			free()
-		}
-		return err
-	}, nil
+	defer free()
+	return t.suspendLocked()
 }
 
 func (t top) suspendLocked() (resume func() error, err error) {

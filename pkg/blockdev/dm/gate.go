@@ -41,7 +41,7 @@ func gated(name string, change func() error) error {
 	for _, above := range gatesOf(d.Number) {
 		free, is := trySuspension(above)
 		if !is {
-			continue // writes to it are held back already
+			continue // it is just being suspended
 		}
 		gates++
 		go func() {
@@ -53,7 +53,7 @@ func gated(name string, change func() error) error {
 			case drained <- done:
 			case <-release:
 			}
-			if err == nil { // else another tool has suspended it, or it is gone
+			if err == nil { // else it was suspended already, or is gone
 				<-release
 				_ = suspend(above, false)
 			}
@@ -89,15 +89,15 @@ func suspend(device uint64, is bool) error {
 	return err
 }
 
-// suspensions has the devices that somebody in this process has suspended, or is about to, by their numbers.
+// suspensions has the devices that somebody in this process is about to suspend, or has suspended for the sake of a mirror, by their numbers.
 var suspensions = struct {
 	sync.Mutex
 	of map[uint64]bool
 }{of: map[uint64]bool{}}
 
 // LockSuspension keeps this package from suspending a device for the sake of a mirror below it, until free is called, which may be called again. It waits
-// until such a suspension has ended, but not beyond the end of ctx, whose error it then returns. It is for who is to suspend the device, before he looks
-// whether another tool has.
+// until such a suspension has ended, but not beyond the end of ctx, whose error it then returns. It is for who is to suspend the device himself: until he has
+// looked whether another tool has, and done it.
 func LockSuspension(ctx context.Context, device uint64) (free func(), err error) {
 	for {
 		if free, is := trySuspension(device); is {
