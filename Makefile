@@ -35,7 +35,7 @@ demo: tools build ## Take a volume through its whole life on this machine (root)
 
 # Tests of packages wait for disks and for times more than they compute, so twice as many run at once as there are processors; those
 # that take longest come first, so that none of them is left alone at the end. Those of the cluster wait most, for what they share; so they are several processes (hack/shards.sh).
-# With DAYS=3, of those in SHARDED a third runs, each day another one.
+# With DAYS=5, of those in SHARDED a fifth runs, each day another one.
 LONGEST = ./pkg/cluster ./tests/life ./pkg/blockdev/filepool ./tests/points ./tests/e2e ./tests/crash
 
 # With SKIP_ROOT_TESTS=1 a test that needs root skips itself; without it, it fails.
@@ -65,7 +65,7 @@ endif
 vet:
 	go vet ./...
 test-packages:
-	SHARDED='pkg/cluster=3 tests/life=1 pkg/blockdev/filepool=1 tests/points=1' CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 40m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
+	SHARDED='pkg/cluster=3 tests/life=1 pkg/blockdev/filepool=1 sparse=1 tests/points=1' CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 40m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
 test-models:
 	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
 
