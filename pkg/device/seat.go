@@ -80,8 +80,8 @@ func (s seat) attached(context.Context) (devices []blockdev.Device, below []uint
 	if err != nil {
 		return nil, nil, err
 	}
-	if devices, below, err = shown(d, false); err != nil || d == nil {
-		return nil, nil, err
+	if devices, below, err = shown(d, false); err != nil || len(below) < 2 { // of one device it is no mirror
+		return devices, below, err
 	}
 	over, err := findNewLeg(d.Name)
 	for i := range below {

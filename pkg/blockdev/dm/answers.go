@@ -16,8 +16,7 @@ const (
 // not wait for a device that is no mirror, or whose requests the kernel does not count. What a mirror holds is under way to no device, and so is not
 // waited for.
 func answered(name string) {
-	kind, _, err := Target(name)
-	if err != nil || kind != "mirror" {
+	if !isMirror(name) {
 		return
 	}
 	devices, err := Below(name)

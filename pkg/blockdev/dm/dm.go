@@ -182,6 +182,11 @@ func named(name string) func(h *header) {
 	}
 }
 
+// numbered sets the number of a device in a request, in place of its name.
+func numbered(device uint64) func(h *header) {
+	return func(h *header) { h.dev = ioctl.EncodedNumber(device) }
+}
+
 // Find returns a device by its name; nil if there is none.
 func Find(name string) (*Device, error) {
 	h, _, err := call(devStatus, named(name), nil)
@@ -264,26 +269,34 @@ func Hold(name string) error {
 
 // HoldNow is Hold without that wait: for a mirror that has to be held at once, as what it acknowledges next may be wrong.
 func HoldNow(name string) error {
-	_, _, err := call(devSuspend, func(h *header) {
-		named(name)(h)
-		h.flags = flagSuspended | flagSkipLockFS | flagNoFlush
-	}, nil)
-	if err != nil {
+	if err := hold(named(name)); err != nil {
 		return fmt.Errorf("hold device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return nil
 }
 
+func hold(device func(h *header)) error {
+	_, _, err := call(devSuspend, func(h *header) {
+		device(h)
+		h.flags = flagSuspended | flagSkipLockFS | flagNoFlush
+	}, nil)
+	return err
+}
+
 // Resume ends the suspension of a device, and brings a table that is loaded into effect. event is what udev is told (NoScan).
 func Resume(name string, event uint32) error {
-	_, _, err := call(devSuspend, func(h *header) {
-		named(name)(h)
-		h.flags, h.eventNr = flagSkipLockFS, event
-	}, nil)
-	if err != nil {
+	if err := resume(named(name), event); err != nil {
 		return fmt.Errorf("resume device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return nil
+}
+
+func resume(device func(h *header), event uint32) error {
+	_, _, err := call(devSuspend, func(h *header) {
+		device(h)
+		h.flags, h.eventNr = flagSkipLockFS, event
+	}, nil)
+	return err
 }
 
 // Clear drops a table that is loaded and not in effect.

@@ -7,8 +7,6 @@ import (
 	"strings"
 	"sync"
 	"time"
-
-	"github.com/ashlar-csi/ashlar/internal/ioctl"
 )
 
 // While programs use a mirror, there is always something under way to it, and each suspension waits for that: a moment in which the driver may be killed
@@ -48,14 +46,14 @@ func gated(name string, change func() error) error {
 			defer free()
 			done := make(chan struct{})
 			defer close(done)
-			err := suspend(above, true) // when it returns, nothing is under way to it
+			err := hold(numbered(above)) // by its number: it may be given another name meanwhile. When hold returns, nothing is under way to it
 			select {
 			case drained <- done:
 			case <-release:
 			}
 			if err == nil { // else it was suspended already, or is gone
 				<-release
-				_ = suspend(above, false)
+				_ = resume(numbered(above), NoScan)
 			}
 		}()
 	}
@@ -70,23 +68,12 @@ func gated(name string, change func() error) error {
 			gates = 0
 		case <-time.After(gatePause):
 			quiet++
-			if !holds(name) || !idle(below...) {
+			if !holds(name) || !idle(below) {
 				quiet = 0
 			}
 		}
 	}
 	return change()
-}
-
-// suspend holds a device as HoldNow does, or ends that. The device is known by its number: it may be given another name meanwhile.
-func suspend(device uint64, is bool) error {
-	_, _, err := call(devSuspend, func(h *header) {
-		h.dev, h.flags, h.eventNr = ioctl.EncodedNumber(device), flagSkipLockFS, NoScan
-		if is {
-			h.flags, h.eventNr = flagSuspended|flagSkipLockFS|flagNoFlush, 0
-		}
-	}, nil)
-	return err
 }
 
 // suspensions has the devices that somebody in this process is about to suspend, or has suspended for the sake of a mirror, by their numbers.
@@ -95,7 +82,7 @@ var suspensions = struct {
 	of map[uint64]bool
 }{of: map[uint64]bool{}}
 
-// LockSuspension keeps this package from suspending a device for the sake of a mirror below it, until free is called, which may be called again. It waits
+// LockSuspension keeps this package from suspending a device for the sake of a mirror below it, until free is called. It waits
 // until such a suspension has ended, but not beyond the end of ctx, whose error it then returns. It is for who is to suspend the device himself: until he has
 // looked whether another tool has, and done it.
 func LockSuspension(ctx context.Context, device uint64) (free func(), err error) {
@@ -118,11 +105,11 @@ func trySuspension(device uint64) (free func(), is bool) {
 		return nil, false
 	}
 	suspensions.of[device] = true
-	return sync.OnceFunc(func() {
+	return func() {
 		suspensions.Lock()
 		defer suspensions.Unlock()
 		delete(suspensions.of, device)
-	}), true
+	}, true
 }
 
 func isMirror(name string) bool {
@@ -140,7 +127,7 @@ func holds(name string) bool {
 }
 
 // idle reports whether no request is under way to any of some devices, as far as the kernel counts them.
-func idle(devices ...uint64) bool {
+func idle(devices []uint64) bool {
 	for _, d := range devices {
 		if now, _ := UnderWay(d); now > 0 {
 			return false
