@@ -1111,3 +1111,21 @@ func TestSilentUnlisted(t *testing.T) {
 
 // second returns the second result of a call, its error.
 func second[T any](_ T, err error) error { return err }
+
+// TestReportOfHangEnds: once a leg is open, nobody says any more that its disk does not answer, also who was just about to.
+func TestReportOfHangEnds(t *testing.T) {
+	f := newObject(t, 1, "near")
+	f.options.LookEvery = time.Millisecond
+	began, ended := make(chan struct{}), false
+	stop := f.reportHang(t.Context(), f.v, "near", func(ctx context.Context, _ *v1alpha1.ReplicatedVolume, _ string) {
+		close(began)
+		<-ctx.Done()
+		time.Sleep(20 * time.Millisecond)
+		ended = true
+	})
+	<-began
+	stop()
+	if !ended {
+		t.Fatal("the report goes on after the leg is open")
+	}
+}

@@ -239,26 +239,30 @@ func (l *ReplicaLegs) open(ctx context.Context, v *v1alpha1.ReplicatedVolume, na
 // openSilence is for how many looks (Options.LookEvery) the disk of a leg on this node may not answer while that is opened, before the object says so.
 const openSilence = 20
 
-// reportHang calls report, again and again from openSilence on until stop, with the object of now and why a leg of this node is not open yet: its disk does not
+// reportHang calls report, again and again from openSilence on until stop has returned, with the object of now and why a leg of this node is not open yet: its disk does not
 // answer, and what waits for a disk in the kernel ends with no context.
 func (l *ReplicaLegs) reportHang(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, report func(ctx context.Context, now *v1alpha1.ReplicatedVolume, why string)) (stop func()) {
 	if !l.isNear(ctx, name) {
 		return func() {}
 	}
-	ctx, stop = context.WithCancel(context.WithoutCancel(ctx))
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	key, generation := v.Name, v.Spec.Claim.Generation
 	why := fmt.Sprintf("it is on node %s, which opens it, and its disk has not answered since %s; all calls for this volume wait there until it does, or fails; power that node off, and the volume can be used on another one",
 		l.local.Node(), time.Now().UTC().Format(time.RFC3339))
-	go func() {
+	var reporting sync.WaitGroup
+	reporting.Go(func() {
 		for pause(ctx, openSilence*l.options.LookEvery) == nil {
-			asking, cancel := context.WithTimeout(ctx, homeTime)
+			asking, answered := context.WithTimeout(ctx, homeTime)
 			if now, err := l.replicatedNow(asking, key); err == nil && now.Spec.Claim.Generation == generation {
 				report(asking, now, why)
 			}
-			cancel()
+			answered()
 		}
-	}()
-	return stop
+	})
+	return func() {
+		cancel()
+		reporting.Wait()
+	}
 }
 
 // noteBoot writes the present boot ID of its machine into the record of a current leg that had lost power: from now on only a later loss counts.

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -41,15 +42,25 @@ func newWalk(t *testing.T, seed uint64) *walk {
 	w.tended = newObject(t, len(w.names), w.names...)
 	w.options.LookEvery = time.Millisecond
 	w.in = slices.Clone(w.names)
+	var mu sync.Mutex // on a busy machine a leg that is opened seems to hang, and a goroutine says so in the object
 	step := func() error {
+		mu.Lock()
+		defer mu.Unlock()
 		if w.cut == 0 {
 			return errors.New("cut short")
 		}
 		w.cut--
 		return nil
 	}
-	w.patches = func() error { w.answered = w.IntN(2) == 0; return step() }
+	w.patches = func() error {
+		mu.Lock()
+		w.answered = w.IntN(2) == 0
+		mu.Unlock()
+		return step()
+	}
 	w.answers = func() error {
+		mu.Lock()
+		defer mu.Unlock()
 		w.objects = append(w.objects, w.v.DeepCopy())
 		if w.cut == 0 && !w.answered {
 			return errors.New("the answer is lost")
