@@ -33,10 +33,11 @@ plugin: ## Build kubectl ashlar for all platforms, and krew's manifest, into bin
 demo: tools build ## Take a volume through its whole life on this machine (root)
 	bin/driver demo
 
-# Tests of packages wait for disks and for times more than they compute, so twice as many run at once as there are processors; those
-# that take longest come first, so that none of them is left alone at the end. Those of the cluster wait most, for what they share; so they are several processes (hack/shards.sh).
-# With DAYS=5, of those in SHARDED a fifth runs, each day another one.
-LONGEST = ./pkg/cluster ./tests/life ./pkg/blockdev/filepool ./tests/points ./tests/e2e ./tests/crash
+# Tests of packages wait for disks and for times more than they compute, so twice as many run at once as there are processors. Those that take longest come first, so that
+# none of them is left alone at the end. Each has a number of processes (hack/shards.sh): those of the cluster wait most, for what they share, so they are several.
+# With DAYS=8, of these packages an eighth of the tests runs, each day another one.
+LONGEST = pkg/cluster=3 tests/life=1 pkg/blockdev/filepool=1 tests/points=1 tests/e2e=1 tests/crash=1 cmd/kubectl-ashlar=1 internal/page=1 \
+	pkg/blockdev/filepool/internal/sparse=1 pkg/blockdev/memory=1 pkg/filesystem=1 cmd/driver=1
 
 # With SKIP_ROOT_TESTS=1 a test that needs root skips itself; without it, it fails.
 .PHONY: test
@@ -65,7 +66,7 @@ endif
 vet:
 	go vet ./...
 test-packages:
-	SHARDED='pkg/cluster=3 tests/life=1 pkg/blockdev/filepool=1 sparse=1 tests/points=1' CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 40m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
+	SHARDED='$(LONGEST)' CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 40m -p $$((2 * $$(nproc))) $(patsubst %,./%,$(basename $(subst =,.,$(LONGEST)))) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
 test-models:
 	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
 

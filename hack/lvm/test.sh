@@ -16,15 +16,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # Each line: package, name of its test program, seconds for a sample, which tests, arguments.
 case ${1-} in
 pools) tests='./pkg/blockdev/lvmpool lvmpool 0 ^Test(Linear|Thin)Pool$ -test.timeout 60m
-./pkg/blockdev/lvmpool lvmpool 30 LVM -test.timeout 60m
-./pkg/device device 30 . -test.timeout 20m
-./pkg/blockdev/mirror mirror 30 . -test.timeout 20m
-./pkg/blockdev/era era 30 . -test.timeout 20m
-./pkg/blockdev/replicapool replicapool 30 . -test.timeout 20m
-./pkg/volume volume 30 LVM|Header -test.timeout 20m
-./pkg/cluster/agent agent 30 . -test.timeout 20m
-./pkg/cluster cluster 30 ^TestEncrypted -test.timeout 20m' ;;
-driver) tests='./cmd/driver driver 30 LVM -test.timeout 40m
+./pkg/blockdev/lvmpool lvmpool 15 LVM -test.timeout 60m
+./pkg/device device 15 . -test.timeout 20m
+./pkg/blockdev/mirror mirror 15 . -test.timeout 20m
+./pkg/blockdev/era era 15 . -test.timeout 20m
+./pkg/blockdev/replicapool replicapool 15 . -test.timeout 20m
+./pkg/volume volume 15 LVM|Header -test.timeout 20m
+./pkg/cluster/agent agent 15 . -test.timeout 20m
+./pkg/cluster cluster 15 ^TestEncrypted -test.timeout 20m' ;;
+driver) tests='./cmd/driver driver 15 LVM -test.timeout 40m
 ./tests/sanity sanity 0 . -test.timeout 40m
 ./tests/sanity/cluster cluster 0 . -test.timeout 40m
 ./tests/life life 0 ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage|TestLimits|TestEncryptedLife|TestKeys|TestKeySlots|TestGrowsWithKey|TestCryptoErase|TestHeaderIsKept|TestEncryptionOfCopies)$ -test.timeout 40m

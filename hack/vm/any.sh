@@ -27,11 +27,11 @@ while read -r test seconds regexp arguments; do
 done <<<"$2"' tests "$bin" "$2" "$PWD/hack/vm/sample.sh"
 }
 
-both='nvmet 60 . -test.timeout 15m
-nvme 30 . -test.timeout 15m
-mirror 30 . -test.timeout 15m'
-above='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
-anynode 30 . -test.timeout 200m'
+both='nvmet 30 . -test.timeout 15m
+nvme 15 . -test.timeout 15m
+mirror 15 . -test.timeout 15m'
+above='volume 15 ^(TestNVMe|TestReached) -test.timeout 15m
+anynode 15 . -test.timeout 200m'
 encrypted='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
 anynode 60 ^Test(TLS|Wire|Readers|Move|AnyNode|HomeWithoutPower) -test.timeout 150m'
 points='anynode 0 ^TestPoints$ -test.timeout 10m'

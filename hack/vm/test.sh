@@ -27,8 +27,8 @@ bin=$1 sample=$2
 # shellcheck disable=SC2016 # expanded there
 in_vm '' '
 run sanity 0 sanity .
-run "file pools" 40 filepool .
-run filesystems 20 filesystem .
-run lives 60 life .'
+run "file pools" 20 filepool .
+run filesystems 10 filesystem .
+run lives 30 life .'
 in_vm lsm=selinux 'ASHLAR_SELINUX=$bin/selinux run SELinux 0 life SELinux'
 in_vm initcall_blacklist=dm_init 'run "limits without a device mapper" 0 life "Limits(Kept|Gone|Lift)"'
