@@ -41,6 +41,10 @@ func gated(name string, change func() error) error {
 		if !is {
 			continue // it is just being suspended
 		}
+		if d, err := find(numbered(above)); err != nil || d == nil || d.Suspended { // the kernel takes a second suspension, and the first resume would end both
+			free()
+			continue
+		}
 		gates++
 		go func() {
 			defer free()
@@ -51,7 +55,7 @@ func gated(name string, change func() error) error {
 			case drained <- done:
 			case <-release:
 			}
-			if err == nil { // else it was suspended already, or is gone
+			if err == nil { // else it is gone
 				<-release
 				_ = resume(numbered(above), NoScan)
 			}
