@@ -16,68 +16,80 @@ import (
 const (
 	gatePause = time.Millisecond
 	gateLooks = 10 // at which no leg has anything under way, of a mirror that holds back what is over it
-	// gatePatience bounds the wait for what is under way to a mirror whose users are held back. It is long for a disk, and short for them.
-	gatePatience = 500 * time.Millisecond
+	// gatePatience bounds how long users are held back for what may never end: for what is under way to the mirror, while no leg has any of it, or the mirror
+	// holds some; and then for the kernel, which may wait for a copy to a slow leg, or for ever (answered). What a leg has would be waited for in any case.
+	gatePatience = 2 * time.Second
 )
 
 // gated calls change, which suspends a device. If that is a mirror, nothing new reaches it meanwhile, and what was under way to it has ended, or is held, if
-// that takes no longer than gatePatience. What is over the mirror goes on as soon as it can: what the mirror holds back has to go on first.
+// that does not take too long. What is over the mirror goes on as soon as it can: what the mirror holds back has to go on first.
 func gated(name string, change func() error) error {
 	d, err := Find(name)
-	if err != nil || d == nil || !isMirror(name) {
-		return change() // the kernel undoes all of it
+	if err != nil || d == nil || d.Suspended || !isMirror(name) {
+		return change() // the kernel undoes all of it, or has nothing to wait for
 	}
 	release, drained := make(chan struct{}), make(chan chan struct{})
+	open := sync.OnceFunc(func() { close(release) })
 	var goesOn []chan struct{} // each is closed when a device that was suspended goes on
 	defer func() {
-		close(release)
+		open()
 		for _, c := range goesOn {
 			<-c
 		}
 	}()
 	gates := 0
 	for _, above := range gatesOf(d.Number) {
-		free, is := trySuspension(above)
-		if !is {
-			continue // it is just being suspended
+		if closeGate(above, drained, release) {
+			gates++
 		}
-		if d, err := find(numbered(above)); err != nil || d == nil || d.Suspended { // the kernel takes a second suspension, and the first resume would end both
-			free()
-			continue
-		}
-		gates++
-		go func() {
-			defer free()
-			done := make(chan struct{})
-			defer close(done)
-			err := hold(numbered(above)) // by its number: it may be given another name meanwhile. When hold returns, nothing is under way to it
-			select {
-			case drained <- done:
-			case <-release:
-			}
-			if err == nil { // else it is gone
-				<-release
-				_ = resume(numbered(above), NoScan)
-			}
-		}()
 	}
 	below, _ := Below(name)
-	patience := time.After(gatePatience)
-	for quiet := 0; gates > 0 && quiet < gateLooks; {
+	began := time.Now()
+	for quiet, since := 0, began; gates > 0 && quiet < gateLooks && time.Since(since) < gatePatience && time.Since(began) < answerPatience; {
 		select {
 		case done := <-drained:
 			goesOn = append(goesOn, done)
 			gates--
-		case <-patience:
-			gates = 0
 		case <-time.After(gatePause):
-			quiet++
-			if !holds(name) || !idle(below) {
+			held, rests := holds(name), idle(below)
+			if quiet++; !held || !rests {
 				quiet = 0
+			}
+			if !held && !rests {
+				since = time.Now()
 			}
 		}
 	}
+	defer time.AfterFunc(gatePatience, open).Stop()
 	return change()
+}
+
+// closeGate begins to suspend a device that is over a mirror, until release is closed. When nothing is under way from it any more, drained gets a channel that
+// is closed once the device goes on. False if nothing is to be waited for: somebody else has suspended it, or is about to, or it is gone.
+func closeGate(above uint64, drained chan<- chan struct{}, release <-chan struct{}) bool {
+	free, is := trySuspension(above)
+	if !is {
+		return false
+	}
+	if d, err := find(numbered(above)); err != nil || d == nil || d.Suspended { // the kernel takes a second suspension, and one resume ends both
+		free()
+		return false
+	}
+	go func() {
+		done := make(chan struct{})
+		defer close(done)
+		defer free()                 // before done: the next change suspends it again
+		err := hold(numbered(above)) // by its number: it may be given another name meanwhile
+		select {
+		case drained <- done:
+		case <-release:
+		}
+		if err == nil { // else it is gone
+			<-release
+			_ = resume(numbered(above), NoScan)
+		}
+	}()
+	return true
 }
 
 // suspensions has the devices that somebody in this process is about to suspend, or has suspended for the sake of a mirror, by their numbers.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -56,5 +57,32 @@ func TestAboveStaysSuspended(t *testing.T) {
 		}
 		check.OK(t, dm.Resume(name, dm.NoScan))
 		ends(t, write, "a write")
+	}
+}
+
+// TestLeavesBesideCopy: a leg leaves in the middle of its copy, and takes long for each write. The kernel waits for what is being copied, and users do not.
+func TestLeavesBesideCopy(t *testing.T) {
+	const takes = 8 * time.Second
+	f := newMirror(t, 1, 1)
+	_, file := f.topOver()
+	joins := f.legs[1]
+	joins.slow(takes)
+	check.OK(t, mirror.Join(context.Background(), f.name, joins.number, differs(dm.Range{Length: size})))
+	left := later(func() error { return mirror.Leave(context.Background(), f.name, joins.number) })
+	var longest time.Duration
+	for block := page(0); ; {
+		select {
+		case err := <-left:
+			check.OK(t, err)
+			if t.Log("longest", longest); longest > takes/2 {
+				t.Errorf("a read took %v", longest)
+			}
+			return
+		case <-time.After(10 * time.Millisecond):
+		}
+		began := time.Now()
+		_, err := file.ReadAt(block, 0)
+		check.OK(t, err)
+		longest = max(longest, time.Since(began))
 	}
 }
