@@ -1,6 +1,9 @@
 package dm
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // The kernel undoes a suspension whose process ends while it waits, as a driver may that is killed while a disk does not answer. dm-mirror does not undo
 // its part (drivers/md/dm-raid1.c has no presuspend_undo): from then on what a leg fails has errors in place of being held, and the next suspension never
@@ -14,7 +17,7 @@ const (
 
 // answered waits until each device below a mirror has ended as many requests as were under way to it. A suspension then waits only for moments. It does
 // not wait for a device that is no mirror, or whose requests the kernel does not count. What a mirror holds is under way to no device, and so is not
-// waited for.
+// waited for; nor is that of a mirror that is over another one, which holds it.
 func answered(name string) {
 	if !isMirror(name) {
 		return
@@ -23,9 +26,10 @@ func answered(name string) {
 	if err != nil {
 		return
 	}
+	inner := mirrorsOf(devices)
 	for end := time.Now().Add(answerPatience); len(devices) > 0; devices = devices[1:] {
 		asked, before := UnderWay(devices[0])
-		for left := asked; left > 0 && time.Now().Before(end); {
+		for left := asked; left > 0 && time.Now().Before(end) && !slices.ContainsFunc(inner, keepsWrites); {
 			time.Sleep(answerPause)
 			now, ended := UnderWay(devices[0])
 			left = min(now, asked-(ended-before))

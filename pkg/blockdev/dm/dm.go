@@ -189,15 +189,23 @@ func numbered(device uint64) func(h *header) {
 
 // Find returns a device by its name; nil if there is none.
 func Find(name string) (*Device, error) {
-	h, _, err := call(devStatus, named(name), nil)
+	d, err := find(named(name))
+	if err != nil {
+		return nil, fmt.Errorf("status of device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return d, nil
+}
+
+func find(device func(h *header)) (*Device, error) {
+	h, _, err := call(devStatus, device, nil)
 	if errors.Is(err, unix.ENXIO) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("status of device %s: %w", name, errdefs.FromErrno(err))
+		return nil, err
 	}
 	number := ioctl.DeviceNumber(h.dev)
-	return &Device{Name: name, UUID: cString(h.uuid[:]), minor: unix.Minor(number), Number: number, Opens: int(h.openCount), Targets: int(h.targetCount),
+	return &Device{Name: cString(h.name[:]), UUID: cString(h.uuid[:]), minor: unix.Minor(number), Number: number, Opens: int(h.openCount), Targets: int(h.targetCount),
 		ReadOnly: h.flags&flagReadOnly != 0, Suspended: h.flags&flagSuspended != 0, Live: h.flags&flagActive != 0, Loaded: h.flags&flagInactive != 0, Deferred: h.flags&flagDeferredRemove != 0, Event: h.eventNr}, nil
 }
 

@@ -2,11 +2,14 @@ package dm
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"slices"
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // While programs use a mirror, there is always something under way to it, and each suspension waits for that: a moment in which the driver may be killed
@@ -16,64 +19,103 @@ import (
 const (
 	gatePause = time.Millisecond
 	gateLooks = 10 // at which no leg has anything under way, of a mirror that holds back what is over it
-	// gatePatience bounds the wait for what is under way to a mirror whose users are held back. It is long for a disk, and short for them.
-	gatePatience = 500 * time.Millisecond
+	// gatePatience bounds how long users are held back for what may never end: for what is under way to the mirror, while no leg has any of it, or the mirror
+	// holds some; and then for the kernel, which may wait for a copy to a slow leg, or for ever (answered). What a leg has would be waited for in any case.
+	gatePatience = 2 * time.Second
 )
 
 // gated calls change, which suspends a device. If that is a mirror, nothing new reaches it meanwhile, and what was under way to it has ended, or is held, if
-// that takes no longer than gatePatience. What is over the mirror goes on as soon as it can: what the mirror holds back has to go on first.
+// that does not take too long. What is over the mirror goes on as soon as it can: what the mirror holds back has to go on first.
+//
+// errdefs.ErrUnavailable, without the call, if the mirror is over another one, which may hold what is under way: the kernel would wait for that, and only another
+// table of that one ends it.
 func gated(name string, change func() error) error {
 	d, err := Find(name)
-	if err != nil || d == nil || !isMirror(name) {
-		return change() // the kernel undoes all of it
+	if err != nil || d == nil || d.Suspended || !isMirror(name) {
+		return change() // the kernel undoes all of it, or has nothing to wait for
 	}
-	release, drained := make(chan struct{}), make(chan chan struct{})
-	var goesOn []chan struct{} // each is closed when a device that was suspended goes on
+	g := gate{name: name, release: make(chan struct{}), drained: make(chan chan struct{})}
+	open := sync.OnceFunc(func() { close(g.release) })
 	defer func() {
-		close(release)
-		for _, c := range goesOn {
+		open()
+		for _, c := range g.goesOn {
 			<-c
 		}
 	}()
-	gates := 0
 	for _, above := range gatesOf(d.Number) {
-		free, is := trySuspension(above)
-		if !is {
-			continue // it is just being suspended
+		if g.suspend(above) {
+			g.waits++
 		}
-		gates++
-		go func() {
-			defer free()
-			done := make(chan struct{})
-			defer close(done)
-			err := hold(numbered(above)) // by its number: it may be given another name meanwhile. When hold returns, nothing is under way to it
-			select {
-			case drained <- done:
-			case <-release:
-			}
-			if err == nil { // else it was suspended already, or is gone
-				<-release
-				_ = resume(numbered(above), NoScan)
-			}
-		}()
 	}
 	below, _ := Below(name)
-	patience := time.After(gatePatience)
-	for quiet := 0; gates > 0 && quiet < gateLooks; {
+	inner := mirrorsOf(below)
+	if g.drain(below, inner); len(inner) > 0 && (g.waits > 0 || g.busy) {
+		return fmt.Errorf("%w: what is under way to device %s does not end, as a leg of %s below it may have failed: that has to leave first", errdefs.ErrUnavailable, name, strings.Join(inner, ", "))
+	}
+	defer time.AfterFunc(gatePatience, open).Stop()
+	return change()
+}
+
+// gate is what is over a mirror, while that is being changed.
+type gate struct {
+	name    string
+	release chan struct{}      // closed when all of it is to go on
+	drained chan chan struct{} // has, of each device that has been suspended, what is closed once it goes on
+	waits   int                // devices that are still being suspended
+	busy    bool               // somebody else is just suspending one
+	goesOn  []chan struct{}    // what drained had
+}
+
+// drain waits until all devices are suspended, or what is under way from them may never end. below is what the mirror is over, and inner the mirrors among that.
+func (g *gate) drain(below []uint64, inner []string) {
+	began := time.Now()
+	for quiet, since := 0, began; g.waits > 0 && quiet < gateLooks && time.Since(since) < gatePatience && time.Since(began) < answerPatience; {
 		select {
-		case done := <-drained:
-			goesOn = append(goesOn, done)
-			gates--
-		case <-patience:
-			gates = 0
+		case done := <-g.drained:
+			g.goesOn = append(g.goesOn, done)
+			g.waits--
 		case <-time.After(gatePause):
-			quiet++
-			if !holds(name) || !idle(below) {
+			held, rests := holds(g.name), idle(below)
+			if quiet++; !held || !rests {
 				quiet = 0
+			}
+			if !held && !rests {
+				since = time.Now()
+			}
+			if slices.ContainsFunc(inner, keepsWrites) {
+				return
 			}
 		}
 	}
-	return change()
+}
+
+// suspend begins to suspend a device that is over the mirror. False if nothing is to be waited for: somebody else has suspended it, or is about to, or it is
+// gone.
+func (g *gate) suspend(above uint64) bool {
+	free, is := trySuspension(above)
+	if !is {
+		g.busy = true
+		return false
+	}
+	if d, err := find(numbered(above)); err != nil || d == nil || d.Suspended { // the kernel takes a second suspension, and one resume ends both
+		free()
+		return false
+	}
+	go func() {
+		done := make(chan struct{})
+		defer close(done)
+		defer free()                 // before done: the next change suspends it again
+		err := hold(numbered(above)) // by its number: it may be given another name meanwhile
+		select {
+		case g.drained <- done:
+		case <-g.release:
+		}
+		if err == nil { // else it is gone
+			<-g.release
+			_ = resume(numbered(above), NoScan)
+		}
+	}()
+	return true
 }
 
 // suspensions has the devices that somebody in this process is about to suspend, or has suspended for the sake of a mirror, by their numbers.
@@ -112,17 +154,45 @@ func trySuspension(device uint64) (free func(), is bool) {
 	}, true
 }
 
+// isMirror reports whether a device has a target that is a mirror.
 func isMirror(name string) bool {
-	kind, _, err := Target(name)
-	return err == nil && kind == "mirror"
+	return hasTarget(name, func(kind string, _ Mirror, _ error) bool { return kind == "mirror" })
+}
+
+// mirrorsOf returns the names of the mirrors among some devices.
+func mirrorsOf(devices []uint64) (names []string) {
+	for _, number := range devices {
+		if d, err := find(numbered(number)); err == nil && d != nil && isMirror(d.Name) {
+			names = append(names, d.Name)
+		}
+	}
+	return names
 }
 
 // holds reports whether a mirror may hold requests back, as a leg has failed them. Such are under way to the mirror, and to no leg.
 func holds(name string) bool {
-	targets, err := Status(name)
-	return err != nil || slices.ContainsFunc(targets, func(l Line) bool {
+	return hasTarget(name, func(kind string, m Mirror, err error) bool {
+		return kind == "mirror" && (err != nil || slices.ContainsFunc(m.Legs, func(leg Leg) bool { return leg.Failed }))
+	})
+}
+
+// keepsWrites reports whether a mirror holds requests back, as a leg has failed a write or a flush. It may hold a flush all the same after false, if the kernel
+// has forgotten which leg failed it.
+func keepsWrites(name string) bool {
+	return hasTarget(name, func(_ string, m Mirror, _ error) bool {
+		return slices.ContainsFunc(m.Legs, func(leg Leg) bool { return leg.Failed && !leg.OnlyReads })
+	})
+}
+
+// hasTarget reports whether a device has a target that is such, by its kind and its status as a mirror.
+func hasTarget(name string, is func(kind string, m Mirror, err error) bool) bool {
+	targets, _ := Status(name)
+	return slices.ContainsFunc(targets, func(l Line) bool {
+		if l.Kind != "mirror" {
+			return is(l.Kind, Mirror{}, nil)
+		}
 		m, err := ParseMirror(l.Text)
-		return l.Kind == "mirror" && (err != nil || slices.ContainsFunc(m.Legs, func(leg Leg) bool { return leg.Failed }))
+		return is(l.Kind, m, err)
 	})
 }
 

@@ -34,6 +34,9 @@ func unitOf(size int64) int64 {
 // unitsOf returns how many units a volume has; the last one may end behind the volume.
 func unitsOf(size int64) int64 { return (size + unitOf(size) - 1) / unitOf(size) }
 
+// joinSize returns the size of the devices below a mirror of size bytes that a leg joins: whole units, and one more.
+func joinSize(size int64) int64 { return (unitsOf(size) + 1) * unitOf(size) }
+
 // Join begins to make a leg equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror
 // is used. A write to a part that is equal already goes to the joining leg as well; a write to any other part goes to the current legs alone, and is
 // copied later. When all is equal (State.Equal), Finish makes it one of the legs; before that nobody may take it for current. If a leg fails meanwhile,
@@ -125,7 +128,7 @@ func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm
 		return flat(ctx, s.Size, legs, bring)
 	}
 	return flat(ctx, s.Size, legs, func(table []dm.Line) error {
-		return extended(ctx, table, (unitsOf(s.Size)+1)*unitOf(s.Size), unitOf(s.Size), bring)
+		return extended(ctx, table, joinSize(s.Size), unitOf(s.Size), bring)
 	})
 }
 

@@ -309,35 +309,43 @@ func single(name string) (m dm.Mirror, err error) {
 // mirror held is now written to the others, and acknowledged. If the mirror is Held, all legs that failed have to leave in one call; else
 // errdefs.ErrPrecondition. Legs that are not in the mirror are ignored.
 //
-// The last current leg leaves only if the leg that joins is Equal, which has to be on the volume's list then; else errdefs.ErrPrecondition. After a crash
-// the mirror is as it was or as it is to be, and Leave is called again.
+// The last current leg leaves only if the leg that joins is Equal, which has to be on the volume's list then; else errdefs.ErrPrecondition. A leg that joins
+// leaves only together with the current ones that have failed a write: errdefs.ErrUnavailable. After a crash the mirror is as it was or as it is to be, or some
+// of the legs have left, and Leave is called again.
 func Leave(ctx context.Context, name string, legs ...uint64) error {
 	return change(name, "take "+numbers(legs)+" out of it", func() error {
 		s, err := state(name)
 		if err != nil {
 			return err
 		}
-		if s.Joining != nil && slices.Contains(legs, s.Joining.Device) {
-			if err := replaceAndCleanUp(ctx, name, s.Size, s.devices()); err != nil {
-				return err
-			}
-			s.Joining = nil
-		}
 		rest := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(legs, l) })
+		joins := s.Joining != nil && slices.Contains(legs, s.Joining.Device)
+		stays := rest
 		switch {
 		case s.Held && slices.ContainsFunc(s.Failed(), func(l uint64) bool { return slices.Contains(rest, l) }):
 			return fmt.Errorf("%w: it is held until all of %s leave it", errdefs.ErrPrecondition, numbers(s.Failed()))
-		case len(rest) == len(s.Legs):
-			return nil
-		case len(rest) == 0 && s.Equal():
-			return replaceAndCleanUp(ctx, name, s.Size, []uint64{s.Joining.Device})
-		case len(rest) == 0:
+		case len(rest) > 0:
+		case joins || !s.Equal():
 			return fmt.Errorf("%w: the last leg that is current cannot leave", errdefs.ErrPrecondition)
-		case s.Joining != nil:
-			return s.current(ctx, rest, func(table []dm.Line) error { return dm.Replace(s.inner, table) })
+		default:
+			rest, stays, joins = []uint64{s.Joining.Device}, s.one(), true
 		}
-		return replaceAndCleanUp(ctx, name, s.Size, rest)
+		if s.Joining != nil && len(stays) < len(s.Legs) { // first of all: a suspension of the mirror waits for what they hold
+			if err := s.current(ctx, stays, func(table []dm.Line) error { return dm.Replace(s.inner, table) }); err != nil {
+				return err
+			}
+		}
+		if joins || s.Joining == nil && len(rest) < len(s.Legs) {
+			return replaceAndCleanUp(ctx, name, s.Size, rest)
+		}
+		return nil
 	})
+}
+
+// one returns one of the current legs, which has not failed if there is such a one. A single leg holds nothing.
+func (s State) one() []uint64 {
+	i := max(0, slices.IndexFunc(s.Legs, func(l Leg) bool { return !l.Failed }))
+	return s.devices()[i : i+1]
 }
 
 // Yield takes a leg that joins, and lacks something still, out of a mirror, so that this can have another size. errdefs.ErrUnavailable if the leg has everything,
@@ -379,14 +387,29 @@ func replace(ctx context.Context, name string, size int64, legs []uint64) error 
 func End(ctx context.Context, name string) error {
 	return change(name, "end it", func() error {
 		s, err := state(name)
-		if err != nil || len(s.Legs) == 0 {
+		if err != nil || len(s.Legs) == 0 && s.Joining == nil {
 			return err
 		}
-		if err := failing(ctx, s.Size, func(table []dm.Line) error { return dm.ReplaceFailing(name, table) }); err != nil {
-			return err
-		}
-		return removeBelow(ctx, name)
+		return s.end(ctx, name)
 	})
+}
+
+func (s State) end(ctx context.Context, name string) error {
+	if s.Joining != nil { // first of all: a suspension of the mirror waits for what the legs hold
+		if err := failing(ctx, s.Size, func(table []dm.Line) error {
+			last := table[len(table)-1]
+			if at := last.Start + last.Length; at < joinSize(s.Size) {
+				table = append(table, dm.Line{Start: at, Length: joinSize(s.Size) - at, Kind: ended})
+			}
+			return dm.ReplaceFailing(s.inner, table)
+		}); err != nil {
+			return err
+		}
+	}
+	if err := failing(ctx, s.Size, func(table []dm.Line) error { return dm.ReplaceFailing(name, table) }); err != nil {
+		return err
+	}
+	return removeBelow(ctx, name)
 }
 
 // Resize gives a mirror another size, which all its legs must have already. What is new counts as equal. errdefs.ErrUnavailable while a leg joins or has
@@ -428,7 +451,7 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 }
 
 // Recover repairs a mirror after a crash within a change by this package. Unless it is Held, a suspended mirror is resumed, or is Held if a leg has failed, and a table that is loaded for
-// no suspension is dropped, as is one that has the same legs: the change is repeated. The devices of a join are removed if no leg joins.
+// no suspension is dropped, as is one that has the same legs: the change is repeated. The devices of a join are removed if no leg joins. End is finished.
 func Recover(ctx context.Context, name string) error {
 	return change(name, "recover it", func() error {
 		d, err := dm.Find(name)
@@ -444,6 +467,8 @@ func Recover(ctx context.Context, name string) error {
 		}
 		switch {
 		case err != nil:
+		case s.Joining != nil && len(s.Legs) == 0:
+			err = s.end(ctx, name)
 		case d.Suspended && !s.Held:
 			err = s.resume(ctx, name)
 		case d.Loaded && !s.Held:

@@ -70,6 +70,17 @@ func (l *leg) mend() { l.table("linear", dm.Number(l.loop)+" 0") }
 // fail makes the disk fail all writes and flushes. It can still be read.
 func (l *leg) fail() { l.table("flakey", dm.Number(l.loop)+" 0 0 1 1 error_writes") }
 
+// slow makes the disk take a time for each request. The kernel counts these: it does not where a device itself holds them back, as the one below does.
+func (l *leg) slow(takes time.Duration) {
+	name := l.name + "-slow"
+	check.OK(l.t, dm.Make(name, "", []dm.Line{{Length: size, Kind: "delay", Text: fmt.Sprintf("%s 0 %d", dm.Number(l.loop), takes.Milliseconds())}}))
+	l.t.Cleanup(func() { drivertest.Run(l.t, "dmsetup", "remove", "--retry", name) })
+	below, err := dm.Find(name)
+	check.OK(l.t, err)
+	l.table("linear", dm.Number(below.Number)+" 0")
+	l.t.Cleanup(l.mend)
+}
+
 // failLater makes the disk fail all requests, each after a time.
 func (l *leg) failLater(after time.Duration) {
 	name := l.name + "-bad"
@@ -1061,12 +1072,7 @@ func TestKilledWhileItWaits(t *testing.T) {
 		t.Fatal("it was held, and its driver not killed: ", mirror.Still(context.Background(), name))
 	}
 	f := newMirror(t, 2, 0)
-	slow := f.legs[0].name + "-slow" // the kernel does not count what a device holds back itself
-	check.OK(t, dm.Make(slow, "", []dm.Line{{Length: size, Kind: "delay", Text: dm.Number(f.legs[0].loop) + " 0 3000"}}))
-	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", slow) })
-	d, err := dm.Find(slow)
-	check.OK(t, err)
-	f.legs[0].table("linear", dm.Number(d.Number)+" 0")
+	f.legs[0].slow(3 * time.Second)
 	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
 	time.Sleep(300 * time.Millisecond)
 	driver := exec.Command(os.Args[0], "-test.run=^TestKilledWhileItWaits$")
@@ -1102,10 +1108,19 @@ func TestKilledAsItChanges(t *testing.T) {
 			time.Sleep(5 * time.Millisecond)
 		}
 	}
-	f := newMirror(t, 2, 0)
+	for _, slow := range []struct {
+		takes time.Duration // a request
+		kills int
+	}{{20 * time.Millisecond, 60}, {time.Second, 12}} {
+		t.Run(slow.takes.String(), func(t *testing.T) { newMirror(t, 2, 0).killAsItChanges(slow.takes, slow.kills) })
+	}
+}
+
+// killAsItChanges kills, as often as kills says, a driver that changes a mirror whose legs take a time for each request.
+func (f *fixture) killAsItChanges(takes time.Duration, kills int) {
+	t := f.t
 	for _, l := range f.legs[:2] {
-		l.table("delay", dm.Number(l.loop)+" 0 20")
-		t.Cleanup(l.mend)
+		l.slow(takes)
 	}
 	mirrors, err := dm.Find(f.name)
 	check.OK(t, err)
@@ -1129,11 +1144,11 @@ func TestKilledAsItChanges(t *testing.T) {
 			}
 		})
 	}
-	for range 60 {
+	for range kills {
 		driver := exec.Command(os.Args[0], "-test.run=^TestKilledAsItChanges$")
 		driver.Env = append(os.Environ(), changed+"="+f.name)
 		check.OK(t, driver.Start())
-		time.Sleep(500*time.Millisecond + time.Duration(rand.IntN(200))*time.Millisecond)
+		time.Sleep(500*time.Millisecond + rand.N(200*time.Millisecond+3*takes))
 		check.OK(t, driver.Process.Kill())
 		if err := driver.Wait(); !strings.Contains(fmt.Sprint(err), "killed") {
 			t.Fatalf("it did not change the mirror: %v", err)
@@ -1146,6 +1161,7 @@ func TestKilledAsItChanges(t *testing.T) {
 	}
 	stop.Store(true)
 	all.Wait()
+	f.legs[0].mend()
 	f.legs[1].fail()
 	write := later(func() error { _, err := f.open().WriteAt(page(2), 0); return err })
 	waits(t, write, "a write that leg 1 failed")
