@@ -36,7 +36,7 @@ demo: tools build ## Take a volume through its whole life on this machine (root)
 # Tests of packages wait for disks and for times more than they compute, so twice as many run at once as there are processors. Those that take longest come first, so that
 # none of them is left alone at the end. Each has a number of processes (hack/shards.sh): those of the cluster wait most, for what they share, so they are several.
 # With DAYS=8, of these packages an eighth of the tests runs, each day another one.
-LONGEST = pkg/cluster=3 tests/life=1 pkg/blockdev/filepool=1 tests/points=1 tests/e2e=1 tests/crash=1 cmd/kubectl-ashlar=1 internal/page=1 \
+LONGEST = pkg/cluster=3 tests/life=1 pkg/blockdev/filepool=1 tests/points=1 tests/points/elsewhere=1 tests/e2e=1 tests/crash=1 cmd/kubectl-ashlar=1 internal/page=1 \
 	pkg/blockdev/filepool/internal/sparse=1 pkg/blockdev/memory=1 pkg/filesystem=1 pkg/volume=1 cmd/driver=1
 
 # With SKIP_ROOT_TESTS=1 a test that needs root skips itself; without it, it fails.
