@@ -264,6 +264,9 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 
 // settle writes out the page cache of a mirror. It returns the devices of the mirror's legs if all of them have everything, and else none.
 func (p *Pool) settle(ctx context.Context, d *dm.Device) (equal []uint64, err error) {
+	if err := mirror.Recover(ctx, d.Name); err != nil { // a start comes here before anybody else has; a mirror that was left suspended would be waited for
+		return nil, err
+	}
 	s, err := mirror.Look(d.Name)
 	if err != nil {
 		return nil, err

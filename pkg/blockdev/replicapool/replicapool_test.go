@@ -120,6 +120,20 @@ func TestEnded(t *testing.T) {
 	}
 }
 
+// TestSuspended: a crash in the middle of a change left a mirror suspended that nobody has open. A start that takes it down does not wait for it.
+func TestSuspended(t *testing.T) {
+	pool, _, ref, open := attached(t)
+	check.OK(t, open.Close())
+	name := pool.(*replicapool.Pool).Mirror(ref)
+	check.OK(t, dm.Hold(name))
+	late := time.AfterFunc(10*time.Second, func() {
+		t.Error("it waits for the mirror")
+		check.OK(t, dm.Resume(name, dm.NoScan))
+	})
+	check.OK(t, pool.Detach(t.Context(), ref))
+	late.Stop()
+}
+
 // TestGrowsWhileJoins: a volume grows while a leg joins, which leaves before, and can join again. It stays while a current leg has not grown. A leg that has
 // everything may be current by then: it does not leave, and the volume grows once it has joined.
 func TestGrowsWhileJoins(t *testing.T) {
