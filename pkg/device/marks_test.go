@@ -320,6 +320,32 @@ func TestMarkedMoves(t *testing.T) {
 	})
 }
 
+// TestMarkedIsNotAsked: a change of a mirror does not ask what marks the volume below it for its status. While that is suspended, as when it grows, the kernel would not
+// answer, and its new table would wait for that answer, for ever.
+func TestMarkedIsNotAsked(t *testing.T) {
+	overPair(t, 48*pooltest.MiB, func(p *pair) {
+		check.OK(t, era.Available())
+		metadata := newDisk(p.T, "metadata", 8*pooltest.MiB)
+		p.options.Marking = &device.Marking{Metadata: metadata.device(), Block: pooltest.MiB}
+		p.Cleanup(func() { check.OK(p, p.stack().DetachLowest(context.Background())) })
+		d := p.attach(p.options)
+		p.mirror(p.all())
+		p.copied()
+		check.OK(p, p.stack().FlushMirror(p.Context()))
+		name, _ := p.names()
+		check.OK(p, dm.Suspend(name+"-marks"))
+		held := make(chan error, 1)
+		go func() { held <- p.stack().HoldMirror(context.Background()) }()
+		select {
+		case err := <-held:
+			check.OK(p, err)
+		case <-time.After(10 * time.Second):
+			p.Error("it waits for the marks")
+		}
+		check.OK(p, errors.Join(dm.Resume(name+"-marks", dm.NoScan), p.stack().Unmirror(p.Context()), d.Close(), p.stack().Detach(p.Context())))
+	})
+}
+
 // TestMarksWentAway: what marks a volume goes with its last user between two looks of Attach, for a volume that is to have no marks: Attach tries again
 // without.
 func TestMarksWentAway(t *testing.T) {

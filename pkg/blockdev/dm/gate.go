@@ -154,9 +154,11 @@ func trySuspension(device uint64) (free func(), is bool) {
 	}, true
 }
 
-// isMirror reports whether a device has a target that is a mirror.
+// isMirror reports whether a device has a target that is a mirror. It asks for no status, as the device may be of any kind: the target era gives one only while it
+// is not suspended, and its next table waits for whoever has asked (pkg/blockdev/era).
 func isMirror(name string) bool {
-	return hasTarget(name, func(kind string, _ Mirror, _ error) bool { return kind == "mirror" })
+	table, _ := Lines(name)
+	return slices.ContainsFunc(table, func(l Line) bool { return l.Kind == "mirror" })
 }
 
 // mirrorsOf returns the names of the mirrors among some devices.
@@ -171,28 +173,27 @@ func mirrorsOf(devices []uint64) (names []string) {
 
 // holds reports whether a mirror may hold requests back, as a leg has failed them. Such are under way to the mirror, and to no leg.
 func holds(name string) bool {
-	return hasTarget(name, func(kind string, m Mirror, err error) bool {
-		return kind == "mirror" && (err != nil || slices.ContainsFunc(m.Legs, func(leg Leg) bool { return leg.Failed }))
+	return anyMirror(name, func(m Mirror, err error) bool {
+		return err != nil || slices.ContainsFunc(m.Legs, func(leg Leg) bool { return leg.Failed })
 	})
 }
 
 // keepsWrites reports whether a mirror holds requests back, as a leg has failed a write or a flush. It may hold a flush all the same after false, if the kernel
 // has forgotten which leg failed it.
 func keepsWrites(name string) bool {
-	return hasTarget(name, func(_ string, m Mirror, _ error) bool {
+	return anyMirror(name, func(m Mirror, _ error) bool {
 		return slices.ContainsFunc(m.Legs, func(leg Leg) bool { return leg.Failed && !leg.OnlyReads })
 	})
 }
 
-// hasTarget reports whether a device has a target that is such, by its kind and its status as a mirror.
-func hasTarget(name string, is func(kind string, m Mirror, err error) bool) bool {
+// anyMirror reports whether one of the mirrors that a device consists of is such, by its status.
+func anyMirror(name string, is func(m Mirror, err error) bool) bool {
 	targets, _ := Status(name)
 	return slices.ContainsFunc(targets, func(l Line) bool {
 		if l.Kind != "mirror" {
-			return is(l.Kind, Mirror{}, nil)
+			return false
 		}
-		m, err := ParseMirror(l.Text)
-		return is(l.Kind, m, err)
+		return is(ParseMirror(l.Text))
 	})
 }
 
