@@ -42,7 +42,8 @@ func (p *pair) flushFails(path string, on *disk) (flushed chan error) {
 	mend := on.failWrites(p.T)
 	flushed = make(chan error, 1)
 	go func() { flushed <- errors.Join(f.Sync(), f.Close()) }()
-	p.becomes("failed", func(m device.Mirrored) bool { return m.OldFailed || m.NewFailed })
+	// What is over it flushes it twice, and the second failure may be forgotten at once.
+	p.becomes("failed", func(m device.Mirrored) bool { return m.OldFailed || m.NewFailed || m.Forgot })
 	time.Sleep(50 * time.Millisecond) // of all targets
 	mend()
 	return flushed
