@@ -66,7 +66,7 @@ endif
 vet:
 	go vet ./...
 test-packages:
-	SHARDED='$(LONGEST)' CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 40m -p $$((2 * $$(nproc))) $(patsubst %,./%,$(basename $(subst =,.,$(LONGEST)))) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
+	SHARDED='$(LONGEST)' CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 40m -p $$((2 * $$(nproc))) $(foreach package,$(LONGEST),./$(firstword $(subst =, ,$(package)))) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
 test-models:
 	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
 

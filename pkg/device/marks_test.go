@@ -273,14 +273,20 @@ func TestMarkedDiscards(t *testing.T) {
 	})
 }
 
+// marked attaches the volume of a pair with marks, and returns the disk that has these.
+func (p *pair) marked() (d blockdev.Device, metadata *disk) {
+	p.Helper()
+	check.OK(p, era.Available())
+	metadata = newDisk(p.T, "metadata", 8*pooltest.MiB)
+	p.options.Marking = &device.Marking{Metadata: metadata.device(), Block: pooltest.MiB}
+	p.Cleanup(func() { check.OK(p, p.stack().DetachLowest(context.Background())) })
+	return p.attach(p.options), metadata
+}
+
 // TestMarkedMoves: a volume that moves while it is used is marked as long as it is where its marks are, and leaves them there.
 func TestMarkedMoves(t *testing.T) {
 	overPair(t, 48*pooltest.MiB, func(p *pair) {
-		check.OK(t, era.Available())
-		metadata := newDisk(p.T, "metadata", 8*pooltest.MiB)
-		p.options.Marking = &device.Marking{Metadata: metadata.device(), Block: pooltest.MiB}
-		p.Cleanup(func() { check.OK(p, p.stack().DetachLowest(context.Background())) })
-		d := p.attach(p.options)
+		d, metadata := p.marked()
 		kept := func(want bool, when string) {
 			p.Helper()
 			if m, err := p.stack().Marked(p.Context()); err != nil || m.Kept() != want {
@@ -324,11 +330,7 @@ func TestMarkedMoves(t *testing.T) {
 // answer, and its new table would wait for that answer, for ever.
 func TestMarkedIsNotAsked(t *testing.T) {
 	overPair(t, 48*pooltest.MiB, func(p *pair) {
-		check.OK(t, era.Available())
-		metadata := newDisk(p.T, "metadata", 8*pooltest.MiB)
-		p.options.Marking = &device.Marking{Metadata: metadata.device(), Block: pooltest.MiB}
-		p.Cleanup(func() { check.OK(p, p.stack().DetachLowest(context.Background())) })
-		d := p.attach(p.options)
+		d, _ := p.marked()
 		p.mirror(p.all())
 		p.copied()
 		check.OK(p, p.stack().FlushMirror(p.Context()))

@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
-	"strings"
 	"testing"
 	"time"
 
@@ -193,14 +191,7 @@ func TestKilledWhilePartsWait(t *testing.T) {
 	defer file.Close()
 	write := later(func() error { _, err := file.WriteAt(page(1), 2*mib); return err })
 	time.Sleep(300 * time.Millisecond)
-	driver := exec.Command(os.Args[0], "-test.run=^TestKilledWhilePartsWait$")
-	driver.Env = append(os.Environ(), heldParts+"="+name)
-	check.OK(t, driver.Start())
-	time.Sleep(time.Second)
-	check.OK(t, driver.Process.Kill())
-	if err := driver.Wait(); !strings.Contains(fmt.Sprint(err), "killed") {
-		t.Errorf("it did not wait: %v", err)
-	}
+	killed(t, "TestKilledWhilePartsWait", heldParts+"="+name, time.Second)
 	ends(t, write, "a write")
 	ends(t, later(func() error { return dm.Replace(name, dm.Linear(legs[1].number, size)) }), "the next change")
 }

@@ -1065,6 +1065,19 @@ func TestRecover(t *testing.T) {
 // held has the name of the mirror that a process of this test holds.
 const held = "ASHLAR_TEST_HELD_MIRROR"
 
+// killed runs a test in a process of its own, with one more variable in its environment, and kills it after a time. It fails the test if that process ends by itself.
+func killed(t *testing.T, test, variable string, after time.Duration) {
+	t.Helper()
+	driver := exec.Command(os.Args[0], "-test.run=^"+test+"$")
+	driver.Env = append(os.Environ(), variable)
+	check.OK(t, driver.Start())
+	time.Sleep(after)
+	check.OK(t, driver.Process.Kill())
+	if err := driver.Wait(); !strings.Contains(fmt.Sprint(err), "killed") {
+		t.Fatalf("the process ended before it was killed: %v", err)
+	}
+}
+
 // TestKilledWhileItWaits: the driver is killed while it waits, before it holds a mirror, for what is under way to a leg. The next driver can change the
 // mirror, and what a leg fails is still held.
 func TestKilledWhileItWaits(t *testing.T) {
@@ -1075,14 +1088,7 @@ func TestKilledWhileItWaits(t *testing.T) {
 	f.legs[0].slow(3 * time.Second)
 	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
 	time.Sleep(300 * time.Millisecond)
-	driver := exec.Command(os.Args[0], "-test.run=^TestKilledWhileItWaits$")
-	driver.Env = append(os.Environ(), held+"="+f.name)
-	check.OK(t, driver.Start())
-	time.Sleep(time.Second)
-	check.OK(t, driver.Process.Kill())
-	if err := driver.Wait(); !strings.Contains(fmt.Sprint(err), "killed") {
-		t.Errorf("it did not wait: %v", err)
-	}
+	killed(t, "TestKilledWhileItWaits", held+"="+f.name, time.Second)
 	ends(t, write, "a write")
 	f.legs[0].mend()
 	check.OK(t, mirror.Recover(context.Background(), f.name))
@@ -1145,14 +1151,7 @@ func (f *fixture) killAsItChanges(takes time.Duration, kills int) {
 		})
 	}
 	for range kills {
-		driver := exec.Command(os.Args[0], "-test.run=^TestKilledAsItChanges$")
-		driver.Env = append(os.Environ(), changed+"="+f.name)
-		check.OK(t, driver.Start())
-		time.Sleep(500*time.Millisecond + rand.N(200*time.Millisecond+3*takes))
-		check.OK(t, driver.Process.Kill())
-		if err := driver.Wait(); !strings.Contains(fmt.Sprint(err), "killed") {
-			t.Fatalf("it did not change the mirror: %v", err)
-		}
+		killed(t, "TestKilledAsItChanges", changed+"="+f.name, 500*time.Millisecond+rand.N(200*time.Millisecond+3*takes))
 		check.OK(t, mirror.Recover(context.Background(), f.name))
 		if above, err := dm.Find(top); err != nil || above.Suspended { // as the stack of the volume recovers
 			check.OK(t, errors.Join(err, dm.Resume(top, dm.NoScan)))
