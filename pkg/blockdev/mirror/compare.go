@@ -125,18 +125,6 @@ func (legs comparedLegs) close() {
 	}
 }
 
-// Flush makes durable what a leg has acknowledged.
-func Flush(leg uint64) error {
-	f, err := openNumber(leg)
-	if err == nil {
-		err = errdefs.FromErrno(errors.Join(f.Sync(), f.Close()))
-	}
-	if err != nil {
-		return fmt.Errorf("flush leg %s: %w", dm.Number(leg), err)
-	}
-	return nil
-}
-
 // openNumber opens a block device by its number, for reads past the page cache. errdefs.ErrUnavailable if the device's node is another one's.
 func openNumber(number uint64) (*os.File, error) {
 	name, err := os.Readlink(dm.Sysfs(number))

@@ -238,7 +238,7 @@ func FlushLeg(name string, leg uint64) error {
 	return of(name, "flush "+dm.Number(leg), func() error {
 		steps := []func() error{
 			func() error { return takeFlushes(name) },
-			func() error { return Flush(leg) },
+			func() error { return flush(leg) },
 			func() error { return takeFlushes(name) }, // all flushes that were under way beside this one have been told
 		}
 		for _, step := range steps {

@@ -637,6 +637,61 @@ func TestFlushFails(t *testing.T) {
 	}
 }
 
+// noFlush makes the disk fail flushes, and nothing else.
+func (l *leg) noFlush() {
+	l.t.Helper()
+	check.OK(l.t, dm.Replace(l.name, []dm.Line{{Length: size, Kind: "linear", Text: dm.Number(l.loop) + " 0"}, {Start: size, Length: 4096, Kind: "flakey", Text: dm.Number(l.loop) + " 0 0 1"}}))
+}
+
+// TestFlushAll: a leg cannot be flushed by the driver, and takes flushes again. Nothing is acknowledged until it has left: it may lack what was acknowledged.
+func TestFlushAll(t *testing.T) {
+	for _, n := range []int{2, 3} {
+		for failing := range n {
+			t.Run(fmt.Sprintf("leg %d of %d", failing, n), func(t *testing.T) {
+				ctx := context.Background()
+				f := newMirror(t, n, 0)
+				f.write(1, 0)
+				check.OK(t, mirror.FlushAll(ctx, f.name))
+				f.legs[failing].noFlush()
+				if err := mirror.FlushAll(ctx, f.name); err == nil {
+					t.Fatal("it was flushed")
+				}
+				f.legs[failing].mend()
+				file := f.open()
+				flush := later(file.Sync)
+				waits(t, flush, "a flush after one has failed")
+				s := f.look()
+				if !s.Held || !slices.Equal(s.Failed(), []uint64{f.legs[failing].number}) {
+					t.Errorf("it is %+v", s)
+				}
+				if err := mirror.FlushAll(ctx, f.name); err != nil { // it is told no more
+					t.Error(err)
+				}
+				f.leave(failing)
+				ends(t, flush, "the flush")
+				f.write(2, 0)
+				f.has(failing, 1, 0)
+				f.has((failing+1)%n, 2, 0)
+			})
+		}
+	}
+}
+
+// TestNoneIsFlushed: no leg can be flushed. Nobody has everything then, and the mirror is not held for ever.
+func TestNoneIsFlushed(t *testing.T) {
+	f := newMirror(t, 2, 0)
+	for _, l := range f.legs {
+		l.noFlush()
+	}
+	if err := mirror.FlushAll(context.Background(), f.name); err == nil {
+		t.Error("it was flushed")
+	}
+	for _, l := range f.legs {
+		l.mend()
+	}
+	ends(t, later(f.open().Sync), "a flush")
+}
+
 // TestFlushFailsWhileOneJoins: while a leg joins, one of the two current legs fails a flush, and then takes writes again: the kernel forgets the failure,
 // and does not write to that leg. All that was acknowledged is on the current leg that stays, and on the one that joins.
 func TestFlushFailsWhileOneJoins(t *testing.T) {

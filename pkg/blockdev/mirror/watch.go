@@ -75,14 +75,22 @@ func (s *State) holdForgotten(ctx context.Context, name string, seen Event) (err
 	if err != nil || has == 0 {
 		return err
 	}
-	if err := s.current(ctx, []uint64{has}, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
+	if err := s.hold(ctx, []uint64{has}); err != nil {
+		return err
+	}
+	*s, err = state(name)
+	return err
+}
+
+// hold suspends a mirror, with a table loaded over some of its legs: it is Held until the others leave.
+func (s *State) hold(ctx context.Context, stay []uint64) error {
+	if err := s.current(ctx, stay, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
 		return err
 	}
 	if err := dm.HoldNow(s.inner); err != nil {
 		return errors.Join(err, dm.Clear(s.inner))
 	}
-	*s, err = state(name)
-	return err
+	return nil
 }
 
 // readFrom returns the leg that the kernel reads from. That is the one that it writes to alone.

@@ -124,10 +124,11 @@ type commonMoment struct {
 	written int64     // bytes written to the mirror by the last one; -1: the next one is recorded in any case
 }
 
-// isCommonDue reports whether a common moment is to be recorded now: all legs are current and in the mirror, and something was written since the last one.
+// isCommonDue reports whether a common moment is to be recorded now: all legs are current and in the mirror, and something was written since the last one. A
+// single leg has no such moment, and is not flushed: the driver would be told what its disk has lost, and the users would not.
 func (m *mirrorReconciler) isCommonDue(now *mirrorView) bool {
 	current := now.v.Current()
-	if len(current) != len(now.v.Spec.Legs) || len(current) != len(now.s.Legs) || time.Now().Before(m.common.next) {
+	if len(current) < 2 || len(current) != len(now.v.Spec.Legs) || len(current) != len(now.s.Legs) || time.Now().Before(m.common.next) {
 		return false
 	}
 	d, err := dm.Find(m.name)
@@ -164,10 +165,8 @@ func (m *mirrorReconciler) writeCommon(ctx context.Context, now *mirrorView, leg
 	if err := mirror.Still(ctx, m.name); err != nil { // what was marked before these eras is on all legs then
 		return err
 	}
-	for _, l := range now.s.Legs {
-		if err := mirror.Flush(l.Device); err != nil {
-			return err
-		}
+	if err := mirror.FlushAll(ctx, m.name); err != nil {
+		return err
 	}
 	for name, id := range legs {
 		if err := m.checkNotRestarted(ctx, name, id); err != nil {
