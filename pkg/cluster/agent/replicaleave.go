@@ -72,10 +72,11 @@ func (m *mirrorReconciler) dropSilent(ctx context.Context) {
 // no more, and others stay; or they are listed, and not in the mirror, so that nobody may take them for current.
 func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	var left []string // to be legs no more
+	stays := m.readable(now)
 	for _, l := range now.legs() {
 		switch name := now.leg[l.Device]; {
 		case name == "": // if it is a leg that is listed, that is found below; else it belongs to no leg, and leaves in any case (mirrorView.unknown)
-		case l.Failed:
+		case l.Failed && name != stays:
 			now.failing[name] = "what was written to it, or read from it, failed"
 		default:
 			if why := m.whyUnreachable(now, name); why != "" {
@@ -93,6 +94,20 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	m.findHung(now)
 	m.findLeft(now, left)
 	m.findUntold(now)
+}
+
+// readable returns the leg that stays of a mirror whose legs have all failed reads, and nothing else: such a leg has everything, in parts that cannot be read
+// perhaps. The kernel reads from none of them any more, until the others have left. Empty if it is not so, or as long as a leg joins: that one leaves (dropFailed).
+func (m *mirrorReconciler) readable(now *mirrorView) string {
+	if now.s.Joining != nil || !now.onlyReadsFailed() {
+		return ""
+	}
+	for _, l := range now.legs() {
+		if name := now.leg[l.Device]; slices.Contains(now.v.Current(), name) && m.whyUnreachable(now, name) == "" {
+			return name
+		}
+	}
+	return ""
 }
 
 // findHung adds the legs to now.failing whose disks hang, if a current leg is left that ends its requests. A leg of this node stays: nothing ends what is

@@ -1268,6 +1268,41 @@ func TestCannotBeFlushed(t *testing.T) {
 	}
 }
 
+// TestCurrentCannotBeFlushed: the driver flushes the current legs, as it records a common moment, and one of them fails that. A disk tells only once what it
+// could not flush, and the next flush may be a user's. So the leg is taken off the list, also if its disk takes flushes again.
+func TestCurrentCannotBeFlushed(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	f.noFlush("b")
+	f.changes = func(name string, s volume.LegState) error {
+		if name == "b" && s.Common != "" {
+			t.Error("a moment was recorded in which it was not flushed")
+		}
+		return nil
+	}
+	f.ends(f.write(0), "a write")
+	f.starts()
+	f.current("a")
+	f.mends("b")
+	f.changes = func(string, volume.LegState) error { return nil }
+	f.current("a", "b")
+}
+
+// TestSingleIsNotFlushed: the driver does not flush the only leg of a volume: it would be told of what the disk has lost, and its users would not.
+func TestSingleIsNotFlushed(t *testing.T) {
+	f := newTended(t, 1, "a")
+	var eras atomic.Int32
+	f.begins = func(string) error {
+		eras.Add(1)
+		return nil
+	}
+	f.ends(f.write(0), "a write")
+	f.starts()
+	time.Sleep(20 * f.options.LookEvery)
+	if n := eras.Load(); n > 0 {
+		t.Errorf("%d common moments of a single leg were begun", n)
+	}
+}
+
 // TestForgottenMeanwhile: a leg fails a flush, and the kernel forgets that, while the reconciler of the mirror is busy. The leg is taken off the list all
 // the same.
 func TestForgottenMeanwhile(t *testing.T) {
@@ -1828,6 +1863,49 @@ func TestLastCannotBeRead(t *testing.T) {
 	}
 	f.ends(f.write(tendedSize-4096), "what is written")
 	f.current("near")
+}
+
+// unreadable makes a part of a leg fail reads, and nothing else.
+func (f *tended) unreadable(name string, at, length int64) {
+	l := f.legs[name]
+	bad := l.name + "-bad"
+	check.OK(f.t, dm.Make(bad, "", []dm.Line{{Length: tendedSize, Kind: "error"}}))
+	f.t.Cleanup(func() { drivertest.Run(f.t, "dmsetup", "remove", "--retry", bad) })
+	f.t.Cleanup(func() { f.mends(name) })
+	d, err := dm.Find(bad)
+	check.OK(f.t, err)
+	linear := func(from, to int64) dm.Line {
+		return dm.Line{Start: from, Length: to - from, Kind: "linear", Text: fmt.Sprint(dm.Number(l.disk), " ", from/512)}
+	}
+	table := []dm.Line{linear(0, at), {Start: at, Length: length, Kind: "delay", Text: fmt.Sprintf("%s %d 0 %s %[2]d 0", dm.Number(d.Number), at/512, dm.Number(l.disk))}, linear(at+length, tendedSize)}
+	check.OK(f.t, dm.Replace(l.name, table))
+}
+
+// TestEachCannotBeReadSomewhere: each leg has a part that cannot be read, and both were found before the driver looked: the kernel reads neither of them any
+// more. One leg stays, and all else of it can be read.
+func TestEachCannotBeReadSomewhere(t *testing.T) {
+	const one, other = 4 << 20, 8 << 20
+	f := newTended(t, 2, "near", "far")
+	f.unreadable("near", one, 4096)
+	f.unreadable("far", other, 4096)
+	file := f.file()
+	page, _, err := direct.Memory(4096)
+	check.OK(t, err)
+	_, err = file.ReadAt(page, one) // the far leg has it
+	check.OK(t, err)
+	_, _ = file.ReadAt(page, other)
+	if s := f.now().s; len(s.Failed()) != 2 {
+		t.Fatalf("not both have failed: %+v", s)
+	}
+	if _, err := file.ReadAt(page, 0); err == nil {
+		t.Fatal("this kernel reads them all the same")
+	}
+	f.marks = func(string) error { return fmt.Errorf("%w: what was written is not known", errdefs.ErrUnavailable) } // so it does not join at once
+	f.starts()
+	f.current("near")
+	_, err = file.ReadAt(page, 0)
+	check.OK(t, err)
+	f.ends(f.write(one), "a write")
 }
 
 // TestAllEnd: a leg has failed a write, which is held, and then the connections to all legs end. The writer gets an error.
