@@ -49,7 +49,7 @@ func gated(name string, change func() error) error {
 	}
 	below, _ := Below(name)
 	inner := mirrorsOf(below)
-	if g.drain(below, inner); len(inner) > 0 && (g.waits > 0 || g.busy) {
+	if g.drain(below, inner); (g.waits > 0 || g.busy) && slices.ContainsFunc(inner, isUsed) {
 		return fmt.Errorf("%w: what is under way to device %s does not end, as a leg of %s below it may have failed: that has to leave first", errdefs.ErrUnavailable, name, strings.Join(inner, ", "))
 	}
 	defer time.AfterFunc(gatePatience, open).Stop()
@@ -169,6 +169,12 @@ func mirrorsOf(devices []uint64) (names []string) {
 		}
 	}
 	return names
+}
+
+// isUsed reports whether a request is under way to a device of the device mapper, or is held by it.
+func isUsed(name string) bool {
+	d, err := Find(name)
+	return err != nil || d != nil && !idle([]uint64{d.Number})
 }
 
 // holds reports whether a mirror may hold requests back, as a leg has failed them. Such are under way to the mirror, and to no leg.

@@ -151,6 +151,36 @@ func TestEndCutShort(t *testing.T) {
 	}
 }
 
+// TestJoinerFailsBesideTwo: a leg joins two others, and fails a write or a flush, which is held. It can leave alone: the mirror of the others holds nothing.
+func TestJoinerFailsBesideTwo(t *testing.T) {
+	for _, what := range []string{"write", "flush"} {
+		t.Run(what, func(t *testing.T) {
+			f := newMirror(t, 2, 1)
+			_, file := f.topOver()
+			check.OK(t, mirror.Join(context.Background(), f.name, f.legs[2].number, differs(dm.Range{Length: mib})))
+			f.watch(mirror.Event{}, "a leg that is equal", mirror.State.Equal)
+			check.OK(t, mirror.FlushLeg(f.name, f.legs[2].number))
+			f.legs[2].fail()
+			held := later(func() error {
+				if what == "flush" {
+					return file.Sync()
+				}
+				_, err := file.WriteAt(page(9), 0)
+				return err
+			})
+			waits(t, held, "what the leg that joins has failed")
+			t.Cleanup(func() { _ = mirror.End(context.Background(), f.name) })
+			var left error
+			ends(t, later(func() error { left = mirror.Leave(context.Background(), f.name, f.legs[2].number); return nil }), "the leg that joins")
+			check.OK(t, left)
+			ends(t, held, "what was held")
+			if s := f.look(); len(s.Legs) != 2 || len(s.Failed()) > 0 || s.Joining != nil {
+				t.Errorf("it is %+v", s)
+			}
+		})
+	}
+}
+
 // TestJoinerStaysForAll: a leg is equal to two others, of which one fails a write, when both are to leave. What is held is on the leg that stays.
 func TestJoinerStaysForAll(t *testing.T) {
 	f := newMirror(t, 2, 1)

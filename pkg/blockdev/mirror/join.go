@@ -284,6 +284,6 @@ func Finish(ctx context.Context, name string, near uint64) error {
 		if slices.Equal(legs, s.devices()) {
 			return nil
 		}
-		return replaceAndCleanUp(ctx, name, s.Size, legs)
+		return replaceAndCleanUp(ctx, name, s.Size, legs, legs)
 	})
 }

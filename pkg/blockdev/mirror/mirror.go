@@ -307,7 +307,7 @@ func single(name string) (m dm.Mirror, err error) {
 
 // Leave takes legs out of a mirror, whole or failed, current or joining. Those that are current have to be off the volume's list before the call: what the
 // mirror held is now written to the others, and acknowledged. If the mirror is Held, all legs that failed have to leave in one call; else
-// errdefs.ErrPrecondition. Legs that are not in the mirror are ignored.
+// errdefs.ErrPrecondition. Legs that are not in the mirror are ignored. If one fails meanwhile that is to stay, errdefs.ErrUnavailable: it has to leave, too.
 //
 // The last current leg leaves only if the leg that joins is Equal, which has to be on the volume's list then; else errdefs.ErrPrecondition. A leg that joins
 // leaves only together with the current ones that have failed a write: errdefs.ErrUnavailable. After a crash the mirror is as it was or as it is to be, or some
@@ -330,15 +330,22 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 		default:
 			rest, stays, joins = []uint64{s.Joining.Device}, s.one(), true
 		}
+		whole := slices.DeleteFunc(slices.Clone(rest), func(l uint64) bool { return slices.Contains(s.lacking(rest), l) })
 		if s.Joining != nil && len(stays) < len(s.Legs) { // first of all: a suspension of the mirror waits for what they hold
-			if err := s.current(ctx, stays, func(table []dm.Line) error { return dm.Replace(s.inner, table) }); err != nil {
+			if err := switched(ctx, name, s.inner, whole, func() error {
+				return s.current(ctx, stays, func(table []dm.Line) error { return dm.Load(s.inner, table) })
+			}); err != nil {
 				return err
 			}
 		}
-		if joins || s.Joining == nil && len(rest) < len(s.Legs) {
-			return replaceAndCleanUp(ctx, name, s.Size, rest)
+		switch d, err := dm.Find(name); {
+		case joins || s.Joining == nil && len(rest) < len(s.Legs):
+			return replaceAndCleanUp(ctx, name, s.Size, rest, whole)
+		case s.Joining != nil && d != nil && d.Suspended: // see switched
+			return dm.Resume(name, dm.NoScan)
+		default:
+			return err
 		}
-		return nil
 	})
 }
 
@@ -359,13 +366,13 @@ func Yield(ctx context.Context, name string) error {
 		if s.Joining.Failed || s.Equal() || len(s.Failed()) > 0 || s.Held {
 			return fmt.Errorf("%w: leg %s has just become equal, or a leg has failed", errdefs.ErrUnavailable, dm.Number(s.Joining.Device))
 		}
-		return replaceAndCleanUp(ctx, name, s.Size, s.devices())
+		return replaceAndCleanUp(ctx, name, s.Size, s.devices(), s.devices())
 	})
 }
 
-// replaceAndCleanUp gives a mirror the table of legs that are equal, and removes the devices of a join.
-func replaceAndCleanUp(ctx context.Context, name string, size int64, legs []uint64) error {
-	if err := replace(ctx, name, size, legs); err != nil {
+// replaceAndCleanUp is replace, and removes the devices of a join.
+func replaceAndCleanUp(ctx context.Context, name string, size int64, legs, whole []uint64) error {
+	if err := replace(ctx, name, size, legs, whole); err != nil {
 		return err
 	}
 	return removeBelow(ctx, name)
@@ -378,8 +385,51 @@ func removeBelow(ctx context.Context, name string) error {
 	return errors.Join(err, failure)
 }
 
-func replace(ctx context.Context, name string, size int64, legs []uint64) error {
-	return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Replace(name, table) })
+// replace gives a mirror the table of legs that are equal. errdefs.ErrUnavailable if one of whole fails meanwhile: see switched.
+func replace(ctx context.Context, name string, size int64, legs, whole []uint64) error {
+	return switched(ctx, name, name, whole, func() error {
+		return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Load(name, table) })
+	})
+}
+
+// switched brings the table that load loads into effect, of a device that is the mirror, or the one over its current legs; whole are the legs that stay in the
+// mirror, and had not failed before. What these have failed until then is not tried again: a disk tells only once what it could not flush, and nothing would tell any more. So if one of
+// them has failed, errdefs.ErrUnavailable: the mirror is Held until that one leaves; or, if a leg joins and the device is the mirror, it is suspended until
+// then. A crash may leave the device suspended, until Recover.
+func switched(ctx context.Context, name, device string, whole []uint64, load func() error) error {
+	if err := dm.Hold(device); err != nil {
+		return err
+	}
+	s, err := state(name)
+	if err != nil {
+		return errors.Join(err, dm.Resume(device, dm.NoScan))
+	}
+	if failed := s.lacking(whole); len(failed) > 0 {
+		err := fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(failed))
+		rest := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(s.lacking(s.devices()), l) })
+		if s.inner == device && len(rest) > 0 {
+			err = errors.Join(err, s.current(ctx, rest, func(table []dm.Line) error { return dm.Load(device, table) }))
+		}
+		return err
+	}
+	if err := load(); err != nil {
+		return errors.Join(err, dm.Clear(device), dm.Resume(device, dm.NoScan))
+	}
+	return dm.Resume(device, dm.NoScan)
+}
+
+// lacking returns those of some legs, current or joining, that have failed a write or a flush.
+func (s State) lacking(legs []uint64) (failed []uint64) {
+	all := s.Legs
+	if s.Joining != nil {
+		all = append(slices.Clone(all), *s.Joining)
+	}
+	for _, l := range all {
+		if l.Failed && !l.OnlyReads && slices.Contains(legs, l.Device) {
+			failed = append(failed, l.Device)
+		}
+	}
+	return failed
 }
 
 // End makes all I/O of a mirror fail, also what it holds, and lets go of its legs: it is for a mirror that nobody may use any more. The device stays for
@@ -423,7 +473,7 @@ func Resize(ctx context.Context, name string, size int64) error {
 		if err := s.checkWhole(); err != nil {
 			return err
 		}
-		return replace(ctx, name, size, s.devices())
+		return replace(ctx, name, size, s.devices(), s.devices())
 	})
 }
 
@@ -451,7 +501,7 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 }
 
 // Recover repairs a mirror after a crash within a change by this package. Unless it is Held, a suspended mirror is resumed, or is Held if a leg has failed, and a table that is loaded for
-// no suspension is dropped, as is one that has the same legs: the change is repeated. The devices of a join are removed if no leg joins. End is finished.
+// no suspension is dropped, as is one that has the same legs: the change is repeated. The devices of a join are removed if no leg joins. End and Finish are finished.
 func Recover(ctx context.Context, name string) error {
 	return change(name, "recover it", func() error {
 		d, err := dm.Find(name)
@@ -465,6 +515,9 @@ func Recover(ctx context.Context, name string) error {
 		if d.Suspended && s.again && s.inner == name {
 			err = dm.Clear(name)
 		}
+		if base, failure := dm.Find(name + baseSuffix); failure == nil && base != nil && base.Suspended && !s.Held {
+			err = dm.Resume(base.Name, dm.NoScan)
+		}
 		switch {
 		case err != nil:
 		case s.Joining != nil && len(s.Legs) == 0:
@@ -473,6 +526,9 @@ func Recover(ctx context.Context, name string) error {
 			err = s.resume(ctx, name)
 		case d.Loaded && !s.Held:
 			err = dm.Clear(name)
+		}
+		if err == nil {
+			s, err = state(name)
 		}
 		if s.Joining == nil && err == nil {
 			err = removeBelow(ctx, name)

@@ -692,6 +692,91 @@ func TestNoneIsFlushed(t *testing.T) {
 	ends(t, later(f.open().Sync), "a flush")
 }
 
+// flushFailsOnce makes the disk fail the next flush, and what else is flushed until it has: each takes a second. It returns once the flush of file is under way to it. The disk
+// takes flushes as soon as the mirror knows that one has failed.
+func (f *fixture) flushFailsOnce(i int, file *os.File) (flush chan error) {
+	t, l := f.t, f.legs[i]
+	bad := l.name + "-once"
+	check.OK(t, dm.Make(bad, "", []dm.Line{{Length: 4096, Kind: "flakey", Text: dm.Number(l.loop) + " 0 0 1"}}))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", bad) })
+	t.Cleanup(l.mend)
+	d, err := dm.Find(bad)
+	check.OK(t, err)
+	number := dm.Number(d.Number)
+	check.OK(t, dm.Replace(l.name, []dm.Line{{Length: size, Kind: "linear", Text: dm.Number(l.loop) + " 0"},
+		{Start: size, Length: 4096, Kind: "delay", Text: fmt.Sprintf("%s 0 0 %[1]s 0 0 %[1]s 0 1000", number)}}))
+	seen := f.look().Event
+	flush = later(file.Sync)
+	waits(t, flush, "a flush that takes a second")
+	go func() {
+		for end := time.Now().Add(patient); time.Now().Before(end); time.Sleep(time.Millisecond) {
+			if s, err := mirror.Look(f.name); err != nil || s.Event != seen {
+				break
+			}
+		}
+		_ = dm.Replace(bad, dm.Linear(l.loop, 4096))
+	}()
+	return flush
+}
+
+// TestFlushFailsAsItChanges: the mirror gets another table, and a leg that stays fails a flush which is under way meanwhile. It is not tried again: a disk
+// tells only once what it could not flush. The flush is acknowledged when that leg has left.
+func TestFlushFailsAsItChanges(t *testing.T) {
+	ctx := context.Background()
+	for what, change := range map[string]func(f *fixture) error{
+		"grows":          func(f *fixture) error { return mirror.Resize(ctx, f.name, size) },
+		"another leaves": func(f *fixture) error { return mirror.Leave(ctx, f.name, f.legs[2].number) },
+		"reads another":  func(f *fixture) error { return mirror.Finish(ctx, f.name, f.legs[2].number) },
+	} {
+		for _, failing := range []int{0, 1} {
+			t.Run(fmt.Sprint(what, ", leg ", failing), func(t *testing.T) {
+				f := newMirror(t, 3, 0)
+				check.OK(t, mirror.Resize(ctx, f.name, size/2))
+				f.write(1, 0)
+				flush := f.flushFailsOnce(failing, f.open())
+				is(t, change(f), errdefs.ErrUnavailable)
+				waits(t, flush, "a flush that a leg has failed")
+				s := f.look()
+				if !slices.Equal(s.Failed(), []uint64{f.legs[failing].number}) {
+					t.Errorf("it is %+v", s)
+				}
+				f.leave(failing)
+				ends(t, flush, "the flush")
+				check.OK(t, change(f))
+				f.write(2, 0)
+				f.has(1-failing, 2, 0)
+				f.has(failing, 1, 0)
+			})
+		}
+	}
+}
+
+// TestFlushFailsAsItFinishes: a leg that has joined becomes one of the mirror's, and one fails a flush that is under way meanwhile.
+func TestFlushFailsAsItFinishes(t *testing.T) {
+	ctx := context.Background()
+	for _, c := range []struct{ in, failing int }{{1, 1}, {2, 0}, {2, 1}, {2, 2}} {
+		t.Run(fmt.Sprintf("leg %d, beside %d", c.failing, c.in), func(t *testing.T) {
+			f := newMirror(t, c.in, 1)
+			joins := f.legs[c.in].number
+			_, file := f.topOver()
+			f.write(1, 0)
+			seen := f.look().Event
+			check.OK(t, mirror.Join(ctx, f.name, joins, differs(dm.Range{Length: size})))
+			f.watch(seen, "it to be equal", mirror.State.Equal)
+			check.OK(t, mirror.FlushLeg(f.name, joins))
+			flush := f.flushFailsOnce(c.failing, file)
+			is(t, mirror.Finish(ctx, f.name, f.legs[0].number), errdefs.ErrUnavailable)
+			waits(t, flush, "a flush that a leg has failed")
+			f.leave(c.failing)
+			ends(t, flush, "the flush")
+			_, err := file.WriteAt(page(2), 0)
+			check.OK(t, err)
+			f.has(c.failing, 1, 0)
+			f.has((c.failing+1)%(c.in+1), 2, 0)
+		})
+	}
+}
+
 // TestFlushFailsWhileOneJoins: while a leg joins, one of the two current legs fails a flush, and then takes writes again: the kernel forgets the failure,
 // and does not write to that leg. All that was acknowledged is on the current leg that stays, and on the one that joins.
 func TestFlushFailsWhileOneJoins(t *testing.T) {
@@ -1114,6 +1199,37 @@ func TestRecover(t *testing.T) {
 	ends(t, write, "a write")
 	if s := f.look(); s.Size != size {
 		t.Errorf("its size is %d", s.Size)
+	}
+}
+
+// TestRecoverWhileOneJoins: a driver ended in the middle of a change of the mirror of the current legs, and another one in the middle of Finish.
+func TestRecoverWhileOneJoins(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 1)
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: mib})))
+	f.watch(mirror.Event{}, "it to be equal", mirror.State.Equal)
+	check.OK(t, dm.Hold(f.name+"-base"))
+	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
+	waits(t, write, "a write")
+	check.OK(t, mirror.Recover(ctx, f.name))
+	ends(t, write, "a write")
+	if s := f.look(); s.Held || s.Joining == nil || len(s.Legs) != 2 {
+		t.Errorf("it is %+v", s)
+	}
+	check.OK(t, dm.Hold(f.name))
+	var legs string
+	for _, number := range f.numbers(3) {
+		legs += " " + dm.Number(number) + " 0"
+	}
+	check.OK(t, dm.Load(f.name, []dm.Line{{Length: size, Kind: "mirror", Text: "core 2 1024 nosync 3" + legs + " 1 handle_errors"}}))
+	check.OK(t, mirror.Recover(ctx, f.name))
+	f.write(2, 0)
+	for i := range 3 {
+		f.has(i, 2, 0)
+	}
+	left, err := dm.Names(f.name + "-")
+	if s := f.look(); err != nil || len(left) > 0 || s.Joining != nil || len(s.Legs) != 3 {
+		t.Errorf("it is %+v, and beside it there is %v (%v)", s, left, err)
 	}
 }
 
