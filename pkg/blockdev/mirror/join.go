@@ -264,7 +264,8 @@ func takeFlushes(name string) error {
 }
 
 // Finish makes the leg that joins one of the current legs. It has to be on the volume's list. The leg near, if it is among them, becomes the first, which
-// is read from. If no leg joins, only that order may change. errdefs.ErrUnavailable while the joining leg is not equal, or a leg has failed.
+// is read from. If no leg joins, only that order may change. errdefs.ErrUnavailable while the joining leg is not equal, or a leg has failed. A
+// crash may leave the mirror suspended, until Recover.
 func Finish(ctx context.Context, name string, near uint64) error {
 	return change(name, "finish the leg that joins it", func() error {
 		s, err := state(name)

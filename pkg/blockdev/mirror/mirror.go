@@ -307,11 +307,12 @@ func single(name string) (m dm.Mirror, err error) {
 
 // Leave takes legs out of a mirror, whole or failed, current or joining. Those that are current have to be off the volume's list before the call: what the
 // mirror held is now written to the others, and acknowledged. If the mirror is Held, all legs that failed have to leave in one call; else
-// errdefs.ErrPrecondition. Legs that are not in the mirror are ignored. If one fails meanwhile that is to stay, errdefs.ErrUnavailable: it has to leave, too.
+// errdefs.ErrPrecondition. Legs that are not in the mirror are ignored. If one of those that are to stay has failed by then, errdefs.ErrUnavailable, unless
+// all of them had before: it has to leave, too.
 //
 // The last current leg leaves only if the leg that joins is Equal, which has to be on the volume's list then; else errdefs.ErrPrecondition. A leg that joins
 // leaves only together with the current ones that have failed a write: errdefs.ErrUnavailable. After a crash the mirror is as it was or as it is to be, or some
-// of the legs have left, and Leave is called again.
+// of the legs have left, or it is suspended until Recover; and Leave is called again.
 func Leave(ctx context.Context, name string, legs ...uint64) error {
 	return change(name, "take "+numbers(legs)+" out of it", func() error {
 		s, err := state(name)
@@ -330,9 +331,12 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 		default:
 			rest, stays, joins = []uint64{s.Joining.Device}, s.one(), true
 		}
-		whole := slices.DeleteFunc(slices.Clone(rest), func(l uint64) bool { return slices.Contains(s.lacking(rest), l) })
+		checked := rest
+		if len(s.lacking(rest)) == len(rest) {
+			checked = nil // none is better
+		}
 		if s.Joining != nil && len(stays) < len(s.Legs) { // first of all: a suspension of the mirror waits for what they hold
-			if err := switched(ctx, name, s.inner, whole, func() error {
+			if err := switched(ctx, name, s.inner, checked, func() error {
 				return s.current(ctx, stays, func(table []dm.Line) error { return dm.Load(s.inner, table) })
 			}); err != nil {
 				return err
@@ -340,7 +344,7 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 		}
 		switch d, err := dm.Find(name); {
 		case joins || s.Joining == nil && len(rest) < len(s.Legs):
-			return replaceAndCleanUp(ctx, name, s.Size, rest, whole)
+			return replaceAndCleanUp(ctx, name, s.Size, rest, checked)
 		case s.Joining != nil && d != nil && d.Suspended: // see switched
 			return dm.Resume(name, dm.NoScan)
 		default:
@@ -371,8 +375,8 @@ func Yield(ctx context.Context, name string) error {
 }
 
 // replaceAndCleanUp is replace, and removes the devices of a join.
-func replaceAndCleanUp(ctx context.Context, name string, size int64, legs, whole []uint64) error {
-	if err := replace(ctx, name, size, legs, whole); err != nil {
+func replaceAndCleanUp(ctx context.Context, name string, size int64, legs, stay []uint64) error {
+	if err := replace(ctx, name, size, legs, stay); err != nil {
 		return err
 	}
 	return removeBelow(ctx, name)
@@ -385,18 +389,18 @@ func removeBelow(ctx context.Context, name string) error {
 	return errors.Join(err, failure)
 }
 
-// replace gives a mirror the table of legs that are equal. errdefs.ErrUnavailable if one of whole fails meanwhile: see switched.
-func replace(ctx context.Context, name string, size int64, legs, whole []uint64) error {
-	return switched(ctx, name, name, whole, func() error {
+// replace gives a mirror the table of legs that are equal. errdefs.ErrUnavailable if one of stay has failed by then: see switched.
+func replace(ctx context.Context, name string, size int64, legs, stay []uint64) error {
+	return switched(ctx, name, name, stay, func() error {
 		return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Load(name, table) })
 	})
 }
 
-// switched brings the table that load loads into effect, of a device that is the mirror, or the one over its current legs; whole are the legs that stay in the
-// mirror, and had not failed before. What these have failed until then is not tried again: a disk tells only once what it could not flush, and nothing would tell any more. So if one of
+// switched brings the table that load loads into effect, of a device that is the mirror, or the one over its current legs; stay are legs that stay in the
+// mirror. What these have failed until then is not tried again: a disk tells only once what it could not flush, and nothing would tell any more. So if one of
 // them has failed, errdefs.ErrUnavailable: the mirror is Held until that one leaves; or, if a leg joins and the device is the mirror, it is suspended until
 // then. A crash may leave the device suspended, until Recover.
-func switched(ctx context.Context, name, device string, whole []uint64, load func() error) error {
+func switched(ctx context.Context, name, device string, stay []uint64, load func() error) error {
 	if err := dm.Hold(device); err != nil {
 		return err
 	}
@@ -404,7 +408,7 @@ func switched(ctx context.Context, name, device string, whole []uint64, load fun
 	if err != nil {
 		return errors.Join(err, dm.Resume(device, dm.NoScan))
 	}
-	if failed := s.lacking(whole); len(failed) > 0 {
+	if failed := s.lacking(stay); len(failed) > 0 {
 		err := fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(failed))
 		rest := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(s.lacking(s.devices()), l) })
 		if s.inner == device && len(rest) > 0 {
@@ -463,7 +467,7 @@ func (s State) end(ctx context.Context, name string) error {
 }
 
 // Resize gives a mirror another size, which all its legs must have already. What is new counts as equal. errdefs.ErrUnavailable while a leg joins or has
-// failed.
+// failed. A crash may leave the mirror suspended, until Recover.
 func Resize(ctx context.Context, name string, size int64) error {
 	return change(name, "resize it", func() error {
 		s, err := state(name)

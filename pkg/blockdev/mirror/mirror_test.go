@@ -751,6 +751,23 @@ func TestFlushFailsAsItChanges(t *testing.T) {
 	}
 }
 
+// TestLeavesBesideFailed: a leg is to leave, and another one has failed a flush, of which nobody knows yet. The flush is not tried again.
+func TestLeavesBesideFailed(t *testing.T) {
+	f := newMirror(t, 3, 0)
+	f.legs[1].noFlush()
+	flush := later(f.open().Sync)
+	for end := time.Now().Add(patient); len(f.look().Failed()) == 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("it is %+v", f.look())
+		}
+	}
+	f.legs[1].mend()
+	is(t, mirror.Leave(context.Background(), f.name, f.legs[2].number), errdefs.ErrUnavailable)
+	waits(t, flush, "a flush that a leg has failed")
+	f.leave(1, 2)
+	ends(t, flush, "the flush")
+}
+
 // TestFlushFailsAsItFinishes: a leg that has joined becomes one of the mirror's, and one fails a flush that is under way meanwhile.
 func TestFlushFailsAsItFinishes(t *testing.T) {
 	ctx := context.Background()
