@@ -67,7 +67,7 @@ func (l *legs) notBeside(v *v1alpha1.Volume, node string) error {
 	others := slices.DeleteFunc(slices.Clone(l.all), func(other *v1alpha1.Volume) bool {
 		return other.Spec.ReplicaOf != v.Spec.ReplicaOf || other.Name == v.Name || v1alpha1.Going(other)
 	})
-	if why := whole.NotBeside(others, node, l.labels); why != "" {
+	if why := whole.NotBeside(others, nil, node, l.labels); why != "" {
 		return errors.New("it " + why)
 	}
 	return nil

@@ -291,7 +291,7 @@ func (r *room) unfitFor(whole *v1alpha1.ReplicatedVolume, key, node string) stri
 	}
 	others := slices.DeleteFunc(slices.Clone(r.legs.all), func(leg *v1alpha1.Volume) bool { return leg.Spec.ReplicaOf != whole.Name || v1alpha1.Going(leg) })
 	apart := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{TopologyKey: key}}
-	if why := apart.NotBeside(others, node, r.legs.labels); why != "" {
+	if why := apart.NotBeside(others, nil, node, r.legs.labels); why != "" {
 		return fmt.Sprintf("node %s %s", node, why)
 	}
 	return ""

@@ -208,7 +208,7 @@ func TestReplicaBesideMoving(t *testing.T) {
 	to := map[string]string{"b": "node-4", "c": "node-3"}[zones[legs[1].Spec.NodeName]]
 	room := func() error {
 		r := w.whole("v")
-		return s.HasRoom(w.ctx, r, cluster.AddLeg(r), leaves, nil)
+		return s.HasRoom(w.ctx, r, cluster.AddLeg(r), leaves, nil, nil)
 	}
 	check.OK(t, room())
 	w.legMovesTo(leaves, to)

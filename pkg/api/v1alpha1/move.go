@@ -1,6 +1,9 @@
 package v1alpha1
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // Moves is how the volume is to move, and how far that is; nil for what there is not.
 func (v *Volume) Moves() (*Move, *MoveStatus) { return v.Spec.Move, v.Status.Move }
@@ -49,8 +52,8 @@ func (v *Volume) destination() string {
 }
 
 // NotBeside is why a node cannot have a leg of the volume beside others, in words that follow on the name of the node; empty if it can. Legs are on different nodes, and with a TopologyKey where nodes have different values of that
-// label. Where a leg moves away from, or was lost, another one may be, but for its node.
-func (r *ReplicatedVolume) NotBeside(others []*Volume, node string, labels func(node string) map[string]string) string {
+// label. Where a leg moves away from, was lost, or is to be replaced (leaving), another one may be, but for its node.
+func (r *ReplicatedVolume) NotBeside(others []*Volume, leaving []string, node string, labels func(node string) map[string]string) string {
 	key := r.Spec.TopologyKey
 	value := labels(node)[key]
 	if key != "" && value == "" {
@@ -60,7 +63,7 @@ func (r *ReplicatedVolume) NotBeside(others []*Volume, node string, labels func(
 		if other.isOrComes(node) {
 			return "has another replica of the volume, or gets one"
 		}
-		if at := other.destination(); key != "" && !IsLost(other) && labels(at)[key] == value {
+		if at := other.destination(); key != "" && !IsLost(other) && !slices.Contains(leaving, other.Name) && labels(at)[key] == value {
 			return fmt.Sprintf("is where node %s is, which has another replica of the volume, or gets one (parameter replicaTopologyKey=%s)", at, key)
 		}
 	}

@@ -20,6 +20,8 @@ func TestNotBeside(t *testing.T) {
 		}
 		return v
 	}
+	leaves := leg("a1", "")
+	leaves.Name = "leaves"
 	left := leg("b1", "a1")
 	left.Spec.Move.Left = true
 	lost, now := leg("a1", ""), metav1.NowMicro()
@@ -43,11 +45,13 @@ func TestNotBeside(t *testing.T) {
 		"the zone that one has left":       {"zone", []*v1alpha1.Volume{left}, "a2", ""},
 		"the zone of one that is lost":     {"zone", []*v1alpha1.Volume{lost}, "a2", ""},
 		"the node of one that is lost":     {"zone", []*v1alpha1.Volume{lost}, "a1", "has another replica"},
+		"the zone of one that is replaced": {"zone", []*v1alpha1.Volume{leaves, leg("b1", "")}, "a2", ""},
+		"the node of one that is replaced": {"zone", []*v1alpha1.Volume{leaves}, "a1", "has another replica"},
 		"no zone":                          {"zone", nil, "n1", "has no label zone"},
 		"a zone, beside one that has none": {"zone", []*v1alpha1.Volume{leg("n1", "")}, "c1", ""},
 	} {
 		r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{TopologyKey: c.key}}
-		if why := r.NotBeside(c.others, c.node, labels); (why == "") != (c.why == "") || !strings.Contains(why, c.why) {
+		if why := r.NotBeside(c.others, []string{leaves.Name}, c.node, labels); (why == "") != (c.why == "") || !strings.Contains(why, c.why) {
 			t.Errorf("%s: %q, want %q", what, why, c.why)
 		}
 	}

@@ -7,8 +7,12 @@ import (
 	"strings"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
 // mostLegs is how many legs an object can name.
@@ -29,6 +33,7 @@ type assessment struct {
 	state   state
 	current bool
 	home    bool // it is on the node that uses the volume
+	beside  bool // another leg is where it is, by the label of nodes that the volume names (spec.topologyKey)
 	down    bool // its node is not ready, or its agent is not heard: perhaps it never comes back
 	ahead   bool // it may have what the others lack (v1alpha1.LegAhead)
 	unfit   bool // it cannot be made equal to the others (v1alpha1.LegUnfit), and is to be replaced
@@ -61,7 +66,33 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		}
 		all = append(all, one)
 	}
-	return all, nil
+	return all, p.findBeside(ctx, r, legs, all)
+}
+
+// findBeside sets beside: as a leg was replaced where it was (leavingLegs), and is back before it has gone, or as somebody has changed labels.
+func (p *Replicator) findBeside(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, all []assessment) error {
+	if r.Spec.TopologyKey == "" {
+		return nil
+	}
+	at := map[string][]int{} // by value of the label
+	for i := range all {
+		v, node := legs[all[i].name], &corev1.Node{}
+		if v == nil {
+			continue
+		}
+		if err := p.kube.Cache.Get(ctx, client.ObjectKey{Name: v.Spec.NodeName}, node); client.IgnoreNotFound(err) != nil {
+			return kube.APIError("look at node "+v.Spec.NodeName, err)
+		}
+		if value := node.Labels[r.Spec.TopologyKey]; value != "" {
+			at[value] = append(at[value], i)
+		}
+	}
+	for _, same := range at {
+		for _, i := range same {
+			all[i].beside = len(same) > 1
+		}
+	}
+	return nil
 }
 
 // assessPlace finds out whether a leg is to be replaced because of where it is: its node is gone for good, it is not current for too long, or it cannot be
@@ -100,6 +131,17 @@ func legToReplace(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume
 		}
 	}
 	return nil
+}
+
+// leavingLegs returns the names of the legs that are to be replaced where they are: where nodes have the same label (spec.topologyKey), another one may be. One
+// that moves has its place where it moves to.
+func leavingLegs(all []assessment, legs map[string]*v1alpha1.Volume) (names []string) {
+	for _, l := range all {
+		if v := legs[l.name]; l.state == bad && v != nil && !v.Moving() {
+			names = append(names, l.name)
+		}
+	}
+	return names
 }
 
 // away is since when a leg is not current.
@@ -224,7 +266,7 @@ func whyLate(r *v1alpha1.ReplicatedVolume, all []assessment, legs map[string]*v1
 
 // surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current, on nodes
 // that work: while nobody uses a volume, a leg whose node is down counts as current still. One that is not current goes first, then one that is bad, then one
-// whose node is down, and last the one on the node that uses the volume. A leg that may have what the others lack stays, and so does one that is current after
+// beside another (spec.topologyKey), then one whose node is down, and last the one on the node that uses the volume. A leg that may have what the others lack stays, and so does one that is current after
 // the user of the volume has died, until there is another one. One that was never current, and cannot be, goes in any case.
 func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ removal) {
 	for _, one := range all {
@@ -263,6 +305,8 @@ func (l *assessment) goesBefore(other *assessment) bool {
 		return !l.current
 	case (l.state == bad) != (other.state == bad):
 		return l.state == bad
+	case l.beside != other.beside:
+		return l.beside
 	case l.down != other.down:
 		return l.down
 	case l.home != other.home:

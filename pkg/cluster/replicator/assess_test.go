@@ -54,6 +54,7 @@ func TestExcess(t *testing.T) {
 		"nor its successor":                      {2, used, []assessment{home, stale, unfit}, 2, takeOut},
 		"one of before cannot be made equal":     {2, used, []assessment{home, stale}, -1, stays},
 		"the only current one is lost":           {1, unused, []assessment{listed, joining}, -1, stays},
+		"one is where its successor is":          {2, used, []assessment{{current: true, beside: true}, current, {current: true, home: true, beside: true}}, 0, takeOut},
 		"its user has died":                      {1, died, []assessment{current, current}, -1, stays},
 		"its user has died, and there is a next": {1, next, []assessment{current, current}, -1, stays},
 		"its user has died, one lacks something": {1, died, []assessment{current, joining}, 1, takeOut},
@@ -166,11 +167,11 @@ func (w working) Works(context.Context, string) bool { return w.all }
 
 func (working) Mirrors(context.Context) func(string) bool { return nil }
 
-func (working) HasRoom(context.Context, *v1alpha1.ReplicatedVolume, string, *v1alpha1.Volume, *v1alpha1.Volume) error {
+func (working) HasRoom(context.Context, *v1alpha1.ReplicatedVolume, string, *v1alpha1.Volume, *v1alpha1.Volume, []string) error {
 	return nil
 }
 
-func (working) BeginLeg(context.Context, *v1alpha1.ReplicatedVolume, string, *v1alpha1.Volume, *v1alpha1.Volume) error {
+func (working) BeginLeg(context.Context, *v1alpha1.ReplicatedVolume, string, *v1alpha1.Volume, *v1alpha1.Volume, []string) error {
 	return nil
 }
 

@@ -44,11 +44,11 @@ type Maker interface {
 	// Works reports whether a node is ready, and its agent heard.
 	Works(ctx context.Context, node string) bool
 	// HasRoom returns ErrNoSpace if no node has room for a leg that BeginLeg would make.
-	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
+	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume, leaving []string) error
 	// BeginLeg creates the Volume of a leg that the object names, unless it exists. It does not wait until the node has made the leg. If that node is down or
 	// refuses, the Volume is withdrawn, and the next call chooses another node. The leg is blank, and else like the leg like. With instead it is on the node
-	// that the leg instead is to move to. ErrNoSpace if no node has room.
-	BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error
+	// that the leg instead is to move to. It may be where legs are that are to be replaced (leaving), but for their nodes. ErrNoSpace if no node has room.
+	BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume, leaving []string) error
 }
 
 // Replicator looks after the legs of volumes. Every replica of the controller has one: each of its writes is refused if the object was changed meanwhile.
@@ -245,7 +245,7 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	if err != nil {
 		return err
 	}
-	like, without := template(r, legs), ""
+	like, without, leaving := template(r, legs), "", leavingLegs(judged, legs)
 	for _, l := range judged {
 		if l.state != missing {
 			continue
@@ -253,7 +253,7 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 		if like == nil {
 			return nil // there is no leg to make it like
 		}
-		why, err := p.reportNoRoom(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like, legToReplace(r, legs)))
+		why, err := p.reportNoRoom(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like, legToReplace(r, legs), leaving))
 		if err != nil {
 			return err
 		}
@@ -274,7 +274,7 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	case instead == nil && late != "":
 		return p.reportWithout(ctx, r, late)
 	}
-	return p.add(ctx, r, like, instead)
+	return p.add(ctx, r, like, instead, leaving)
 }
 
 // template returns the leg that new ones are made like: a current one, or else one that was made; nil if there is none.
@@ -318,14 +318,14 @@ func (p *Replicator) reportWithout(ctx context.Context, r *v1alpha1.ReplicatedVo
 
 // add adds the name of one more leg to the object, if a node has room for it; the next step makes the leg. If no node has room, it reports that, and is
 // tried again later.
-func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume) error {
+func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume, leaving []string) error {
 	before := r.DeepCopy()
 	name, there, err := p.unused(ctx, r)
 	if err != nil {
 		return err
 	}
 	if !there {
-		without, err := p.reportNoRoom(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead))
+		without, err := p.reportNoRoom(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead, leaving))
 		if err != nil {
 			return err
 		}

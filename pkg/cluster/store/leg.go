@@ -27,9 +27,9 @@ func kept(legs []*v1alpha1.Volume, but string) []*v1alpha1.Volume {
 	return slices.DeleteFunc(slices.Clone(legs), func(v *v1alpha1.Volume) bool { return v.Name == but || v1alpha1.Going(v) })
 }
 
-// unfitFor returns the pools that cannot have one more leg of a volume, and why. With instead the new leg takes the place of that one. All legs of a volume
-// are in one network.
-func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, leg volume.Spec, instead *v1alpha1.Volume) (refusals, error) {
+// unfitFor returns the pools that cannot have one more leg of a volume, and why. With instead the new leg takes the place of that one; leaving are the others
+// that are to be replaced. All legs of a volume are in one network.
+func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, leg volume.Spec, instead *v1alpha1.Volume, leaving []string) (refusals, error) {
 	legs, err := s.legs(ctx, r)
 	if err != nil {
 		return nil, err
@@ -62,8 +62,8 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 		switch step := max(p.Status.Granularity, blockdev.Granularity); {
 		case network != "" && networks[node] != network:
 			why = fmt.Sprintf("node %s is not in the network %q of the other replicas", node, network)
-		case r.NotBeside(others, node, labels) != "":
-			why = fmt.Sprintf("node %s %s", node, r.NotBeside(others, node, labels))
+		case r.NotBeside(others, leaving, node, labels) != "":
+			why = fmt.Sprintf("node %s %s", node, r.NotBeside(others, leaving, node, labels))
 		case instead == nil && r.Unfit(node, time.Now()) != "":
 			why = fmt.Sprintf("node %s %s", node, r.Unfit(node, time.Now()))
 		case nodes[node] != nil && nodes[node].Spec.Unschedulable:
@@ -87,7 +87,7 @@ func (s *Store) nodeNamed(ctx context.Context, name string) (*corev1.Node, error
 
 // createLeg makes the leg with a name, if it is not there yet, in the first pool that has room and does not refuse it. like is a leg of the same volume.
 func (s *Store) createLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
-	spec, unfit, err := s.planLeg(ctx, r, name, like, nil)
+	spec, unfit, err := s.planLeg(ctx, r, name, like, nil, nil)
 	if err != nil {
 		return err
 	}
@@ -104,8 +104,8 @@ func (s *Store) createLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, nam
 }
 
 // BeginLeg: see replicator.Maker.
-func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error {
-	spec, unfit, err := s.planLeg(ctx, r, name, like, instead)
+func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume, leaving []string) error {
+	spec, unfit, err := s.planLeg(ctx, r, name, like, instead, leaving)
 	if err != nil {
 		return err
 	}
@@ -127,8 +127,8 @@ func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 }
 
 // HasRoom: see replicator.Maker.
-func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) error {
-	spec, unfit, err := s.planLeg(ctx, r, name, like, instead)
+func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume, leaving []string) error {
+	spec, unfit, err := s.planLeg(ctx, r, name, like, instead, leaving)
 	if err == nil {
 		_, err = s.plan(ctx, spec, unfit)
 	}
@@ -139,7 +139,7 @@ func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 }
 
 // planLeg returns the spec of a new leg, and the pools that cannot have it. With instead the leg is for the node and pool that that one is to move to.
-func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume) (spec volume.Spec, unfit refusals, err error) {
+func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like, instead *v1alpha1.Volume, leaving []string) (spec volume.Spec, unfit refusals, err error) {
 	spec, ok := cluster.LegSpec(r, name, like)
 	if !ok {
 		return spec, nil, fmt.Errorf("%w: the object of volume %s names a replica %s that it never numbered", errdefs.ErrPrecondition, cluster.ReplicatedID(r), name)
@@ -147,7 +147,7 @@ func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name 
 	if instead != nil {
 		spec.Nodes, spec.Pool = []string{instead.Spec.Move.Node}, instead.MovePool()
 	}
-	unfit, err = s.unfitFor(ctx, r, name, spec, instead)
+	unfit, err = s.unfitFor(ctx, r, name, spec, instead, leaving)
 	return spec, unfit, err
 }
 
