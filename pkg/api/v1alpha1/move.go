@@ -60,6 +60,9 @@ func (r *ReplicatedVolume) NotBeside(others []*Volume, leaving []string, node st
 		return "has no label " + key + " (parameter replicaTopologyKey)"
 	}
 	for _, other := range others {
+		if other.Spec.NodeName == node && IsLost(other) {
+			return fmt.Sprintf("has a replica of the volume that is lost, and gets another one when the volume does without that: kubectl ashlar replicas %s with a smaller number, and then with this one again", r.Name)
+		}
 		if other.isOrComes(node) {
 			return "has another replica of the volume, or gets one"
 		}

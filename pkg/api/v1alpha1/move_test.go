@@ -44,7 +44,7 @@ func TestNotBeside(t *testing.T) {
 		"the zone that one moves from":     {"zone", []*v1alpha1.Volume{leg("a1", "b1")}, "a2", ""},
 		"the zone that one has left":       {"zone", []*v1alpha1.Volume{left}, "a2", ""},
 		"the zone of one that is lost":     {"zone", []*v1alpha1.Volume{lost}, "a2", ""},
-		"the node of one that is lost":     {"zone", []*v1alpha1.Volume{lost}, "a1", "has another replica"},
+		"the node of one that is lost":     {"zone", []*v1alpha1.Volume{lost}, "a1", "has a replica of the volume that is lost"},
 		"the zone of one that is replaced": {"zone", []*v1alpha1.Volume{leaves, leg("b1", "")}, "a2", ""},
 		"the node of one that is replaced": {"zone", []*v1alpha1.Volume{leaves}, "a1", "has another replica"},
 		"no zone":                          {"zone", nil, "n1", "has no label zone"},
