@@ -78,7 +78,7 @@ func scrubDue(v *v1alpha1.ReplicatedVolume, every time.Duration, now time.Time) 
 	if s.Ended != nil {
 		last = s.Ended.Time
 	}
-	return every > 0 && now.Sub(last) >= every
+	return every > 0 && now.Sub(last).Abs() >= every // a clock that was far ahead does not put it off for as long
 }
 
 // scrub scrubs one mirror.

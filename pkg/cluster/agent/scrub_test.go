@@ -31,6 +31,8 @@ func TestScrubDue(t *testing.T) {
 		"under way":                {0, 0, &v1alpha1.Scrub{Progress: &v1alpha1.Progress{Total: 1}}, true},
 		"done a short time ago":    {2 * time.Hour, 0, &v1alpha1.Scrub{Ended: ago(time.Hour)}, false},
 		"done a long time ago":     {2 * time.Hour, 0, &v1alpha1.Scrub{Ended: ago(3 * time.Hour)}, true},
+		"done by a clock ahead":    {2 * time.Hour, 0, &v1alpha1.Scrub{Ended: ago(-3 * time.Hour)}, true},
+		"by one a little ahead":    {2 * time.Hour, 0, &v1alpha1.Scrub{Ended: ago(-time.Hour)}, false},
 		"and not to be done again": {0, 0, &v1alpha1.Scrub{Ended: ago(3 * time.Hour)}, false},
 	} {
 		v := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: *ago(time.Hour)}, Spec: v1alpha1.ReplicatedVolumeSpec{Scrubs: c.scrubs}, Status: v1alpha1.ReplicatedVolumeStatus{Scrub: c.scrub}}
