@@ -1172,6 +1172,9 @@ func TestReplicatedRestored(t *testing.T) {
 	w.eventually("the store knows the copy", func() bool {
 		return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrNotFound) && w.whole("v").Spec.Delete == ""
 	})
+	if _, err := s.Claim(w.ctx, v.ID, on("node-1")); err == nil || !strings.Contains(err.Error(), "restore ReplicatedVolume "+v.ID.Key+" with its status") {
+		t.Errorf("who wants to use it is told: %v", err)
+	}
 	fails(t, second(s.Create(w.ctx, replicas("v", 2, "node-1"))), errdefs.ErrDataLoss)
 	if r := w.whole("v"); r == nil || r.Status.Made != nil || len(w.legsOf("v")) != 2 {
 		t.Errorf("it is %+v, with %d legs", r, len(w.legsOf("v")))

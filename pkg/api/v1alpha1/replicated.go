@@ -352,6 +352,16 @@ func (v *ReplicatedVolume) Settled() bool {
 	return opened == 0 || v.Status.Closed == opened || v.Spec.Claim != nil && v.Spec.Claim.Generation == opened
 }
 
+// StatusLost: it was used, and does not say which of its legs are current. It was restored without its status. (One that has had one leg only gets that from the controller.)
+func (v *ReplicatedVolume) StatusLost() bool {
+	return v.Status.Made == nil && v.Spec.Claims > 0 && v.Spec.Numbered != 1
+}
+
+// WhyStatusLost is what is said then.
+func (v *ReplicatedVolume) WhyStatusLost() string {
+	return fmt.Sprintf("its object was restored without its status, and does not say which of its replicas have all that was written: restore ReplicatedVolume %s with its status, or say which are current (docs/operate/strays.md, volumes with replicas)", v.Name)
+}
+
 // Waiting says why who has the claim cannot use the volume, though a leg that is current answers; empty: nothing is known of that.
 func (v *ReplicatedVolume) Waiting() string {
 	if v.Spec.Claim == nil {

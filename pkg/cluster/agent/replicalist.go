@@ -285,6 +285,9 @@ func (m *mirrorReconciler) restoreList(ctx context.Context, now *mirrorView) err
 	}
 	klog.FromContext(ctx).Info("The object of a replicated volume was put back to what it was before; which legs are current is written anew", "list", v.Status.Lists, "known", last.number, "current", names)
 	return m.writeLists(ctx, v, &last, func(s *v1alpha1.ReplicatedVolumeStatus) {
+		if s.Made == nil { // it was restored without its status
+			s.Made = new(metav1.NewMicroTime(v.CreationTimestamp.Time))
+		}
 		s.Opened, s.Closed, s.Reads, s.Waits = m.generation, 0, now.reads(func(name string) bool { return slices.Contains(names, name) }), ""
 		for i := range s.Legs {
 			s.Legs[i].List = max(s.Legs[i].List, last.number) // the list that is written now comes after all that any of them knows

@@ -1067,6 +1067,22 @@ func TestBehindJoins(t *testing.T) {
 	}
 }
 
+// TestStatusLostWhileUsed: the object is deleted, and restored without its status, while the volume is used. Who uses it writes down which legs are current, and that
+// the volume is made: so it can be claimed again.
+func TestStatusLostWhileUsed(t *testing.T) {
+	f := newObject(t, 3, "a", "b", "c")
+	f.leaves("c")
+	f.v.Status, f.v.ResourceVersion = v1alpha1.ReplicatedVolumeStatus{}, f.v.ResourceVersion+"0"
+	now := &mirrorView{v: f.v.DeepCopy(), s: mirror.State{Legs: []mirror.Leg{{Device: 1}, {Device: 2}}}, leg: map[uint64]string{1: "a", 2: "b"}, device: map[string]uint64{"a": 1, "b": 2}, failing: map[string]string{}}
+	if is, err := f.isRestored(t.Context(), now); err != nil || !is {
+		t.Fatal("it is not found that the object was restored:", err)
+	}
+	check.OK(t, f.restoreList(t.Context(), now))
+	if f.v.Status.Made == nil || f.v.Status.Opened != 1 || !slices.Equal(f.v.Current(), []string{"a", "b"}) {
+		t.Errorf("the object says %+v", f.v.Status)
+	}
+}
+
 // TestAskedOnce: a driver that has just started asks the legs once for the last list, to find that the object was restored, and to correct it.
 func TestAskedOnce(t *testing.T) {
 	f := newObject(t, 2, "a", "b")

@@ -91,10 +91,14 @@ func ofLeg(all []saying) []saying {
 // ofReplicated returns all events of a volume with several legs: which legs are lost, not current, joining, new or removed, and that none can be used.
 // legs has those whose Volumes exist, by name; nodes has the states of nodes that are not well.
 func ofReplicated(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, nodes map[string]nodeState) (all []saying) {
-	if r.Status.Made == nil || r.Going() {
+	if r.Status.Made == nil && !r.StatusLost() || r.Going() {
 		return nil
 	}
 	subject := "volume " + cluster.ReplicatedID(r).String() + ": "
+	if r.StatusLost() {
+		one := saying{of: r, reason: cluster.ReasonNoCurrentReplica, level: warning, lasting: true, state: "status", note: subject + r.WhyStatusLost()}
+		return one.each(replicated)
+	}
 	if r.Status.Lacks != "" {
 		one := saying{of: r, reason: cluster.ReasonReplicaMissing, level: warning, lasting: true, state: fmt.Sprint(r.Spec.Replicas), note: fmt.Sprintf("%s%s, and no further one is made: %s", subject, lacking(r), r.Status.Lacks)}
 		all = append(all, one.each(replicated)...)

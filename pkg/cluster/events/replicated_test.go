@@ -31,6 +31,21 @@ func TestWhyNoneIsUsed(t *testing.T) {
 	}
 }
 
+// TestStatusLost: an event tells that an object was restored without its status, and what to do. One that is being made says nothing.
+func TestStatusLost(t *testing.T) {
+	r := cluster.ReplicatedNamed("v")
+	r.Spec.Legs, r.Spec.Numbered = []string{"a", "b"}, 2
+	if all := ofReplicated(r, nil, nil); len(all) > 0 {
+		t.Errorf("of one that is being made is told %+v", all)
+	}
+	r.Spec.Claims = 1
+	if !slices.ContainsFunc(ofReplicated(r, nil, nil), func(s saying) bool {
+		return s.reason == cluster.ReasonNoCurrentReplica && strings.Contains(s.note, "restore ReplicatedVolume v with its status")
+	}) {
+		t.Error("it is not told")
+	}
+}
+
 // TestLacksAReplica: an event tells that no node can have another replica of a volume. It says that the volume has too few only if that is so.
 func TestLacksAReplica(t *testing.T) {
 	r := cluster.ReplicatedNamed("v")

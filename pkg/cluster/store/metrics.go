@@ -81,7 +81,7 @@ func (s *Store) replicaSamples(ctx context.Context, legs map[string]leg, nodes m
 	volumes, replicas, resync := map[[2]int]int{}, map[at]int{}, map[string]int64{}
 	for i := range list.Items {
 		r := &list.Items[i]
-		if r.Status.Made == nil || r.Going() {
+		if r.Status.Made == nil && !r.StatusLost() || r.Going() {
 			continue
 		}
 		if r.Status.Scrub.Differs() {

@@ -124,8 +124,11 @@ func thereReplicated(r *v1alpha1.ReplicatedVolume) error {
 	if r.Status.Made == nil && r.Spec.Numbered == 1 {
 		return getsReplicas(cluster.ReplicatedID(r))
 	}
-	if r.Status.Made == nil {
-		return fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, cluster.ReplicatedID(r))
+	switch id := cluster.ReplicatedID(r); {
+	case r.StatusLost():
+		return fmt.Errorf("%w: volume %s: %s", errdefs.ErrNotFound, id, r.WhyStatusLost())
+	case r.Status.Made == nil:
+		return fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id)
 	}
 	return nil
 }

@@ -104,6 +104,8 @@ func (w *whole) state(stands *v1alpha1.Volume) overview.State {
 	switch {
 	case w.r.Going():
 		return overview.Deleting
+	case w.r.StatusLost():
+		return overview.Ready // its bytes are there
 	case w.r.Status.Made == nil:
 		return overview.Making
 	case w.out.Replicas.Current == 0 && !slices.ContainsFunc(w.r.Current(), func(name string) bool { v := w.legs[name]; return v != nil && !v1alpha1.IsLost(v) }):
@@ -152,6 +154,8 @@ func join(one, two string) string {
 // status.legs, nil if there is none; named reports whether spec.legs names it.
 func (w *whole) legState(v *v1alpha1.Volume, l *v1alpha1.Leg, named bool) (overview.LegState, string) {
 	switch {
+	case l == nil && w.r.StatusLost():
+		return overview.LegWaiting, "whether it has all that was written is not known"
 	case v == nil && l == nil:
 		return overview.LegMaking, cmp.Or(w.r.Status.Lacks, "it is to be made")
 	case v == nil:
@@ -211,7 +215,11 @@ func (w *whole) wrong() {
 		if w.out.State == overview.Lost {
 			severity = overview.DataLoss
 		}
-		say(severity, v1alpha1.ReasonNoCurrentReplica, "none of the replicas that have all that was written is there")
+		message := "none of the replicas that have all that was written is there"
+		if w.r.StatusLost() {
+			message = w.r.WhyStatusLost()
+		}
+		say(severity, v1alpha1.ReasonNoCurrentReplica, message)
 	}
 	if waits := w.r.Waiting(); waits != "" && w.out.Replicas.Current > 0 {
 		say(overview.Inaccessible, v1alpha1.ReasonNoCurrentReplica, waits)
@@ -231,7 +239,7 @@ func (w *whole) wrongWith(leg overview.Leg) (all []overview.Problem) {
 	if v := w.legs[leg.ID[strings.LastIndexByte(leg.ID, '.')+1:]]; v != nil {
 		all = problems(v.Status.Health, overview.KindVolume, w.out.ID)
 	}
-	if leg.State == overview.LegJoining || leg.State == overview.LegWaiting {
+	if (leg.State == overview.LegJoining || leg.State == overview.LegWaiting) && !w.r.StatusLost() {
 		all = append(all, overview.Problem{Severity: overview.Degraded, Reason: v1alpha1.ReasonReplicaNotCurrent, Message: "it does not have all that was written: " + cmp.Or(leg.Message, "that is copied to it")})
 	}
 	return all

@@ -64,9 +64,12 @@ func TestReplicas(t *testing.T) {
 		"they are not equal": {whole(func(r *v1alpha1.ReplicatedVolume) {
 			r.Status.Scrub = &v1alpha1.Scrub{Last: &v1alpha1.Differences{Bytes: 4096}}
 		}), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "2/2 Ready b: a Current, b Current", "Degraded ReplicasDiffer"},
-		"none is there": {whole(nil), nil, "0/2 Lost :  Lost,  Lost", "DataLoss NoCurrentReplica, Degraded ReplicaMissing"},
-		"it is deleted": {whole(func(r *v1alpha1.ReplicatedVolume) { r.Spec.Claim, r.Spec.Delete = nil, r.UID }), []v1alpha1.Volume{leg(1, "a")}, "1/2 Deleting a: a Current,  Lost", ""},
-		"it takes long": {whole(func(r *v1alpha1.ReplicatedVolume) { r.Status = v1alpha1.ReplicatedVolumeStatus{} }), []v1alpha1.Volume{leg(1, "a")}, "0/2 Making a: a Waiting,  Making", "Warning TakesLong"},
+		"none is there":                      {whole(nil), nil, "0/2 Lost :  Lost,  Lost", "DataLoss NoCurrentReplica, Degraded ReplicaMissing"},
+		"it is deleted":                      {whole(func(r *v1alpha1.ReplicatedVolume) { r.Spec.Claim, r.Spec.Delete = nil, r.UID }), []v1alpha1.Volume{leg(1, "a")}, "1/2 Deleting a: a Current,  Lost", ""},
+		"it was restored without its status": {whole(func(r *v1alpha1.ReplicatedVolume) { r.Status = v1alpha1.ReplicatedVolumeStatus{} }), []v1alpha1.Volume{leg(1, "a"), leg(2, "b")}, "0/2 Ready b: a Waiting, b Waiting", "Inaccessible NoCurrentReplica"},
+		"it takes long": {whole(func(r *v1alpha1.ReplicatedVolume) {
+			r.Spec.Claims, r.Spec.Claim, r.Status = 0, nil, v1alpha1.ReplicatedVolumeStatus{}
+		}), []v1alpha1.Volume{leg(1, "a")}, "0/2 Making a: a Waiting,  Making", "Warning TakesLong"},
 	} {
 		t.Run(what, func(t *testing.T) {
 			ready := machine{ready: true}
