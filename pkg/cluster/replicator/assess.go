@@ -80,7 +80,7 @@ func (p *Replicator) findBeside(ctx context.Context, r *v1alpha1.ReplicatedVolum
 		if v == nil {
 			continue
 		}
-		if err := p.kube.Cache.Get(ctx, client.ObjectKey{Name: v.Spec.NodeName}, node); client.IgnoreNotFound(err) != nil {
+		if err := client.IgnoreNotFound(p.kube.Cache.Get(ctx, client.ObjectKey{Name: v.Spec.NodeName}, node)); err != nil {
 			return kube.APIError("look at node "+v.Spec.NodeName, err)
 		}
 		if value := node.Labels[r.Spec.TopologyKey]; value != "" {
