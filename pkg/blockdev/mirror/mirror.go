@@ -336,9 +336,7 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 			checked = nil // none is better
 		}
 		if s.Joining != nil && len(stays) < len(s.Legs) { // first of all: a suspension of the mirror waits for what they hold
-			if err := switched(ctx, name, s.inner, checked, func() error {
-				return s.current(ctx, stays, func(table []dm.Line) error { return dm.Load(s.inner, table) })
-			}); err != nil {
+			if err := s.current(ctx, stays, func(table []dm.Line) error { return switched(ctx, name, s.inner, checked, table) }); err != nil {
 				return err
 			}
 		}
@@ -391,16 +389,14 @@ func removeBelow(ctx context.Context, name string) error {
 
 // replace gives a mirror the table of legs that are equal. errdefs.ErrUnavailable if one of stay has failed by then: see switched.
 func replace(ctx context.Context, name string, size int64, legs, stay []uint64) error {
-	return switched(ctx, name, name, stay, func() error {
-		return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Load(name, table) })
-	})
+	return flat(ctx, size, legs, func(table []dm.Line) error { return switched(ctx, name, name, stay, table) })
 }
 
-// switched brings the table that load loads into effect, of a device that is the mirror, or the one over its current legs; stay are legs that stay in the
-// mirror. What these have failed until then is not tried again: a disk tells only once what it could not flush, and nothing would tell any more. So if one of
-// them has failed, errdefs.ErrUnavailable: the mirror is Held until that one leaves; or, if a leg joins and the device is the mirror, it is suspended until
-// then. A crash may leave the device suspended, until Recover.
-func switched(ctx context.Context, name, device string, stay []uint64, load func() error) error {
+// switched brings a table into effect, of a device that is the mirror, or the one over its current legs; stay are legs that stay in the mirror. What these have
+// failed until then is not tried again: a disk tells only once what it could not flush, and nothing would tell any more. So if one of them has failed,
+// errdefs.ErrUnavailable: the mirror is Held until that one leaves; or, if a leg joins and the device is the mirror, it is suspended until then. A crash may
+// leave the device suspended, until Recover.
+func switched(ctx context.Context, name, device string, stay []uint64, table []dm.Line) error {
 	if err := dm.Hold(device); err != nil {
 		return err
 	}
@@ -416,8 +412,8 @@ func switched(ctx context.Context, name, device string, stay []uint64, load func
 		}
 		return err
 	}
-	if err := load(); err != nil {
-		return errors.Join(err, dm.Clear(device), dm.Resume(device, dm.NoScan))
+	if err := dm.Load(device, table); err != nil {
+		return errors.Join(err, dm.Clear(device), s.resume(ctx, device))
 	}
 	return dm.Resume(device, dm.NoScan)
 }
