@@ -96,14 +96,14 @@ func (m *mirrorReconciler) findFailed(now *mirrorView) {
 	m.findUntold(now)
 }
 
-// readable returns the leg that stays of a mirror whose legs have all failed reads, and nothing else: such a leg has everything, in parts that cannot be read
+// readable returns the leg that stays of a mirror whose legs have all failed, one at least reads alone: such a leg has everything, in parts that cannot be read
 // perhaps. The kernel reads from none of them any more, until the others have left. Empty if it is not so, or as long as a leg joins: that one leaves (dropFailed).
 func (m *mirrorReconciler) readable(now *mirrorView) string {
-	if now.s.Joining != nil || !now.onlyReadsFailed() {
+	if now.s.Joining != nil || len(now.s.Failed()) < len(now.s.Legs) {
 		return ""
 	}
 	for _, l := range now.legs() {
-		if name := now.leg[l.Device]; slices.Contains(now.v.Current(), name) && m.whyUnreachable(now, name) == "" {
+		if name := now.leg[l.Device]; l.OnlyReads && slices.Contains(now.v.Current(), name) && m.whyUnreachable(now, name) == "" {
 			return name
 		}
 	}

@@ -1912,6 +1912,27 @@ func TestEachCannotBeReadSomewhere(t *testing.T) {
 	f.ends(f.write(one), "a write")
 }
 
+// TestOneCannotBeReadOneWritten: a leg has failed reads of one part, and the other one a write, before the driver looked. The first has everything that was
+// acknowledged, and stays.
+func TestOneCannotBeReadOneWritten(t *testing.T) {
+	const one, other = 4 << 20, 8 << 20
+	f := newTended(t, 2, "near", "far")
+	f.unreadable("near", one, 4096)
+	file := f.file()
+	page, _, err := direct.Memory(4096)
+	check.OK(t, err)
+	_, err = file.ReadAt(page, one) // the far leg has it
+	check.OK(t, err)
+	f.fails(f.legs["far"])
+	_ = f.write(other) // it ends with an error, as no leg is whole
+	f.eventually("both have failed", func(now *mirrorView) bool { return len(now.s.Failed()) == 2 })
+	f.starts()
+	f.current("near")
+	_, err = file.ReadAt(page, 0)
+	check.OK(t, err)
+	f.ends(f.write(other), "another write")
+}
+
 // TestAllEnd: a leg has failed a write, which is held, and then the connections to all legs end. The writer gets an error.
 func TestAllEnd(t *testing.T) {
 	f := newTended(t, 2, "far", "away", "near")
