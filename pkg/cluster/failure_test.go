@@ -710,7 +710,9 @@ func TestDeleteUnreported(t *testing.T) {
 			check.OK(t, w.Delete(w.ctx, v))
 		}
 		check.OK(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
-		w.eventually("the store has heard of it", func() bool { return second(s.Capacity(w.ctx, "b", volume.NotEncrypted, m.name)) != nil })
+		w.eventually("the store has heard of it", func() bool { // of each pool: one after another goes
+			return second(s.Capacity(w.ctx, "b", volume.NotEncrypted, m.name)) != nil && second(s.Capacity(w.ctx, "default", volume.NotEncrypted, m.name)) != nil
+		})
 	}
 	lose()
 	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
