@@ -406,9 +406,10 @@ func switched(ctx context.Context, name, device string, stay []uint64, table []d
 	}
 	if failed := s.lacking(stay); len(failed) > 0 {
 		err := fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(failed))
-		rest := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(s.lacking(s.devices()), l) })
-		if s.inner == device && len(rest) > 0 {
-			err = errors.Join(err, s.current(ctx, rest, func(table []dm.Line) error { return dm.Load(device, table) }))
+		lost := s.lacking(s.devices())
+		whole := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(lost, l) })
+		if s.inner == device && len(whole) > 0 {
+			err = errors.Join(err, s.hold(ctx, whole))
 		}
 		return err
 	}

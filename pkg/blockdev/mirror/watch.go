@@ -82,7 +82,7 @@ func (s *State) holdForgotten(ctx context.Context, name string, seen Event) (err
 	return err
 }
 
-// hold suspends a mirror, with a table loaded over some of its legs: it is Held until the others leave.
+// hold suspends a mirror, if it is not, with a table loaded over some of its legs: it is Held until the others leave.
 func (s *State) hold(ctx context.Context, stay []uint64) error {
 	if err := s.current(ctx, stay, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
 		return err
