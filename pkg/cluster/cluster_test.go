@@ -429,6 +429,18 @@ func (w *environment) places(s *store.Store, label string, want map[string]strin
 	})
 }
 
+// zones gives nodes the label zone, and waits until a store knows that.
+func (w *environment) zones(s *store.Store, of map[string]string) {
+	w.Helper()
+	for name, zone := range of {
+		node := &corev1.Node{}
+		check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: name}, node))
+		metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
+		check.OK(w, w.Update(w.ctx, node))
+	}
+	w.places(s, "zone", of)
+}
+
 // TestStore: a store and an agent together keep the contract of volume.Store.
 func TestStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) storetest.Fixture {

@@ -8,8 +8,6 @@ import (
 	"testing"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -39,13 +37,7 @@ func (w *environment) legMovesTo(leg *v1alpha1.Volume, node string) {
 // removed.
 func TestReplicaMovesUsed(t *testing.T) {
 	w, all, s := legCluster(t, 4)
-	for name, zone := range map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"} {
-		node := &corev1.Node{}
-		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: name}, node))
-		metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
-		check.OK(t, w.Update(w.ctx, node))
-	}
-	w.places(s, "zone", map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"})
+	w.zones(s, map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"})
 	spec := replicas("v", 2, "node-1")
 	spec.Replicas.TopologyKey = "zone"
 	v, err := s.Create(w.ctx, spec)
@@ -192,13 +184,7 @@ func TestReplicaDeletedAsItLeft(t *testing.T) {
 func TestReplicaBesideMoving(t *testing.T) {
 	w, _, s := legCluster(t, 4)
 	zones := map[string]string{"node-1": "a", "node-2": "c", "node-3": "b", "node-4": "c"}
-	for name, zone := range zones {
-		node := &corev1.Node{}
-		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: name}, node))
-		metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
-		check.OK(t, w.Update(w.ctx, node))
-	}
-	w.places(s, "zone", zones)
+	w.zones(s, zones)
 	spec := replicas("v", 2, "node-1")
 	spec.Replicas.TopologyKey = "zone"
 	_, err := s.Create(w.ctx, spec)

@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -28,14 +27,7 @@ func TestReplicatorReplacesInZone(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			w, all, s := legCluster(t, 4)
-			zones := map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"}
-			for name, zone := range zones {
-				node := &corev1.Node{}
-				check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: name}, node))
-				metav1.SetMetaDataLabel(&node.ObjectMeta, "zone", zone)
-				check.OK(t, w.Update(w.ctx, node))
-			}
-			w.places(s, "zone", zones)
+			w.zones(s, map[string]string{"node-1": "a", "node-2": "b", "node-3": "b", "node-4": "a"})
 			spec := replicas("v", 2, "node-1")
 			spec.Replicas.TopologyKey = "zone"
 			v, err := s.Create(w.ctx, spec)

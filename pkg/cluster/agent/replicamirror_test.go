@@ -194,6 +194,15 @@ func (f *tended) file() *os.File {
 	return file
 }
 
+// read reads a page.
+func (f *tended) read(at int64) error {
+	page, free, err := direct.Memory(4096)
+	check.OK(f.t, err)
+	defer free()
+	_, err = f.file().ReadAt(page, at)
+	return err
+}
+
 // write begins to write a page. done receives when the write has ended.
 func (f *tended) write(at int64) (done chan error) {
 	file := f.file()
@@ -1892,23 +1901,18 @@ func TestEachCannotBeReadSomewhere(t *testing.T) {
 	f := newTended(t, 2, "near", "far")
 	f.unreadable("near", one, 4096)
 	f.unreadable("far", other, 4096)
-	file := f.file()
-	page, _, err := direct.Memory(4096)
-	check.OK(t, err)
-	_, err = file.ReadAt(page, one) // the far leg has it
-	check.OK(t, err)
-	_, _ = file.ReadAt(page, other)
+	check.OK(t, f.read(one)) // the far leg has it
+	_ = f.read(other)
 	if s := f.now().s; len(s.Failed()) != 2 {
 		t.Fatalf("not both have failed: %+v", s)
 	}
-	if _, err := file.ReadAt(page, 0); err == nil {
+	if err := f.read(0); err == nil {
 		t.Fatal("this kernel reads them all the same")
 	}
 	f.marks = func(string) error { return fmt.Errorf("%w: what was written is not known", errdefs.ErrUnavailable) } // so it does not join at once
 	f.starts()
 	f.current("near")
-	_, err = file.ReadAt(page, 0)
-	check.OK(t, err)
+	check.OK(t, f.read(0))
 	f.ends(f.write(one), "a write")
 }
 
@@ -1918,18 +1922,13 @@ func TestOneCannotBeReadOneWritten(t *testing.T) {
 	const one, other = 4 << 20, 8 << 20
 	f := newTended(t, 2, "near", "far")
 	f.unreadable("near", one, 4096)
-	file := f.file()
-	page, _, err := direct.Memory(4096)
-	check.OK(t, err)
-	_, err = file.ReadAt(page, one) // the far leg has it
-	check.OK(t, err)
+	check.OK(t, f.read(one)) // the far leg has it
 	f.fails(f.legs["far"])
 	_ = f.write(other) // it ends with an error, as no leg is whole
 	f.eventually("both have failed", func(now *mirrorView) bool { return len(now.s.Failed()) == 2 })
 	f.starts()
 	f.current("near")
-	_, err = file.ReadAt(page, 0)
-	check.OK(t, err)
+	check.OK(t, f.read(0))
 	f.ends(f.write(other), "another write")
 }
 
