@@ -293,8 +293,9 @@ func (s Stack) ReleaseMirror(context.Context) error {
 	})
 }
 
-// Unmirror brings a volume back to its old leg alone. Writes that the mirror holds go there. What the old leg may lack (Forgot) is copied there first:
-// errdefs.ErrBusy until that is done. Without a mirror it only repairs what a crash left of one.
+// Unmirror brings a volume back to its old leg alone. Writes that the mirror holds go there, unless that leg has failed a write or a flush: then they fail,
+// as they would without a mirror. What the old leg may lack (Forgot) is copied there first: errdefs.ErrBusy until that is done. Without a mirror it only
+// repairs what a crash left of one.
 func (s Stack) Unmirror(context.Context) error {
 	return s.moving("end its mirror", func() error {
 		d, err := s.seat()
@@ -312,15 +313,31 @@ func (s Stack) Unmirror(context.Context) error {
 		if err != nil {
 			return err
 		}
-		return m.leave(d, m.Old)
+		return m.leaveForOld(d)
 	})
 }
 
-// leave replaces a mirror by one of its legs. Writes that the mirror holds go there.
-func (m mirror) leave(d *dm.Device, leg uint64) error {
+// leaveForOld is leave for the old leg. A flush that this leg has failed is not given to it again: a disk tells only once what it has lost, and may take the
+// second one. Of a mirror that is Held it is given to it all the same: the kernel keeps it for the next table.
+func (m mirror) leaveForOld(d *dm.Device) error {
+	if m.oldLacks() {
+		return m.leave(d, m.Old, dm.ReplaceFailing)
+	}
+	return m.leave(d, m.Old, dm.Replace)
+}
+
+// oldLacks reports whether the old leg has failed a write or a flush, as far as the kernel says.
+func (m mirror) oldLacks() bool {
+	return slices.ContainsFunc(m.parts, func(p part) bool {
+		return slices.ContainsFunc(p.Legs, func(l dm.Leg) bool { return l.Device == m.Old && l.Failed && !l.OnlyReads })
+	})
+}
+
+// leave replaces a mirror by one of its legs. What happens to writes that the mirror holds is for replace: dm.Replace or dm.ReplaceFailing.
+func (m mirror) leave(d *dm.Device, leg uint64, replace func(name string, table []dm.Line) error) error {
 	size, err := d.Size()
 	if err == nil {
-		err = dm.Replace(d.Name, dm.Linear(leg, size))
+		err = replace(d.Name, dm.Linear(leg, size))
 	}
 	if err == nil {
 		err = errors.Join(m.over.remove(), forget(d.Name))
@@ -359,7 +376,7 @@ func (s Stack) switchTo(ctx context.Context, to Stack) error {
 		return fmt.Errorf("%w: it is copied back to where it was", errdefs.ErrPrecondition)
 	case was:
 		if err = m.over.flush(); err == nil { // HoldMirror has done that
-			err = m.leave(d, m.New)
+			err = m.leave(d, m.New, dm.Replace)
 		}
 	default:
 		err = settled(d)
