@@ -41,13 +41,11 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	if err := p.leaveOthers(ctx, ref, export.NQN); err != nil {
 		return blockdev.Device{}, err
 	}
-	p.note(export.NQN, func(k *known) { k.making = true }) // before there is a device: nobody may take it for one that was handed out
 	c, err := p.kernel.Connect(ctx, export.Connection)
 	if err == nil {
 		c, err = p.proved(ctx, c, export)
 	}
 	if err != nil {
-		p.note(export.NQN, func(k *known) { k.making = false })
 		return blockdev.Device{}, fmt.Errorf("%s of another node: %w", ref, err)
 	}
 	claim, _ := p.home.Claim(ref)
@@ -203,8 +201,9 @@ func holders(c nvme.Device) (names []string) {
 	return names
 }
 
-// Attached: see blockdev.Pool. A device is Kept if it was handed out itself, and not a device over it. That is known of connections that this process
-// made, or is making. One of an earlier process with nothing over it counts as Kept: it was handed out, or nothing uses it, which a start finds out (Orphans).
+// Attached: see blockdev.Pool. A device is Kept if it was handed out itself, and not a device over it. That is known of connections that came
+// in the time of this process, also after who attached them had given up: the kernel goes on. One of an earlier process with nothing over it counts as Kept: it
+// was handed out, or nothing uses it, which a start finds out (Orphans).
 func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	if err := ref.Validate(); err != nil {
 		return nil, err
@@ -216,7 +215,7 @@ func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 func (p *Pool) devices(connected []nvme.Device) (devices []blockdev.Device) {
 	for _, c := range connected {
 		if k := p.knownOf(c.NQN); c.Path != "" {
-			devices = append(devices, blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: k.kept || !k.made && !k.making && !stacked(c)})
+			devices = append(devices, blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: k.kept || !k.made && p.isEarlier(c.NQN) && !stacked(c)})
 		}
 	}
 	return devices

@@ -126,9 +126,10 @@ type shared struct {
 	kernel Kernel
 	home   Home
 
-	mu    sync.Mutex
-	known map[string]known        // by NQN of the connection
-	told  map[blockdev.Ref]string // the last NQN that the home of each volume answered
+	mu      sync.Mutex
+	known   map[string]known        // by NQN of the connection
+	told    map[blockdev.Ref]string // the last NQN that the home of each volume answered
+	earlier map[string]bool         // NQNs of the connections that were there when this process looked first; nil: it has not
 }
 
 // tell notes the NQN by which the home exports a volume.
@@ -150,7 +151,6 @@ func (p *Pool) replaced(ref blockdev.Ref, c nvme.Device) bool {
 // known is what is known of a connection beside what the kernel says. It is lost with the process.
 type known struct {
 	made   bool            // this process made it
-	making bool            // this process is making it
 	second bool            // it is to the new home of a volume that moves: see Second
 	kept   bool            // the device was handed out itself
 	home   string          // the node
@@ -368,9 +368,13 @@ func (p *Pool) current(ref blockdev.Ref) ([]nvme.Device, error) {
 
 // all returns this node's connections, by volume, to subsystems whose names have a prefix.
 func (p *Pool) all(prefix string) (map[blockdev.Ref][]nvme.Device, error) {
-	list, err := p.kernel.List(prefix)
+	err := p.lookFirst()
 	if err != nil {
-		return nil, fmt.Errorf("list connections to volumes of other nodes: %w", err)
+		return nil, err
+	}
+	list, err := p.list(prefix)
+	if err != nil {
+		return nil, err
 	}
 	found := map[blockdev.Ref][]nvme.Device{}
 	for _, c := range list {
@@ -379,6 +383,39 @@ func (p *Pool) all(prefix string) (map[blockdev.Ref][]nvme.Device, error) {
 		}
 	}
 	return found, nil
+}
+
+func (p *Pool) list(prefix string) ([]nvme.Device, error) {
+	list, err := p.kernel.List(prefix)
+	if err != nil {
+		return nil, fmt.Errorf("list connections to volumes of other nodes: %w", err)
+	}
+	return list, nil
+}
+
+// lookFirst notes which connections are there, the first time: see shared.earlier.
+func (p *Pool) lookFirst() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.earlier != nil {
+		return nil
+	}
+	list, err := p.list(nqnPrefix)
+	if err != nil {
+		return err
+	}
+	p.earlier = map[string]bool{}
+	for _, c := range list {
+		p.earlier[c.NQN] = true
+	}
+	return nil
+}
+
+// isEarlier reports whether an earlier process made a connection.
+func (p *Pool) isEarlier(nqn string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.earlier[nqn]
 }
 
 func (p *Pool) knownOf(nqn string) known {
@@ -407,6 +444,7 @@ func (p *Pool) forget(nqn string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.known, nqn)
+	delete(p.earlier, nqn)
 	if ref, _, _ := parseNQN(nqn); p.told[ref] == nqn {
 		delete(p.told, ref)
 	}

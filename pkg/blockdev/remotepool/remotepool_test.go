@@ -92,6 +92,9 @@ func (h *home) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, err
 	if h.connects != nil {
 		h.connects()
 	}
+	if err == nil {
+		err = ctx.Err() // the kernel goes on
+	}
 	return device, err
 }
 
@@ -579,6 +582,30 @@ func TestMaking(t *testing.T) {
 	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
 	if asked != 1 {
 		t.Errorf("it was connected %d times", asked)
+	}
+}
+
+// TestConnectedLate: nor is one that the kernel has only after who attached it has given up, or after a process that began it was killed, also if it is used
+// later.
+func TestConnectedLate(t *testing.T) {
+	h, all := start(t)
+	pool, next := all.Named("fast"), h.restarted()
+	if devices, err := next.Attached(t.Context(), ref); err != nil || len(devices) > 0 {
+		t.Fatalf("attached are %+v, %v", devices, err)
+	}
+	ctx, giveUp := context.WithCancel(t.Context())
+	h.connects = giveUp
+	if _, err := pool.Attach(ctx, ref, blockdev.Attachment{}); !errors.Is(err, context.Canceled) {
+		t.Fatalf("it is attached: %v", err)
+	}
+	for range 2 {
+		for _, p := range []blockdev.Pool{pool, next} {
+			if devices, err := p.Attached(t.Context(), ref); err != nil || len(devices) != 1 || devices[0].Kept {
+				t.Errorf("attached are %+v, %v", devices, err)
+			}
+		}
+		h.connects = nil
+		pooltest.Attach(t, pool, ref, blockdev.Attachment{})
 	}
 }
 
