@@ -72,6 +72,12 @@ func IsNumbered(r *v1alpha1.ReplicatedVolume, name string) bool {
 	return slices.Contains(NumberedLegs(r), name)
 }
 
+// IsFurther reports whether an object has named a leg beside others (AddLeg), so that it can be made (LegSpec). The first leg is made before the object; and a
+// person may have written any name.
+func IsFurther(r *v1alpha1.ReplicatedVolume, name string) bool {
+	return name != r.Name && IsNumbered(r, name)
+}
+
 // OfAgent reports whether an agent made the object of a volume, for bytes that it says are there: no agent can give an object spec.make, and none can change
 // the spec of one that never had it. Of an object that the controller has changed since it cannot tell any more.
 func OfAgent(v *v1alpha1.Volume) bool { return !v.Spec.Make && v.Generation <= 1 }

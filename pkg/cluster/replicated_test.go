@@ -889,6 +889,48 @@ func TestReplicatorReplaces(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicatorOldNames: somebody brings an older spec.legs of a volume back, as a tool that applies what a repository has: it names the first leg, which was
+// replaced since, and is gone; or it names what never was a leg of the volume. No such leg can be made, so another one takes its place.
+func TestReplicatorOldNames(t *testing.T) {
+	w, all, s := legCluster(t, 4)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, second(s.Create(w.ctx, replicas("other", 2, "node-1"))))
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-2"))))
+	older := w.whole("v").Spec.Legs
+	w.becomes("v", older...)
+	first := w.legsOf("v")[0]
+	m := all[first.Spec.NodeName]
+	m.stop()
+	check.OK(t, m.local.Delete(w.ctx, legID(first)))
+	w.start(m.machine)
+	w.replaced("v", first.Name)
+
+	for _, name := range []string{first.Name, "0123456789abcdef0123456789abcdef", w.whole("other").Spec.Legs[1]} {
+		stays := older[1]
+		w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Legs = []string{name, stays} })
+		w.becomes("v", stays)
+		var next string
+		w.eventually("another one is made in the place of "+name, func() bool {
+			legs := w.whole("v").Spec.Legs
+			next = legs[len(legs)-1]
+			made := w.legsOf("v")
+			return len(legs) == 3 && slices.ContainsFunc(made, func(v *v1alpha1.Volume) bool { return v.Name == next && v.Status.Created != nil })
+		})
+		w.becomes("v", stays, next)
+		w.eventually("the volume does without the name", func() bool {
+			r := w.whole("v")
+			return slices.Equal(r.Spec.Legs, []string{stays, next}) && len(w.legsOf("v")) == 2 && r.Status.Lacks == ""
+		})
+		w.becomes("v", stays, next)
+	}
+	if legs := w.legsOf("other"); len(legs) != 2 {
+		t.Errorf("of another volume, whose leg it named, %d legs are left", len(legs))
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicatorUnfit: a new leg that cannot be made equal to the others is deleted, and its node gets no other one. When no node is left, the object says
 // why. A leg that was current before, and cannot be made equal any more, stays.
 func TestReplicatorUnfit(t *testing.T) {

@@ -24,7 +24,7 @@ type state int
 const (
 	good    state = iota // it is current, or will be
 	missing              // it is to be made
-	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, it has not been current for too long, or it is to move
+	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, it has not been current for too long, it is to move, or cannot be made
 )
 
 // assessment is what the replicator knows of a leg.
@@ -47,7 +47,7 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		l, v := r.Leg(name), legs[name]
 		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead, fresh: l == nil || !l.Current && l.Sound == 0 && l.List == 0}
 		switch {
-		case v == nil && one.fresh:
+		case v == nil && one.fresh && cluster.IsFurther(r, name):
 			one.state = missing // it was named, and never in use
 		case v == nil || v1alpha1.Going(v) || v1alpha1.IsLost(v):
 			one.state = bad
