@@ -72,7 +72,7 @@ func (l *ReplicaLegs) Generation(ref blockdev.Ref) (int64, bool) {
 	return v.Spec.Claim.Generation, true
 }
 
-// legID returns the ID of a leg, by its name; it never changes. ErrPrecondition if that volume is no leg of v.
+// legID returns the ID of a leg, by its name; it never changes. ErrNotFound if there is no such leg of v: a person may have given it the name of another volume.
 func (l *ReplicaLegs) legID(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) (volume.ID, error) {
 	id := volume.ID{Kind: blockdev.Volume, Pool: v.Spec.Pool, Key: name}
 	if name == v.Name {
@@ -92,7 +92,7 @@ func (l *ReplicaLegs) legID(ctx context.Context, v *v1alpha1.ReplicatedVolume, n
 		}
 	}
 	if o.Spec.ReplicaOf != v.Name {
-		return id, fmt.Errorf("%w: the volume %s is no leg of %s", errdefs.ErrPrecondition, name, v.Name)
+		return id, fmt.Errorf("%w: the volume %s is no leg of %s", errdefs.ErrNotFound, name, v.Name)
 	}
 	id = cluster.VolumeID(o)
 	l.note(v.Name, func(r *replica) { r.legs[name] = id })
@@ -348,7 +348,7 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 	closed := 0 // legs that are current
 	for _, name := range names {
 		if _, err := l.legID(asking, v, name); errors.Is(err, errdefs.ErrNotFound) {
-			continue // it has no Volume: it is not made yet, or that is gone
+			continue // it has no Volume: it is not made yet, or that is gone, or is none of a leg
 		}
 		failures = append(failures, l.withLeg(asking, v, name, func(id volume.ID) error {
 			is, err := l.closeAndGiveBack(ctx, asking, v, id, equal)

@@ -174,7 +174,7 @@ type mirrorView struct {
 	device  map[string]uint64 // of the legs that are attached here, by their names
 	leg     map[uint64]string
 	near    uint64              // the device of the leg that this node has; 0: none
-	absent  []string            // the legs that have no Volume
+	absent  []string            // the names that are of no Volume of a leg
 	io      map[uint64]ioCounts // of the mirror's devices
 	failing map[string]string
 	last    *lastList // what lastKnownList has found; nil: nothing yet

@@ -60,6 +60,7 @@ type tended struct {
 	adopts        func() error                               // called when the volume is to be adopted; may be nil
 	legless       bool                                       // somebody has deleted the object of the near leg
 	listed        []string                                   // legs that the object does not name
+	foreign       []string                                   // volumes that are no legs of this one
 	deleted       error                                      // of reading the object; nil: it is there
 	poolless      string                                     // the leg whose pool is not there; empty: none
 	madeFor       int64                                      // the generation of the claim that the mirror is of
@@ -345,7 +346,7 @@ func (f *tended) get(key client.ObjectKey, o client.Object) error {
 		return nil
 	case *corev1.Node:
 	case *v1alpha1.Volume:
-		if key.Name == f.v.Spec.Legs[0] && !f.legless {
+		if key.Name == f.v.Spec.Legs[0] && !f.legless || slices.Contains(f.foreign, key.Name) {
 			return nil
 		}
 	}
@@ -1540,6 +1541,19 @@ func TestVolumeOfLegIsGone(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestNamesAnotherVolume: somebody has written the name of another volume, of this node or of another one, among those of the legs. It is no leg; the others are
+// looked after all the same, and the volume can be closed.
+func TestNamesAnotherVolume(t *testing.T) {
+	f := newTended(t, 2, "a", "b")
+	f.foreign = []string{"another volume"}
+	f.v.Spec.Legs = append(f.v.Spec.Legs, "another volume")
+	f.starts()
+	f.fails(f.legs["b"])
+	f.ends(f.write(0), "a write")
+	f.current("a")
+	check.OK(t, f.Close(t.Context(), f.ref, nil))
 }
 
 // TestJoinsAndIsUnknown: the leg that joins is none that the object names, as that was restored. It leaves, and the object gets no leg without a name.
