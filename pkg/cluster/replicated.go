@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -145,6 +146,19 @@ func SyncLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
 	if v.Spec.Size < r.Spec.Size && !v1alpha1.Going(v) {
 		v.Spec.Size, changed = r.Spec.Size, true
 	}
+	return changed
+}
+
+// KeepSize gives the object of a volume the size that all its legs have, if that is larger, and reports whether that changes it: the object was restored to before
+// the volume grew. Through a smaller mirror its users would not find what they have, and behind its end no leg would be made equal to the others. legs are those of
+// spec.legs that are there; as long as one is not, or has not grown, the volume has not grown either.
+func KeepSize(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) (changed bool) {
+	if len(legs) == 0 || len(legs) < len(r.Spec.Legs) {
+		return false
+	}
+	have := slices.MinFunc(legs, func(a, b *v1alpha1.Volume) int { return cmp.Compare(a.Status.Size, b.Status.Size) }).Status.Size
+	changed = have > r.Spec.Size
+	r.Spec.Size = max(r.Spec.Size, have)
 	return changed
 }
 

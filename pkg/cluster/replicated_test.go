@@ -1249,6 +1249,51 @@ func TestReplicatedClaimsCountedOn(t *testing.T) {
 	}
 }
 
+// TestReplicatedBeforeGrowth: the object of a volume is restored to before the volume grew. The volume keeps its size, also if it is claimed at once: through a
+// smaller mirror its users would not find what they have, and what a leg lacks behind its end would not be copied to it. As long as a leg is smaller, it has
+// not grown. No older size is written.
+func TestReplicatedBeforeGrowth(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 4 * mib})))
+	refused := w.Patch(w.ctx, w.whole("v"), client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"size":%d}}`, v.Size)))
+	if refused == nil || !strings.Contains(refused.Error(), "a volume does not shrink") {
+		t.Errorf("an older size: %v", refused)
+	}
+	restore := func(size int64) {
+		t.Helper()
+		r := w.whole("v")
+		check.OK(t, w.Delete(w.ctx, r))
+		older := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
+		older.Spec.Size = size
+		check.OK(t, w.Create(w.ctx, older))
+		w.says("v", func(n *v1alpha1.ReplicatedVolume) { n.Status = r.Status })
+	}
+	restore(v.Size)
+	w.eventually("it has its size", func() bool { return w.whole("v").Spec.Size == 4*mib })
+	w.eventually("it can be claimed", func() bool { return second(s.Claim(soon(t), v.ID, on("node-1"))) == nil })
+	if now, err := s.Get(w.ctx, v.ID); err != nil || now.Size != 4*mib {
+		t.Errorf("it is %+v, %v", now, err)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+
+	// One leg alone is larger.
+	all["node-2"].stop()
+	leg := w.legsOf("v")[0]
+	leg.Spec.Size = 8 * mib
+	check.OK(t, w.Update(w.ctx, leg))
+	w.eventually("it has grown", func() bool { return w.legsOf("v")[0].Status.Size == 8*mib })
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	time.Sleep(300 * time.Millisecond)
+	if size := w.whole("v").Spec.Size; size != 4*mib {
+		t.Errorf("with one leg that is larger it has %d bytes", size)
+	}
+	w.start(all["node-2"].machine)
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	w.eventually("it is deleted", func() bool { return s.Delete(soon(t), v.ID) == nil })
+}
+
 // TestReplicatedOlder: an object is restored, with its status, to before all its legs were replaced. The present legs stay, as they alone have what was
 // written. Meanwhile its snapshots can be restored.
 func TestReplicatedOlder(t *testing.T) {

@@ -44,6 +44,7 @@ type ReplicatedVolume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.claim) || has(oldSelf.claim) && self.claim == oldSelf.claim || !has(oldSelf.claims) || self.claims > oldSelf.claims",message="another claim has another generation"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.scrubs) || has(self.scrubs) && self.scrubs >= oldSelf.scrubs",message="what was asked for is counted up"
+// +kubebuilder:validation:XValidation:rule="self.size >= oldSelf.size",message="a volume does not shrink"
 // +kubebuilder:validation:XValidation:rule="self.numbered >= oldSelf.numbered",message="legs are counted up"
 // +kubebuilder:validation:XValidation:rule="self.pool == oldSelf.pool",message="the pool that the ID of a volume names does not change"
 type ReplicatedVolumeSpec struct {
@@ -71,7 +72,7 @@ type ReplicatedVolumeSpec struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	ReplaceAfter int64 `json:"replaceAfter,omitempty"`
-	// Size in bytes that each leg is to have. It goes down only to what all have, when growing was refused.
+	// Size in bytes that each leg is to have, at least. It grows when all legs have grown.
 	// +kubebuilder:validation:Minimum=4096
 	Size int64 `json:"size"`
 	// Legs are the names of the Volumes that are its legs, or are to be.

@@ -155,11 +155,24 @@ func (p *Replicator) step(ctx context.Context, key string) (again time.Duration,
 	if first := legs[r.Name]; first != nil && first.Spec.Replicas > 0 {
 		return 0, p.convert(ctx, key)
 	}
+	if before := r.DeepCopy(); cluster.KeepSize(r, named(r, legs)) {
+		return 0, p.patch(ctx, r, before)
+	}
 	if err := p.syncLegs(ctx, r, legs); err != nil {
 		return 0, err
 	}
 	due := p.dueLegs(ctx, r, legs)
 	return untilNextLook(due), p.adjustLegs(ctx, r, legs, due)
+}
+
+// named returns the legs that spec.legs names, as far as they are there.
+func named(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (all []*v1alpha1.Volume) {
+	for _, name := range r.Spec.Legs {
+		if legs[name] != nil {
+			all = append(all, legs[name])
+		}
+	}
+	return all
 }
 
 // convertAsked is convert for a volume on one node, if that is asked to have replicas (spec.replicas).

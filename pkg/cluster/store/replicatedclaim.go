@@ -30,21 +30,21 @@ func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	defer end()
 	want := newClaim(claim)
 	r, err = s.changeReplicated(ctx, r, func(r *v1alpha1.ReplicatedVolume) (bool, error) {
-		doubted := r.Annotations[v1alpha1.DoubtAnnotation] != ""
+		legs, err := s.legs(ctx, r)
+		if err != nil {
+			return false, err
+		}
+		changed := cluster.KeepSize(r, legs) || r.Annotations[v1alpha1.DoubtAnnotation] != ""
 		delete(r.Annotations, v1alpha1.DoubtAnnotation)
 		switch have := r.Spec.Claim; {
 		case have != nil && sameUse(*have, want):
-			return doubted, nil
+			return changed, nil
 		case have != nil && have.Node == want.Node:
 			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
 		case have != nil:
 			return false, fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, have.Node)
 		}
-		legs, err := s.legs(ctx, r)
-		if err == nil {
-			err = s.mayUseAny(ctx, r, legs, want.Node)
-		}
-		if err == nil {
+		if err = s.mayUseAny(ctx, r, legs, want.Node); err == nil {
 			err = s.oneFree(ctx, r, legs)
 		}
 		if err == nil {
