@@ -130,8 +130,9 @@ func (b *becoming) gone() {
 // unreached are the legs of a volume, none of which answers.
 type unreached struct{ replicapool.Legs }
 
-func (unreached) Generation(blockdev.Ref) (int64, bool)               { return 1, true }
-func (unreached) Close(context.Context, blockdev.Ref, []uint64) error { return nil }
+func (unreached) Generation(blockdev.Ref) (int64, bool)                  { return 1, true }
+func (unreached) Close(context.Context, blockdev.Ref, []string) error    { return nil }
+func (unreached) Names(context.Context, blockdev.Ref, []uint64) []string { return nil }
 func (unreached) Open(context.Context, string, blockdev.Ref) (replicapool.Opened, error) {
 	return replicapool.Opened{}, errdefs.ErrUnavailable
 }

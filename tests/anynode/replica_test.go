@@ -128,7 +128,8 @@ func (m *mirrored) current(names ...string) {
 	})
 }
 
-// TestReplicas: a volume with two legs is used by a node without one, by one with one, and by each after the other; a leg fails, and comes back.
+// TestReplicas: a volume with two legs is used by a node without one, by one with one, and by each after the other. Its legs are closed each time: they
+// are known to be equal.
 func TestReplicas(t *testing.T) {
 	c := newNodes(t)
 	for _, filesystem := range []string{co.Block, "ext4"} {
@@ -143,6 +144,9 @@ func TestReplicas(t *testing.T) {
 				t.Logf("staged on %s in %v", node, time.Since(began))
 				m.current(m.legs...)
 				m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+				if s := m.object().Status; s.Closed != s.Opened {
+					t.Errorf("it was taken down on %s: opened by claim %d, closed by %d", node, s.Opened, s.Closed)
+				}
 				m.releases(node)
 			}
 			m.delete()

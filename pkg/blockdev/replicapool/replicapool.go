@@ -37,9 +37,12 @@ type Legs interface {
 	SetLabels(ctx context.Context, pool string, ref blockdev.Ref, change func(labels map[string]string) error) (blockdev.Record, error)
 	// Grow has this kernel take the size that all legs have by now, and returns it, in bytes.
 	Grow(ctx context.Context, ref blockdev.Ref) (int64, error)
-	// Close closes all legs that this node has open of a volume whose mirror is gone. equal has the devices of the mirror's legs, if all of them were equal
-	// and flushed when it went.
-	Close(ctx context.Context, ref blockdev.Ref, equal []uint64) error
+	// Names returns the names of those legs of a volume whose devices here are among some, as far as that is known. What is over the lowest device of a leg goes
+	// with the mirror.
+	Names(ctx context.Context, ref blockdev.Ref, devices []uint64) []string
+	// Close closes all legs that this node has open of a volume whose mirror is gone. equal has the names of the mirror's legs, if all of them were equal and
+	// flushed when it went.
+	Close(ctx context.Context, ref blockdev.Ref, equal []string) error
 	// Health returns what is wrong with the legs of a volume that is used here, as far as it is known here.
 	Health(ref blockdev.Ref, s mirror.State) []blockdev.Problem
 }
@@ -248,10 +251,14 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	if err != nil {
 		return err
 	}
-	var equal []uint64
+	var equal []string
 	if d != nil && d.Live {
-		if equal, err = p.settle(ctx, d); err != nil {
+		devices, err := p.settle(ctx, d)
+		if err != nil {
 			return err
+		}
+		if len(devices) > 0 {
+			equal = p.legs.Names(ctx, ref, devices)
 		}
 	}
 	if d != nil {

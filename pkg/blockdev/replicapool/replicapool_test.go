@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -28,9 +29,10 @@ type oneLeg struct {
 	replicapool.Legs
 	claim  int64 // the generation of the claim; 0: it is not known
 	number uint64
-	opened int   // how often its legs were opened
-	size   int64 // of the record; 0: size
-	small  bool  // the leg has not grown
+	opened int      // how often its legs were opened
+	size   int64    // of the record; 0: size
+	small  bool     // the leg has not grown
+	equal  []string // what Close was told
 }
 
 func (l *oneLeg) Generation(blockdev.Ref) (int64, bool) { return l.claim, l.claim > 0 }
@@ -51,7 +53,18 @@ func (l *oneLeg) Grow(context.Context, blockdev.Ref) (int64, error) {
 	return 2 * size, nil
 }
 
-func (l *oneLeg) Close(context.Context, blockdev.Ref, []uint64) error { return nil }
+// Names answers as long as a device over the leg is there.
+func (l *oneLeg) Names(_ context.Context, _ blockdev.Ref, devices []uint64) []string {
+	if holders, err := os.ReadDir(dm.Sysfs(l.number) + "/holders"); err != nil || len(holders) == 0 || !slices.Contains(devices, l.number) {
+		return nil
+	}
+	return []string{"leg"}
+}
+
+func (l *oneLeg) Close(_ context.Context, _ blockdev.Ref, equal []string) error {
+	l.equal = equal
+	return nil
+}
 
 // disk returns the number of a device.
 func disk(t *testing.T, name string) uint64 {
@@ -117,6 +130,15 @@ func TestEnded(t *testing.T) {
 	check.OK(t, second(pool.Attach(t.Context(), ref, blockdev.Attachment{})))
 	if s, err := mirror.Look(name); err != nil || len(s.Legs) != 1 || legs.opened != 2 {
 		t.Errorf("the mirror is %+v, %v; its legs were opened %d times", s, err, legs.opened)
+	}
+}
+
+// TestDetach: the legs of a mirror that was whole are closed as equal. Which legs they are is asked while the mirror is there.
+func TestDetach(t *testing.T) {
+	pool, legs, ref, open := attached(t)
+	check.OK(t, errors.Join(open.Close(), pool.Detach(t.Context(), ref)))
+	if !slices.Equal(legs.equal, []string{"leg"}) {
+		t.Errorf("closed are %v", legs.equal)
 	}
 }
 

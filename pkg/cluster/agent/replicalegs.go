@@ -326,8 +326,29 @@ func (l *ReplicaLegs) Grow(ctx context.Context, ref blockdev.Ref) (size int64, e
 	return size, nil
 }
 
+// Names: see replicapool.Legs.
+func (l *ReplicaLegs) Names(ctx context.Context, ref blockdev.Ref, devices []uint64) (names []string) {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	v, err := l.object(ctx, ref.Key)
+	if err != nil {
+		return nil
+	}
+	for _, name := range namedLegs(v) {
+		id, err := l.legID(ctx, v, name)
+		if err != nil {
+			continue
+		}
+		have, err := l.volumes.LegDevices(ctx, id)
+		if err == nil && slices.ContainsFunc(have, func(d blockdev.Device) bool { return slices.Contains(devices, d.Number) }) {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
 // Close: see replicapool.Legs. A leg that does not answer is disconnected: its node ends the export when it hears that the claim has ended.
-func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint64) error {
+func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []string) error {
 	asking, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	v, err := l.object(asking, ref.Key)
@@ -351,11 +372,16 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 			continue // it has no Volume: it is not made yet, or that is gone, or is none of a leg
 		}
 		failures = append(failures, l.withLeg(asking, v, name, func(id volume.ID) error {
-			is, err := l.closeAndGiveBack(ctx, asking, v, id, equal)
-			if is {
-				closed++
+			if slices.Contains(equal, name) {
+				is, err := l.closeLeg(asking, v, id)
+				if err != nil {
+					return err
+				}
+				if is {
+					closed++
+				}
 			}
-			return err
+			return l.giveBack(ctx, asking, id)
 		}))
 	}
 	if closed > 0 && closed == len(v.Current()) {
@@ -365,24 +391,6 @@ func (l *ReplicaLegs) Close(ctx context.Context, ref blockdev.Ref, equal []uint6
 	}
 	l.forgetReplica(ref.Key)
 	return errors.Join(failures...)
-}
-
-// closeAndGiveBack gives a leg back to its node, and before that says in its record that it was closed, if its device is among equal (closeLeg). asking is for
-// what its node is asked.
-func (l *ReplicaLegs) closeAndGiveBack(ctx, asking context.Context, v *v1alpha1.ReplicatedVolume, id volume.ID, equal []uint64) (closed bool, err error) {
-	devices, err := l.volumes.LegDevices(asking, id)
-	if errors.Is(err, errdefs.ErrUnavailable) { // see observe: what devices there were have gone with the mirror, and its record cannot be written
-		return false, nil
-	}
-	if err != nil || len(devices) == 0 {
-		return false, err
-	}
-	if slices.ContainsFunc(devices, func(d blockdev.Device) bool { return slices.Contains(equal, d.Number) }) {
-		if closed, err = l.closeLeg(asking, v, id); err != nil {
-			return false, err
-		}
-	}
-	return closed, l.closeOrDisconnect(ctx, id)
 }
 
 // closeLeg writes into the record of a leg that is current that it was closed, if that answers, and reports whether it was.
@@ -399,6 +407,18 @@ func (l *ReplicaLegs) closeLeg(ctx context.Context, v *v1alpha1.ReplicatedVolume
 		return false, nil
 	}
 	return closed, err
+}
+
+// giveBack is closeOrDisconnect for a leg that may not be attached here. asking is for whether it is.
+func (l *ReplicaLegs) giveBack(ctx, asking context.Context, id volume.ID) error {
+	devices, err := l.volumes.LegDevices(asking, id)
+	if errors.Is(err, errdefs.ErrUnavailable) { // see observe: what devices there were have gone with the mirror
+		return nil
+	}
+	if err != nil || len(devices) == 0 {
+		return err
+	}
+	return l.closeOrDisconnect(ctx, id)
 }
 
 // closeOrDisconnect gives a leg back to its node, or disconnects from it if that does not answer.

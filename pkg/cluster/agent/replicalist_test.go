@@ -44,7 +44,9 @@ func TestClosed(t *testing.T) {
 			if away {
 				want = 0
 			}
-			check.OK(t, f.Close(t.Context(), f.ref, []uint64{1, 2}))
+			equal := f.Names(t.Context(), f.ref, []uint64{1, 2})
+			f.detached = true
+			check.OK(t, f.Close(t.Context(), f.ref, equal))
 			if s := f.v.Status; s.Closed != want {
 				t.Errorf("it is said that it was closed by claim %d: %+v", s.Closed, s)
 			}
@@ -421,7 +423,7 @@ func TestLastListIsWhole(t *testing.T) {
 func TestClosedIfMirrored(t *testing.T) {
 	f := newObject(t, 2, "a", "b")
 	f.legs["a"].number, f.legs["b"].number = 1, 2
-	check.OK(t, f.Close(context.Background(), f.mirrorReconciler.ref, []uint64{1}))
+	check.OK(t, f.Close(context.Background(), f.mirrorReconciler.ref, f.Names(t.Context(), f.mirrorReconciler.ref, []uint64{1})))
 	if a, b := f.legs["a"].state.Closed, f.legs["b"].state.Closed; !a || b {
 		t.Errorf("closed: %v, %v", a, b)
 	}
@@ -433,7 +435,7 @@ func TestClosesWhatWasTakenOut(t *testing.T) {
 	f := newObject(t, 3, "a", "b", "c")
 	f.legs["a"].number, f.legs["b"].number, f.legs["c"].number = 1, 2, 3
 	f.v.Spec.Legs = []string{"a", "b"}
-	check.OK(t, f.Close(context.Background(), f.mirrorReconciler.ref, []uint64{1, 2, 3}))
+	check.OK(t, f.Close(context.Background(), f.mirrorReconciler.ref, f.Names(t.Context(), f.mirrorReconciler.ref, []uint64{1, 2, 3})))
 	for name, l := range f.legs {
 		if !l.state.Closed {
 			t.Errorf("%s is not closed", name)
@@ -518,7 +520,7 @@ func TestLegIsNotMade(t *testing.T) {
 	if l := f.v.Leg("c"); f.background != nil || l != nil {
 		t.Errorf("it is to join, and is said to be %+v", l)
 	}
-	check.OK(t, f.Close(t.Context(), f.mirrorReconciler.ref, []uint64{1}))
+	check.OK(t, f.Close(t.Context(), f.mirrorReconciler.ref, f.Names(t.Context(), f.mirrorReconciler.ref, []uint64{1})))
 	if !f.legs["a"].state.Closed {
 		t.Error("the one that is there is not closed")
 	}
@@ -536,7 +538,7 @@ func TestPoolIsMissing(t *testing.T) {
 	if devices, err := f.delist(t.Context(), now); err != nil || !slices.Equal(devices, []uint64{3}) {
 		t.Errorf("devices %v leave, %v", devices, err)
 	}
-	check.OK(t, f.Close(t.Context(), f.mirrorReconciler.ref, []uint64{2}))
+	check.OK(t, f.Close(t.Context(), f.mirrorReconciler.ref, f.Names(t.Context(), f.mirrorReconciler.ref, []uint64{2})))
 	if !f.legs["b"].state.Closed {
 		t.Error("the one that is there is not closed")
 	}

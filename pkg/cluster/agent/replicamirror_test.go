@@ -63,6 +63,7 @@ type tended struct {
 	foreign       []string                                   // volumes that are no legs of this one
 	deleted       error                                      // of reading the object; nil: it is there
 	poolless      string                                     // the leg whose pool is not there; empty: none
+	detached      bool                                       // the mirror is gone, and what was attached of the legs with it
 	madeFor       int64                                      // the generation of the claim that the mirror is of
 	legs          map[string]*tendedLeg
 }
@@ -443,6 +444,9 @@ func (f tendedVolumes) OpenLeg(ctx context.Context, id volume.ID) (blockdev.Devi
 func (f tendedVolumes) LegDevices(_ context.Context, id volume.ID) ([]blockdev.Device, error) {
 	if id.Key == f.poolless {
 		return nil, fmt.Errorf("%w: its pool is not there", errdefs.ErrUnavailable)
+	}
+	if f.detached {
+		return nil, nil
 	}
 	return []blockdev.Device{f.of(id)}, nil
 }
