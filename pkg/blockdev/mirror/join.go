@@ -86,7 +86,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		return d.UUID + suffix
 	}
 	s.Joining = &Leg{Device: leg}
-	if err := s.current(ctx, s.devices(), func(table []dm.Line) error { return dm.Make(name+baseSuffix, uuid(baseSuffix), table) }); err != nil {
+	if err := s.current(ctx, s.devices(), func(table []dm.Line) error { return makeNoted(name+baseSuffix, uuid(baseSuffix), table) }); err != nil {
 		return err
 	}
 	all := unitsOf(s.Size) * unitOf(s.Size)
@@ -175,6 +175,9 @@ func still(ctx context.Context, name string, do func() error) error {
 	s, err := state(name)
 	if err == nil && len(s.Failed()) > 0 {
 		return errors.Join(s.resume(ctx, name), fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(s.Failed())))
+	}
+	if err == nil && s.Forgot {
+		err = errForgot
 	}
 	if err == nil {
 		err = do()
@@ -272,7 +275,7 @@ func Finish(ctx context.Context, name string, near uint64) error {
 		if err != nil {
 			return err
 		}
-		if len(s.Failed()) > 0 || s.Held || s.Joining != nil && !s.Equal() {
+		if len(s.Failed()) > 0 || s.Held || s.Forgot || s.Joining != nil && !s.Equal() {
 			return fmt.Errorf("%w: not all its legs are equal, and whole", errdefs.ErrUnavailable)
 		}
 		legs := s.devices()

@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -46,6 +47,7 @@ type State struct {
 	Joining       *Leg  // the leg that is being made equal; nil: none
 	Synced, Total int64 // bytes that are equal on Joining, and all bytes
 	Held          bool  // nothing is read or written until Leave is called for all legs that failed: see Watch
+	Forgot        bool  // the kernel has forgotten that a leg has failed, and what it acknowledges may be on one leg alone, until Watch or Recover has it Held
 	Event         Event
 
 	inner     string // the device over Legs alone: the mirror itself; while a leg joins, the one of baseSuffix
@@ -95,7 +97,7 @@ func Make(ctx context.Context, name, uuid string, size int64, legs ...uint64) er
 		if err := requireStableWrites(legs); err != nil {
 			return err
 		}
-		return flat(ctx, size, legs, func(table []dm.Line) error { return dm.Make(name, uuid, table) })
+		return flat(ctx, size, legs, func(table []dm.Line) error { return makeNoted(name, uuid, table) })
 	})
 }
 
@@ -194,7 +196,15 @@ func stateNow(name string) (s State, err error) {
 		return s, s.readJoin(name, top)
 	}
 	s.remembers = top.Synced < top.Total
-	return s, s.findHeld(d)
+	return s, s.findOutcome(d)
+}
+
+// findOutcome finds out what became of failures of the current legs; d is the device over them.
+func (s *State) findOutcome(d *dm.Device) error {
+	if err := s.findHeld(d); err != nil {
+		return err
+	}
+	return s.findForgotten(d)
 }
 
 // readJoin fills in the state of a mirror that a leg joins. Its table has two legs: the device over the current legs, and the device over the leg that
@@ -222,7 +232,7 @@ func (s *State) readJoin(name string, top dm.Mirror) error {
 	if err := s.readJoiner(name, second, top); err != nil {
 		return err
 	}
-	return s.findHeld(base)
+	return s.findOutcome(base)
 }
 
 // readJoiner fills in the leg that joins, by the device over it: second is that device as a leg of the mirror. The leg is equal once all regions but the
@@ -380,11 +390,13 @@ func replaceAndCleanUp(ctx context.Context, name string, size int64, legs, stay 
 	return removeBelow(ctx, name)
 }
 
-// removeBelow removes the two devices below a mirror that only a join needs.
-func removeBelow(ctx context.Context, name string) error {
-	_, err := dm.RemoveNow(ctx, name+baseSuffix)
-	_, failure := dm.RemoveNow(ctx, name+joinsSuffix)
-	return errors.Join(err, failure)
+// removeBelow removes the devices beside a mirror that only a join needs.
+func removeBelow(ctx context.Context, name string) (err error) {
+	for _, suffix := range []string{baseSuffix, joinsSuffix, baseSuffix + sinceSuffix} {
+		_, failure := dm.RemoveNow(ctx, name+suffix)
+		err = errors.Join(err, failure)
+	}
+	return err
 }
 
 // replace gives a mirror the table of legs that are equal. errdefs.ErrUnavailable if one of stay has failed by then: see switched.
@@ -394,8 +406,8 @@ func replace(ctx context.Context, name string, size int64, legs, stay []uint64) 
 
 // switched brings a table into effect, of a device that is the mirror, or the one over its current legs; stay are legs that stay in the mirror. What these have
 // failed until then is not tried again: a disk tells only once what it could not flush, and nothing would tell any more. So if one of them has failed,
-// errdefs.ErrUnavailable: the mirror is Held until that one leaves; or, if a leg joins and the device is the mirror, it is suspended until then. A crash may
-// leave the device suspended, until Recover.
+// errdefs.ErrUnavailable: the mirror is Held until that one leaves; or, if a leg joins and the device is the mirror, it is suspended until then. If the kernel
+// has forgotten which has failed, the same error, and the device goes on until Watch. A crash may leave the device suspended, until Recover.
 func switched(ctx context.Context, name, device string, stay []uint64, table []dm.Line) error {
 	if err := dm.Hold(device); err != nil {
 		return err
@@ -413,7 +425,13 @@ func switched(ctx context.Context, name, device string, stay []uint64, table []d
 		}
 		return err
 	}
-	if err := dm.Load(device, table); err != nil {
+	if s.Forgot {
+		return errors.Join(errForgot, dm.Resume(device, dm.NoScan))
+	}
+	if err = noteEvent(device); err == nil {
+		err = dm.Load(device, table)
+	}
+	if err != nil {
 		return errors.Join(err, dm.Clear(device), s.resume(ctx, device))
 	}
 	return dm.Resume(device, dm.NoScan)
@@ -485,6 +503,8 @@ func (s State) checkWhole() error {
 		return fmt.Errorf("%w: leg %s joins it", errdefs.ErrUnavailable, dm.Number(s.Joining.Device))
 	case len(s.Failed()) > 0 || s.Held:
 		return fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(s.Failed()))
+	case s.Forgot:
+		return errForgot
 	}
 	return nil
 }
@@ -496,13 +516,15 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 		if inUse, err = dm.RemoveNow(ctx, name); err != nil || inUse {
 			return err
 		}
-		return removeBelow(ctx, name)
+		_, err = dm.Remove(name + sinceSuffix)
+		return errors.Join(err, removeBelow(ctx, name))
 	})
 	return inUse, err
 }
 
 // Recover repairs a mirror after a crash within a change by this package. Unless it is Held, a suspended mirror is resumed, or is Held if a leg has failed, and a table that is loaded for
 // no suspension is dropped, as is one that has the same legs: the change is repeated. The devices of a join are removed if no leg joins. End and Finish are finished.
+// What the kernel has forgotten meanwhile, it sees to as Watch does.
 func Recover(ctx context.Context, name string) error {
 	return change(name, "recover it", func() error {
 		d, err := dm.Find(name)
@@ -534,8 +556,31 @@ func Recover(ctx context.Context, name string) error {
 		if s.Joining == nil && err == nil {
 			err = removeBelow(ctx, name)
 		}
+		if err == nil {
+			err = s.recoverForgotten(ctx, name)
+		}
 		return err
 	})
+}
+
+// recoverForgotten has a mirror held if the kernel has forgotten that a leg has failed. The mirror of an older driver gets a note, and is taken for one of which
+// nothing was forgotten.
+func (s *State) recoverForgotten(ctx context.Context, name string) error {
+	d, err := dm.Find(s.inner)
+	if err != nil || d == nil || d.Suspended {
+		return err
+	}
+	if _, is, err := notedEvent(d.Name); err != nil || !is {
+		return errors.Join(err, noteEvent(d.Name))
+	}
+	if !s.forgets() {
+		return nil
+	}
+	time.Sleep(forgetTime)
+	if *s, err = state(name); err != nil {
+		return err
+	}
+	return s.holdForgotten(context.WithoutCancel(ctx), name)
 }
 
 // changing lets one call at a time change a mirror, by its name.

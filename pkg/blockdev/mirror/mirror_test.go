@@ -164,6 +164,14 @@ func (f *fixture) look() mirror.State {
 	return s
 }
 
+// beside returns the names of the devices that the kernel has beside the mirror, without its note.
+func (f *fixture) beside() []string {
+	f.t.Helper()
+	names, err := dm.Names(f.name + "-")
+	check.OK(f.t, err)
+	return slices.DeleteFunc(names, func(name string) bool { return name == f.name+"-since" })
+}
+
 // watch waits until the state of the mirror is one that until accepts, and returns it.
 func (f *fixture) watch(seen mirror.Event, what string, until func(s mirror.State) bool) mirror.State {
 	f.t.Helper()
@@ -366,8 +374,8 @@ func TestLegComesBack(t *testing.T) {
 			if s := f.look(); s.Joining != nil || len(s.Legs) != n || s.Legs[0].Device != f.legs[away].number {
 				t.Errorf("it is %+v", s)
 			}
-			if left, err := dm.Names(f.name + "-"); err != nil || len(left) > 0 {
-				t.Errorf("beside it there is %v (%v)", left, err)
+			if left := f.beside(); len(left) > 0 {
+				t.Errorf("beside it there is %v", left)
 			}
 			f.write(7, 30*mib)
 			for i := range n {
@@ -587,13 +595,13 @@ func TestFailsWhileOneJoins(t *testing.T) {
 	}
 }
 
-// TestFlushFails: a leg fails a flush, and then takes writes again. Once Watch has seen it, nothing that the leg lacks is acknowledged. What the kernel
-// acknowledged before that is on the leg that stays.
+// TestFlushFails: a leg fails a flush, and then takes writes again. Once Watch has seen it, or a driver that was away starts, nothing that the leg lacks is
+// acknowledged. What the kernel acknowledged before that is on the leg that stays.
 func TestFlushFails(t *testing.T) {
 	for _, n := range []int{2, 3} {
 		for failing := range n {
-			for _, late := range []bool{false, true} {
-				t.Run(fmt.Sprintf("leg %d of %d, late: %v", failing, n, late), func(t *testing.T) {
+			for _, noticed := range []string{"at once", "late", "by a driver that looked too late", "by a driver that starts"} {
+				t.Run(fmt.Sprintf("leg %d of %d, %s", failing, n, noticed), func(t *testing.T) {
 					f := newMirror(t, n, 0)
 					f.write(1, 0)
 					seen := f.look().Event
@@ -603,7 +611,7 @@ func TestFlushFails(t *testing.T) {
 					waits(t, flush, "a flush that a leg fails")
 					f.legs[failing].mend()
 					last := byte(1)
-					if late { // by then the kernel forgets the failure, and writes to one leg alone
+					if noticed != "at once" { // by then the kernel forgets the failure, and writes to one leg alone
 						for last = range byte(5) {
 							f.write(last+2, 0)
 						}
@@ -612,8 +620,17 @@ func TestFlushFails(t *testing.T) {
 							t.Fatalf("this kernel does not forget: %+v", s)
 						}
 					}
-					s := f.watch(seen, "it to be held", func(s mirror.State) bool { return s.Held })
-					if len(s.Failed()) != n-1 {
+					switch noticed {
+					case "by a driver that starts":
+						check.OK(t, mirror.Recover(context.Background(), f.name))
+					case "by a driver that looked too late":
+						seen = f.look().Event
+						fallthrough
+					default:
+						f.watch(seen, "it to be held", func(s mirror.State) bool { return s.Held })
+					}
+					s := f.look()
+					if !s.Held || len(s.Failed()) != n-1 {
 						t.Errorf("%v have failed, of %v", s.Failed(), s.Legs)
 					}
 					write := later(func() error { _, err := file.WriteAt(page(99), mib); return err })
@@ -635,6 +652,42 @@ func TestFlushFails(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestForgottenIsKept: the kernel has forgotten that a leg has failed a flush, and nobody knows yet. No change of the mirror hides that.
+func TestForgottenIsKept(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 3, 1)
+	file := f.open()
+	f.legs[1].fail()
+	flush := later(file.Sync)
+	waits(t, flush, "a flush that a leg fails")
+	f.legs[1].mend()
+	for range 5 {
+		f.write(2, 0)
+	}
+	if s := f.look(); len(s.Failed()) > 0 || !s.Forgot {
+		t.Fatalf("this kernel does not forget: %+v", s)
+	}
+	for what, change := range map[string]func() error{
+		"still":   func() error { return mirror.Still(ctx, f.name) },
+		"resized": func() error { return mirror.Resize(ctx, f.name, size/2) },
+		"joined":  func() error { return mirror.Join(ctx, f.name, f.legs[3].number, differs(dm.Range{Length: size})) },
+		"left":    func() error { return mirror.Leave(ctx, f.name, f.legs[2].number) },
+		"ordered": func() error { return mirror.Finish(ctx, f.name, f.legs[2].number) },
+	} {
+		if err := change(); !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if _, err := mirror.Compare(ctx, f.name, 0, free); !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("compared after it was %s: %v", what, err)
+		}
+	}
+	f.write(3, 0)
+	s := f.watch(f.look().Event, "it to be held", func(s mirror.State) bool { return s.Held })
+	check.OK(t, mirror.Leave(ctx, f.name, s.Failed()...))
+	ends(t, flush, "the flush")
+	f.has(slices.IndexFunc(f.legs, func(l *leg) bool { return l.number == f.look().Legs[0].Device }), 3, 0)
 }
 
 // noFlush makes the disk fail flushes, and nothing else.
@@ -1193,8 +1246,8 @@ func TestRecover(t *testing.T) {
 	check.OK(t, dm.Make(f.name+"-base", "", dm.Linear(f.legs[0].number, size))) // Join
 	check.OK(t, mirror.Recover(ctx, f.name))
 	ends(t, write, "a write")
-	if left, err := dm.Names(f.name + "-"); err != nil || len(left) > 0 {
-		t.Errorf("beside it there is %v (%v)", left, err)
+	if left := f.beside(); len(left) > 0 {
+		t.Errorf("beside it there is %v", left)
 	}
 	check.OK(t, dm.Load(f.name, dm.Linear(f.legs[0].number, size))) // a table that is loaded and not in effect
 	check.OK(t, mirror.Recover(ctx, f.name))
@@ -1238,15 +1291,17 @@ func TestRecoverWhileOneJoins(t *testing.T) {
 	for _, number := range f.numbers(3) {
 		legs += " " + dm.Number(number) + " 0"
 	}
+	d, err := dm.Find(f.name)
+	check.OK(t, err)
+	check.OK(t, dm.Note(f.name+"-since", fmt.Sprintf("ashlar-mirror-since-%d-%s", d.Event, f.name)))
 	check.OK(t, dm.Load(f.name, []dm.Line{{Length: size, Kind: "mirror", Text: "core 2 1024 nosync 3" + legs + " 1 handle_errors"}}))
 	check.OK(t, mirror.Recover(ctx, f.name))
 	f.write(2, 0)
 	for i := range 3 {
 		f.has(i, 2, 0)
 	}
-	left, err := dm.Names(f.name + "-")
-	if s := f.look(); err != nil || len(left) > 0 || s.Joining != nil || len(s.Legs) != 3 {
-		t.Errorf("it is %+v, and beside it there is %v (%v)", s, left, err)
+	if s, left := f.look(), f.beside(); len(left) > 0 || s.Joining != nil || len(s.Legs) != 3 {
+		t.Errorf("it is %+v, and beside it there is %v", s, left)
 	}
 }
 

@@ -18,7 +18,7 @@ const forgetTime = 20 * time.Millisecond
 //
 // Whoever uses a mirror has to watch it. If a flush fails alone, the kernel soon forgets on which leg, and then acknowledges what is on one leg only. Watch
 // prevents that: it has the mirror held, with the legs that may lack something as failed, until Leave, also for a driver that starts later. If the kernel has
-// forgotten already, those are all legs but the one that is read from, which has everything.
+// forgotten already, whenever that was (since.go), those are all legs but the one that is read from, which has everything.
 func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 	var last Event
 	first := true
@@ -29,7 +29,7 @@ func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 		}
 		first, last = false, now
 		s, err = Look(name)
-		return err != nil || s.Event != seen, err
+		return err != nil || s.Event != seen || s.forgets(), err
 	})
 	if err != nil {
 		return s, err
@@ -39,10 +39,7 @@ func Watch(ctx context.Context, name string, seen Event) (s State, err error) {
 		if s, err = state(name); err != nil {
 			return err
 		}
-		if s.Held || s.remembers || len(s.Legs) <= 1 {
-			return nil
-		}
-		return s.holdForgotten(context.WithoutCancel(ctx), name, seen)
+		return s.holdForgotten(context.WithoutCancel(ctx), name)
 	})
 	return s, err
 }
@@ -61,19 +58,23 @@ func events(name string) (e Event, err error) {
 	return e, nil
 }
 
+// forgets reports whether the kernel has forgotten that a leg has failed, or is about to.
+func (s *State) forgets() bool {
+	failed := len(s.Failed())
+	return s.Forgot || !s.Held && !s.remembers && failed < len(s.Legs) && slices.ContainsFunc(s.Legs, func(l Leg) bool { return l.Failed && !l.OnlyReads })
+}
+
 // holdForgotten suspends a mirror if the kernel has forgotten that a leg has failed, or is about to, and reads its state anew. Then it is Held, with a
-// table loaded over a leg that has everything. Soon after a table takes effect there is one event, when all its regions are found to be equal. A second
-// one without a failure is a failure that was forgotten.
-func (s *State) holdForgotten(ctx context.Context, name string, seen Event) (err error) {
-	var has uint64
-	switch failed := len(s.Failed()); {
-	case failed == 0 && (s.Joining == nil && s.Event.Top-seen.Top > 1 || s.Joining != nil && s.Event.Base-seen.Base > 1):
-		has, err = s.readFrom()
-	case failed > 0 && failed < len(s.Legs) && slices.ContainsFunc(s.Legs, func(l Leg) bool { return l.Failed && !l.OnlyReads }):
-		has = s.Legs[slices.IndexFunc(s.Legs, func(l Leg) bool { return !l.Failed })].Device
+// table loaded over a leg that has everything.
+func (s *State) holdForgotten(ctx context.Context, name string) (err error) {
+	if !s.forgets() {
+		return nil
 	}
-	if err != nil || has == 0 {
-		return err
+	has := s.one()[0]
+	if s.Forgot {
+		if has, err = s.readFrom(); err != nil {
+			return err
+		}
 	}
 	if err := s.hold(ctx, []uint64{has}); err != nil {
 		return err

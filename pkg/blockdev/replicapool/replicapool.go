@@ -261,10 +261,8 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 			equal = p.legs.Names(ctx, ref, devices)
 		}
 	}
-	if d != nil {
-		if err := p.remove(ctx, name); err != nil {
-			return err
-		}
+	if err := p.remove(ctx, name); err != nil { // also if it went with its last user: something may be left beside it
+		return err
 	}
 	return p.legs.Close(ctx, ref, equal)
 }
@@ -290,7 +288,7 @@ func (p *Pool) settle(ctx context.Context, d *dm.Device) (equal []uint64, err er
 		return nil, nil
 	}
 	s, err = mirror.Look(d.Name)
-	if err != nil || len(s.Failed()) > 0 || s.Held {
+	if err != nil || len(s.Failed()) > 0 || s.Held || s.Forgot {
 		return nil, err
 	}
 	for _, l := range s.Legs {
