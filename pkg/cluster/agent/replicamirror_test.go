@@ -1354,7 +1354,7 @@ func TestForgottenMeanwhile(t *testing.T) {
 
 // TestMarksOfWhatLeft: a leg joins by the marks of another one, which leaves the mirror or fails before. Then the first does not join.
 func TestMarksOfWhatLeft(t *testing.T) {
-	for _, how := range []string{"leaves", "fails a flush"} {
+	for how, want := range map[string]error{"leaves": errMirrorChanged, "fails a flush": errdefs.ErrUnavailable} {
 		t.Run(how, func(t *testing.T) {
 			f := newTended(t, 2, "b", "a", "c") // a is asked for its marks
 			f.legs["c"].state = f.legs["b"].state
@@ -1376,7 +1376,7 @@ func TestMarksOfWhatLeft(t *testing.T) {
 				}
 				return nil
 			}
-			if err := f.joinLeg(context.Background(), now, "c", 0); !errors.Is(err, errMirrorChanged) {
+			if err := f.joinLeg(context.Background(), now, "c", 0); !errors.Is(err, want) {
 				t.Error("it joined by the marks of what is not in the mirror any more:", err)
 			}
 			s, err := mirror.Look(f.mirrorReconciler.name)
