@@ -117,10 +117,7 @@ func TestReplicas(t *testing.T) {
 	})
 	check.OK(t, e.Delete(t.Context(), leg))
 	run(t, apitest.Admin, "replicas", "pvc-1", "2").says(t, "pvc-1: it has 2 replicas, and what 1 of them lack is copied when the volume is used.\n")
-	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Size = 600 * mib })
-	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "each replica needs a node of its own, and of 1 further nodes that are needed there are 0", "node n2 is cordoned", "pool n4.default has no room for 600Mi")
 
-	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Size = 100 * mib })
 	p := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName("n4", "default")}}
 	health := func(health ...v1alpha1.Problem) {
 		check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(p), p))
@@ -144,6 +141,8 @@ func TestReplicas(t *testing.T) {
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Replicas: 1 of 2 current", "n3", "Waiting")
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n4").refused(t, "pvc-1 has replicas; say which one is to move, with --from NODE: there is one on n1, n3")
 	run(t, apitest.Admin, "move", "pvc-1", "--cancel").refused(t, "has replicas; say which one")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Size = 600 * mib })
+	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "each replica needs a node of its own, and of 1 further nodes that are needed there are 0", "node n2 is cordoned", "pool n4.default has no room for 600Mi")
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Delete = r.UID })
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "it is being deleted")
 }
