@@ -1667,6 +1667,17 @@ func TestReadsAreKept(t *testing.T) {
 	}
 }
 
+// TestOlderCopyOfWhenItWasUsed: a volume was closed, and then the disk of the leg that was read is put back to a moment in which the volume was used by the same
+// claim. The leg that is still closed is taken, which has what was written since.
+func TestOlderCopyOfWhenItWasUsed(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	f.legs["b"].state.Closed = true
+	check.OK(t, f.opens(2))
+	if now := f.v.Current(); !slices.Equal(now, []string{"b"}) {
+		t.Errorf("%v are current", now)
+	}
+}
+
 // TestReadsAnotherLeg: the leg that is read fails, and then the volume is read from another one.
 func TestReadsAnotherLeg(t *testing.T) {
 	f := newObject(t, 3, "a", "b", "c")
