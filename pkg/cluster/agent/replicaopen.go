@@ -322,8 +322,8 @@ func (l *ReplicaLegs) attach(ctx context.Context, v *v1alpha1.ReplicatedVolume, 
 
 // equalOrBest returns all legs, if they were closed by the same claim, so that they are equal. Otherwise it returns one: each of them has everything that was
 // acknowledged, but they may differ in what was not. A leg whose machine has lost power comes last, as it may lack what was not flushed. Of legs of different
-// claims, those of the last one have everything: the object was restored, and its list is older. One that was closed has everything for certain: one that was
-// not may be an older copy, of when the volume was used by that claim. Of what is left it is the first one.
+// claims, those of the last one have everything: the object was restored, and its list is older. One that was closed comes before one that was not, which
+// may be an older copy, of when the volume was used by that claim. Of what is left it is the first one.
 func equalOrBest(opened []openedLeg) []openedLeg {
 	if !slices.ContainsFunc(opened, func(leg openedLeg) bool { return !leg.Closed || leg.Sound != opened[0].Sound }) {
 		return opened
