@@ -116,7 +116,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 			return err
 		}
 		line := dm.Line{Length: all + unitOf(s.Size), Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(number), unitOf(s.Size)/512, over(legs), features)}
-		err = flushed(ctx, line, legs, func(table []dm.Line) error { return dm.Load(name, table) })
+		err = tailed(ctx, line, func(table []dm.Line) error { return dm.Load(name, table) })
 		return errors.Join(err, log.Close()) // the log goes with the table
 	})
 }
@@ -199,7 +199,7 @@ func (s State) resume(ctx context.Context, name string) error {
 	return s.current(ctx, whole, func(table []dm.Line) error { return dm.Load(name, table) })
 }
 
-// inMemory makes a loop device over bytes in memory. The device goes with its last user; the caller is one until it closes held.
+// inMemory makes a loop device over bytes in memory, which takes flushes and no discards. The device goes with its last user; the caller is one until it closes held.
 func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, err error) {
 	fd, err := unix.MemfdCreate("ashlar-mirror", unix.MFD_CLOEXEC)
 	if err != nil {

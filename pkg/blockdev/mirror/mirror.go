@@ -107,7 +107,7 @@ func flat(ctx context.Context, size int64, legs []uint64, bring func(table []dm.
 	if len(legs) == 1 {
 		line = dm.Linear(legs[0], size)[0]
 	}
-	return flushed(ctx, line, legs, bring)
+	return tailed(ctx, line, bring)
 }
 
 // fit halves unit, a power of two, until it is not larger than size.

@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -1612,6 +1613,42 @@ func TestFlushesWhoJoins(t *testing.T) {
 	f.watch(mirror.Event{}, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	flushed("grown", 1)
+}
+
+// TestDiscards: a mirror refuses discards, though all its legs take them: they need not do all of one. So it is while a leg joins, once one has left, and once
+// it has grown.
+func TestDiscards(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 1)
+	f.write(1, 0)
+	refused := func(when string) {
+		t.Helper()
+		for i, l := range f.legs {
+			if most, err := os.ReadFile("/sys/dev/block/" + dm.Number(l.number) + "/queue/discard_max_bytes"); err != nil || strings.TrimSpace(string(most)) == "0" {
+				t.Fatalf("leg %d takes no discards, so nothing is tried: %s, %v", i, most, err)
+			}
+		}
+		part := [2]uint64{0, mib}
+		if err := ioctl.Pointer(f.open(), unix.BLKDISCARD, unsafe.Pointer(&part)); !errors.Is(err, unix.EOPNOTSUPP) {
+			t.Errorf("%s: a discard is answered with %v", when, err)
+		}
+		if b := f.legs[0].at(0, 1)[0]; b != 1 {
+			t.Errorf("%s: the first byte of a leg is %d", when, b)
+		}
+	}
+	refused("two legs")
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, differs(dm.Range{Length: mib})))
+	refused("while one joins")
+	f.watch(mirror.Event{}, "a leg that is equal", mirror.State.Equal)
+	check.OK(t, mirror.Finish(ctx, f.name, 0))
+	refused("three legs")
+	f.leave(1, 2)
+	refused("one leg")
+	for _, l := range f.legs {
+		check.OK(t, dm.Replace(l.name, dm.Linear(l.loop, 2*size)))
+	}
+	check.OK(t, mirror.Resize(ctx, f.name, 2*size))
+	refused("grown")
 }
 
 // TestReadsOnward: reads go to the first leg, and to another one if that fails.

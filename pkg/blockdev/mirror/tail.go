@@ -3,22 +3,22 @@ package mirror
 import (
 	"context"
 	"errors"
-	"slices"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
-// tail is the size of the part that a mirror has behind the volume's bytes while none of its legs takes flushes. What is over the mirror ends before it.
+// tail is the size of the part in memory that a mirror has behind the volume's bytes, for what it says of the mirror. What is over the mirror ends before it.
 const tail = 4096
 
-// flushed calls bring with a table of line, so that the device takes flushes; below are the devices that line is over. The kernel passes flushes on to a
-// device only if one below it takes them. It decides that for each device when its table takes effect, and what is over a mirror keeps what it was told
-// when it was made. A leg that joins later may have a volatile cache, even if no present leg has one. So then the table has a part in memory, which takes
-// flushes.
-func flushed(ctx context.Context, line dm.Line, below []uint64, bring func(table []dm.Line) error) error {
-	if slices.ContainsFunc(below, dm.Flushed) {
-		return bring([]dm.Line{line})
-	}
+// tailed calls bring with a table of line and a tail, which takes flushes, and no discards. The kernel decides for each device when its table takes effect
+// whether it passes these on, and what is over a mirror keeps what it was told when it was made.
+//
+// Flushes go to a device if one part of its table takes them. A leg that joins later may have a volatile cache, even if no present leg has one.
+//
+// Discards go to a device if all of its parts take them. A leg may not do all of a discard, and says nothing of that: a thin pool gives back whole chunks, and
+// keeps the bytes around them; a file reads as zeros. Reads of the discarded part would depend on the leg. Before Linux 5.19 the kernel passes them on all the
+// same, if all legs take them.
+func tailed(ctx context.Context, line dm.Line, bring func(table []dm.Line) error) error {
 	held, number, err := inMemory(ctx, make([]byte, tail))
 	if err != nil {
 		return err
