@@ -442,14 +442,20 @@ func isAhead(v *v1alpha1.ReplicatedVolume, leg openedLeg) error {
 		"(status.lists, status.legs; docs/runbooks/replicas-missing.md)", errdefs.ErrPrecondition, leg.name, leg.List, v.Name, errAhead)
 }
 
-// writeList writes which legs are current when the volume is opened. ErrBusy if the object was changed meanwhile: perhaps its claim.
+// writeList writes which legs are current when the volume is opened. ErrBusy if the object was changed meanwhile: perhaps its claim. It is a new list also if
+// the same claim has the same legs again and they were closed meanwhile: a leg that is put back to that moment would count as closed, and so as equal to the
+// others, after they were written to and closed anew.
 func (l *ReplicaLegs) writeList(ctx context.Context, v *v1alpha1.ReplicatedVolume, current, opened []openedLeg) error {
 	g := v.Spec.Claim.Generation
 	isCurrent := func(name string) bool {
 		return slices.ContainsFunc(current, func(c openedLeg) bool { return c.name == name })
 	}
 	first := slices.IndexFunc(opened, func(o openedLeg) bool { return isCurrent(o.name) }) // as the mirror is made
-	return l.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+	var last *lastList
+	if slices.ContainsFunc(opened, func(o openedLeg) bool { return o.Closed }) {
+		last = &lastList{v.Status.Lists, v.Current()}
+	}
+	return l.writeReplicasAfter(ctx, v, last, func(s *v1alpha1.ReplicatedVolumeStatus) {
 		s.Opened, s.Closed, s.Reads, s.Waits = g, 0, opened[first].name, ""
 		for i := range s.Legs {
 			leg := &s.Legs[i]

@@ -60,6 +60,34 @@ func TestClosed(t *testing.T) {
 	}
 }
 
+// TestClosedTwice: the volume is staged, unstaged, and staged and unstaged once more by the same claim. Then the disk of a leg is put back to the moment
+// between the two. It is not taken for equal to the others, which were written to since, though it was closed by the same claim as they.
+func TestClosedTwice(t *testing.T) {
+	f := newObject(t, 2, "a", "b")
+	for i, name := range []string{"a", "b"} {
+		f.legs[name].number, f.legs[name].state.Closed = uint64(i+1), true
+	}
+	var between volume.LegState
+	for range 2 {
+		between = f.legs["b"].state
+		f.note(f.v.Name, func(r *replica) { r.legs = map[string]volume.ID{"a": {Key: "a"}, "b": {Key: "b"}} })
+		check.OK(t, f.opens(2))
+		equal := f.Names(t.Context(), f.ref, []uint64{1, 2})
+		check.OK(t, f.Close(t.Context(), f.ref, equal))
+		for name, l := range f.legs {
+			if !l.state.Closed {
+				t.Fatalf("leg %s was not closed: %+v", name, l.state)
+			}
+		}
+	}
+	f.legs["b"].state = between
+	f.note(f.v.Name, func(r *replica) { r.legs = map[string]volume.ID{"a": {Key: "a"}, "b": {Key: "b"}} })
+	check.OK(t, f.opens(3))
+	if now := f.v.Current(); !slices.Equal(now, []string{"a"}) {
+		t.Errorf("%v are current, not the one that was written to last", now)
+	}
+}
+
 // TestClosedLate: a call by which a leg was closed arrives after the leg was opened anew by the same claim. What is known of the leg when its user dies is that
 // it was open, so it is not taken for one that lost nothing with its machine's power.
 func TestClosedLate(t *testing.T) {
