@@ -75,21 +75,31 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 // listTime is how long the cluster may take to say whether a leg is current: writers may wait meanwhile.
 const listTime = 5 * time.Second
 
-// listOf returns the number of the list of current legs that a leg is on: see Lists. ErrNotCurrent as well if its machine has lost power while its volume was
-// used, and it is not alone on the list: it may lack what was acknowledged, and who uses the volume next takes another leg.
+// listOf returns the number of the list of current legs that a leg is on: see Lists. ErrNotCurrent as well if its record shows that it is an older copy, as its
+// disk was put back; and if its machine has lost power while its volume was used, and it is not alone on the list: it may lack what was acknowledged, and who
+// uses the volume next takes another leg.
 func (l *Local) listOf(ctx context.Context, o origin) (list int64, err error) {
 	ctx, cancel := context.WithTimeout(ctx, listTime)
 	defer cancel()
-	list, many, err := l.lists.ListOf(ctx, o.record.Labels[labelReplicaOf], o.record.Key)
-	if err != nil || many == 1 {
-		return list, err
+	on, err := l.lists.ListOf(ctx, o.record.Labels[labelReplicaOf], o.record.Key)
+	if err != nil {
+		return 0, err
+	}
+	r, err := o.pool.Get(ctx, o.record.Ref) // after the list: it knows of that
+	if err != nil {
+		return 0, err
 	}
 	how, _ := l.exporting()
 	leg := Leg{Now: how.Boot}
-	if leg.LegState, err = legStateOf(o.record); err == nil && leg.LostPower() {
+	leg.LegState, err = legStateOf(r)
+	switch {
+	case err != nil:
+	case leg.IsOlder(on), on.Closed && on.Sound > 0 && !leg.Closed: // or it is being opened at this moment
+		err = fmt.Errorf("copy leg %s, which is an older copy, by its record (claim %d, list %d), or is being opened; its volume was used by claim %d, and has list %d; use the volume once, and the leg is copied anew: %w", o.id(), leg.Sound, leg.Knows(), on.Sound, on.Number, ErrNotCurrent)
+	case on.Legs > 1 && leg.LostPower():
 		err = fmt.Errorf("copy leg %s, whose machine has started anew since its volume was used, so that it may lack what was not flushed; use the volume once, or make a snapshot of it, which is taken of another leg if the machine of one has not: %w", o.id(), ErrNotCurrent)
 	}
-	return list, err
+	return on.Number, err
 }
 
 // holdBack holds back the writes to an origin until thaw is called, which may be called again. It freezes the filesystem if one is mounted. Otherwise, or

@@ -130,9 +130,23 @@ func (l *Local) leg(ctx context.Context, id ID) (leg Leg, err error) {
 
 // Lists tells which legs of a volume are current.
 type Lists interface {
-	// ListOf returns the number of the list of current legs of a volume, which has its own number whenever it changes, and how many legs it has. of and leg are
-	// the keys of the volume and of the leg. ErrNotCurrent if the leg is not on that list, ErrUnavailable if that is not known now.
-	ListOf(ctx context.Context, of, leg string) (list int64, many int, err error)
+	// ListOf returns the list of current legs of a volume. of and leg are the keys of the volume and of the leg. ErrNotCurrent if the leg is not on that list,
+	// ErrUnavailable if that is not known now.
+	ListOf(ctx context.Context, of, leg string) (List, error)
+}
+
+// List is what the object of a volume says of its current legs, and of one of these.
+type List struct {
+	Number int64 // another one whenever the list changes
+	Legs   int   // how many it has
+	Closed bool  // all of them were closed, and none was opened since
+	Sound  int64 // generation of the last claim by which that one was current; 0: none yet, or a person has put it on the list
+}
+
+// IsOlder reports whether a leg on a list is an older copy, by the state in its record: that knows nothing of the list, or of the claim by which the leg was
+// current last.
+func (s LegState) IsOlder(on List) bool {
+	return s.Sound < on.Sound || on.Sound > 0 && s.Knows() < on.Number && s.Due != on.Number
 }
 
 // ErrNotCurrent is the ErrUnavailable of a copy of a leg that does not have all that was written to its volume, or may not. Another leg has it.

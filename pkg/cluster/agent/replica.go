@@ -96,19 +96,23 @@ func (a *Agent) replicatedNow(ctx context.Context, key string) (*v1alpha1.Replic
 }
 
 // ListOf: see volume.Lists. It asks the API server.
-func (a *Agent) ListOf(ctx context.Context, of, leg string) (list int64, many int, err error) {
+func (a *Agent) ListOf(ctx context.Context, of, leg string) (volume.List, error) {
 	v := &v1alpha1.ReplicatedVolume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: of}, v); err != nil {
-		return 0, 0, errdefs.Recast(errdefs.ErrUnavailable, err, "find out whether leg %s of the replicated volume %s is current, and may be copied", leg, of)
+		return volume.List{}, errdefs.Recast(errdefs.ErrUnavailable, err, "find out whether leg %s of the replicated volume %s is current, and may be copied", leg, of)
 	}
 	if v.Status.Made == nil {
-		return 0, 0, fmt.Errorf("%w: which legs of the replicated volume %s are current is not written down yet", errdefs.ErrUnavailable, of)
+		return volume.List{}, fmt.Errorf("%w: which legs of the replicated volume %s are current is not written down yet", errdefs.ErrUnavailable, of)
 	}
-	current := v.Current()
-	if !slices.Contains(current, leg) {
-		return 0, 0, fmt.Errorf("copy leg %s of the replicated volume %s: %w", leg, of, volume.ErrNotCurrent)
+	if !slices.Contains(v.Current(), leg) {
+		return volume.List{}, fmt.Errorf("copy leg %s of the replicated volume %s: %w", leg, of, volume.ErrNotCurrent)
 	}
-	return v.Status.Lists, len(current), nil
+	return listFor(v, leg), nil
+}
+
+// listFor returns the list of current legs of a volume, for one of them.
+func listFor(v *v1alpha1.ReplicatedVolume, leg string) volume.List {
+	return volume.List{Number: v.Status.Lists, Legs: len(v.Current()), Closed: v.Status.Closed > 0 && v.Status.Closed == v.Status.Opened, Sound: v.Leg(leg).Sound}
 }
 
 // replicaClaim returns the claim of a volume with several legs, for Claimed; false if there is no such volume, or the API server does not answer.

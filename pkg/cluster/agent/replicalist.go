@@ -405,11 +405,10 @@ func upToDate(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg) ([]opene
 // isOlder returns ErrDataLoss for a leg that is on the list, and whose own record says that it is an older copy. A leg that a person put there (sound by
 // no claim) need not have been on the lists before.
 func isOlder(v *v1alpha1.ReplicatedVolume, leg openedLeg, id volume.ID) error {
-	listed := v.Leg(leg.name)
-	switch {
+	switch listed := listFor(v, leg.name); {
 	case leg.Sound < listed.Sound:
 		return fmt.Errorf("%w: leg %s is an older copy: its record says that it was current by claim %d, and it is known to have been by claim %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.Sound, listed.Sound)
-	case listed.Sound > 0 && leg.Knows() < v.Status.Lists && leg.Due != v.Status.Lists:
+	case leg.IsOlder(listed):
 		return fmt.Errorf("%w: leg %s is an older copy: its record knows of list %d of the legs that are current, and it is on list %d; it is not used, and copied anew", errdefs.ErrDataLoss, id, leg.List, v.Status.Lists)
 	}
 	return nil
