@@ -30,3 +30,11 @@ func WithoutMarks() (with func()) {
 
 // Mounts returns the table of mounts, for tests that mount by themselves.
 func (l *Local) Mounts() *mount.Table { return l.mounts }
+
+// SetCommonEra writes an era into the record of a leg, as that of its last common moment with the others.
+func (l *Local) SetCommonEra(ctx context.Context, id ID, era uint32) error {
+	return l.setLabels(ctx, id, func(labels map[string]string) error {
+		labels[labelLeg] = LegState{Sound: 1, Opened: 1, Closed: true, Common: "X", Era: era}.label()
+		return nil
+	})
+}

@@ -45,10 +45,21 @@ const (
 	thawPause = 100 * time.Millisecond
 )
 
-// quiesce is holdBack, and makes sure that a leg has all that was acknowledged: it has to be current after the writes are held back, or, if they go on,
-// all the time until thaw. ErrNotCurrent, also from thaw, if it is not.
+// hold is what keeps writes from an origin that is copied.
+type hold int
+
+const (
+	goesOn      hold = iota // nothing does
+	bySuspended             // the origin's devices here are suspended
+	byFrozen                // the filesystem is frozen, where it is mounted
+)
+
+// quiesce is holdBack, and makes sure that a leg has all that was acknowledged: it has to be current after the writes are held back; all the time until thaw,
+// if they go on, or if it is only the leg that takes none: once that is off the list, its volume goes on without it. ErrNotCurrent, also from thaw, if it is
+// not.
 func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
-	ctx, quiesced, thaw, err = l.holdBack(ctx, o)
+	ctx, how, thaw, err := l.holdBack(ctx, o)
+	quiesced = how != goesOn
 	if err != nil || l.lists == nil || o.record.Labels[labelReplicaOf] == "" {
 		return ctx, quiesced, thaw, err
 	}
@@ -56,11 +67,11 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	if err != nil {
 		return ctx, false, func() error { return nil }, errors.Join(err, thaw())
 	}
-	if quiesced {
+	if how == byFrozen {
 		return ctx, true, thaw, nil
 	}
 	end := thaw
-	return ctx, false, sync.OnceValue(func() error {
+	return ctx, quiesced, sync.OnceValue(func() error {
 		if err := end(); err != nil {
 			return err
 		}
@@ -103,15 +114,15 @@ func (l *Local) listOf(ctx context.Context, o origin) (list int64, err error) {
 }
 
 // holdBack holds back the writes to an origin until thaw is called, which may be called again. It freezes the filesystem if one is mounted. Otherwise, or
-// if somebody else froze that, it suspends the devices, if the pool copies at once. quiesced is false if writes may go on; somebody else may end their own
+// if somebody else froze that, it suspends the devices, if the pool copies at once. how is goesOn if writes may go on; somebody else may end their own
 // freeze at any time. The context that it returns is for what is done meanwhile: see held. ErrUnavailable from thaw: writes went on before it, so what was
 // copied is of no point in time.
 //
 // The writes to an exported volume are held back by its consumer. Those to a leg are held back by the consumer of its volume, which may be this node.
-func (l *Local) holdBack(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
+func (l *Local) holdBack(ctx context.Context, o origin) (_ context.Context, how hold, thaw func() error, err error) {
 	nothing := func() error { return nil }
 	if e, is, err := exportOf(o.record); err != nil {
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	} else if is {
 		return l.holdConsumer(ctx, o, e.Grant)
 	}
@@ -119,7 +130,7 @@ func (l *Local) holdBack(ctx context.Context, o origin) (_ context.Context, quie
 	if len(paths) == 0 && o.record.Labels[labelReplicaOf] != "" && l.consumers() != nil { // a leg that is attached here is below the mirror of its volume, unless it was mounted before the volume had a mirror
 		if devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx); err != nil || len(devices) > 0 {
 			if err != nil {
-				return ctx, false, nothing, err
+				return ctx, goesOn, nothing, err
 			}
 			return l.holdConsumer(ctx, o, Grant{Node: l.node})
 		}
@@ -129,11 +140,11 @@ func (l *Local) holdBack(ctx context.Context, o origin) (_ context.Context, quie
 		return l.suspend(ctx, o)
 	}
 	if err := l.mayFreeze(o.id()); err != nil {
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	}
 	// A freeze outlives its process, so the record comes first: the next start ends it.
 	if err := setFrozen(ctx, o.pool, o.record.Ref, "true"); err != nil {
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	}
 	unmark := func() error { // also when the caller's time is over
 		ctx, cancel := undoing.Context(ctx)
@@ -145,13 +156,13 @@ func (l *Local) holdBack(ctx context.Context, o origin) (_ context.Context, quie
 	switch {
 	case errors.Is(err, errdefs.ErrBusy):
 		if err := unmark(); err != nil {
-			return ctx, false, nothing, err
+			return ctx, goesOn, nothing, err
 		}
 		return l.suspend(ctx, o)
 	case pending: // the filesystem may still become frozen
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	case err != nil:
-		return ctx, false, nothing, errors.Join(err, unmark())
+		return ctx, goesOn, nothing, errors.Join(err, unmark())
 	}
 	ctx, thaw = l.held(ctx, o, sync.OnceValue(func() error {
 		err := endFreeze(end, paths[0])
@@ -160,24 +171,24 @@ func (l *Local) holdBack(ctx context.Context, o origin) (_ context.Context, quie
 		}
 		return errors.Join(err, unmark())
 	}))
-	return ctx, true, thaw, nil
+	return ctx, byFrozen, thaw, nil
 }
 
 // suspend is holdBack for a volume that has no filesystem mounted, or one that somebody else froze.
-func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, quiesced bool, resume func() error, err error) {
+func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, how hold, resume func() error, err error) {
 	nothing := func() error { return nil }
 	stack := l.stacks.Of(o.pool, o.record.Ref)
 	if cutter, ok := blockdev.As[blockdev.Cutter](o.pool); !ok || !cutter.CutsAtOnce(o.record.Ref) {
-		return ctx, false, nothing, stack.Flush(ctx)
+		return ctx, goesOn, nothing, stack.Flush(ctx)
 	}
 	if err := l.mayFreeze(o.id()); err != nil {
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	}
 	if resume, err = stack.Suspend(ctx); err != nil || resume == nil {
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	}
 	ctx, resume = l.held(ctx, o, resume)
-	return ctx, true, resume, nil
+	return ctx, bySuspended, resume, nil
 }
 
 // endFreeze calls end, which filesystem.Freeze returned for a path. If that fails it thaws again, thawTries times.

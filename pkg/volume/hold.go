@@ -14,14 +14,14 @@ import (
 // holdConsumer is holdBack for an exported volume: the consumer holds back its writes. ErrUnavailable if it does not answer: it may go on to write, and
 // what is in its page cache would not be in the copy. That ends with its answer, or with its export; the export of a node that is gone ends with its
 // claim.
-func (l *Local) holdConsumer(ctx context.Context, o origin, to Grant) (_ context.Context, quiesced bool, release func() error, err error) {
+func (l *Local) holdConsumer(ctx context.Context, o origin, to Grant) (_ context.Context, how hold, release func() error, err error) {
 	nothing := func() error { return nil }
 	consumers := l.consumers()
 	if consumers == nil {
-		return ctx, false, nothing, fmt.Errorf("%w: volume %s is exported to %s, which cannot be asked to hold back its writes", errdefs.ErrUnavailable, o.id(), to)
+		return ctx, goesOn, nothing, fmt.Errorf("%w: volume %s is exported to %s, which cannot be asked to hold back its writes", errdefs.ErrUnavailable, o.id(), to)
 	}
 	if err := l.mayFreeze(o.id()); err != nil {
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	}
 	release, err = consumers.Hold(ctx, o.id(), to)
 	if err != nil {
@@ -29,13 +29,13 @@ func (l *Local) holdConsumer(ctx context.Context, o origin, to Grant) (_ context
 		if errors.Is(err, errdefs.ErrUnavailable) {
 			err = fmt.Errorf("%w; if that node is gone for good, taint it node.kubernetes.io/out-of-service: a volume that nobody uses can be copied", err)
 		}
-		return ctx, false, nothing, err
+		return ctx, goesOn, nothing, err
 	}
 	if release == nil {
 		return l.suspend(ctx, o) // the device that is exported
 	}
 	ctx, release = l.held(ctx, o, sync.OnceValue(release))
-	return ctx, true, release, nil
+	return ctx, byFrozen, release, nil
 }
 
 // holdLonger is how much longer a consumer holds its writes back than a home asks for. So the home gives up first, and then leaves the writers alone for a
