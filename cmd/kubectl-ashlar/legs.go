@@ -105,7 +105,10 @@ func (c *cluster) lookAtLegs(ctx context.Context, f *followed) {
 			continue
 		}
 		f.legs = fmt.Sprintf("another replica is made on node %s", f.to.node)
-		if l := whole.Leg(name); l != nil && l.Message != "" {
+		switch l := whole.Leg(name); {
+		case l != nil && l.Current && len(whole.Spec.Legs) <= whole.Spec.Replicas: // it has taken the place of another one, which was to move there as well
+			f.legs = fmt.Sprintf("node %s has another replica of its volume by now, so it stays: take this move back, and have it move to another node", f.to.node)
+		case l != nil && l.Message != "":
 			f.legs = fmt.Sprintf("another replica on node %s: %s", f.to.node, l.Message)
 		}
 	}

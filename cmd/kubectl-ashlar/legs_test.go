@@ -88,6 +88,14 @@ func TestMoveReplicas(t *testing.T) {
 	program = start(t, apitest.Admin, "move", third.Name, "--to=n2")
 	becomes(e, third, (*v1alpha1.Volume).Moving)
 	program.saying(t, "used on node n4; the volume is to get another replica on node n2")
+	fourth := of("leg-4", "n2", true) // has taken the place of the first one, which was to move there as well
+	e.add(fourth)
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(whole), whole))
+	whole.Spec.Legs, whole.Spec.Numbered = []string{third.Name, fourth.Name}, 4
+	check.OK(t, e.Update(t.Context(), whole))
+	whole.Status.Legs = []v1alpha1.Leg{{Name: third.Name, Current: true}, {Name: fourth.Name, Current: true}}
+	check.OK(t, e.Status().Update(t.Context(), whole))
+	program.saying(t, "node n2 has another replica of its volume by now, so it stays")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(whole), whole))
 	whole.Spec.Delete = whole.UID // the claim of the volume was deleted, with all replicas
 	check.OK(t, e.Update(t.Context(), whole))

@@ -87,8 +87,10 @@ type place interface {
 	freeze() error // returns when the API server does not answer any more
 	thaw() error
 	kill() error
-	start() error // after kill; returns when the API server answers
-	stop()        // ends both, and removes their files
+	start() error   // after kill; returns when the API server answers
+	backup() error  // between kill and start: keeps what etcd has
+	restore() error // between kill and start: gives etcd what was kept last
+	stop()          // ends both, and removes their files
 }
 
 // Config returns a configuration with a token. The token of Admin, and of each of users, is the name; for agents see Agent.
@@ -444,28 +446,30 @@ func (s *local) stopped() bool {
 // some seconds.
 func (s *Server) Backup(t testing.TB) (restore func()) {
 	t.Helper()
-	on, here := s.on.(*local)
-	if !here {
-		t.Fatal("the API server is of another machine, which cannot restore it")
-	}
-	data, backup := filepath.Join(on.dir, "etcd"), filepath.Join(on.dir, "etcd.backup")
-	again := func(from, to string) {
+	again := func(copies func() error) {
+		t.Helper()
 		start := s.Kill(t)
-		err := os.RemoveAll(to)
-		if err == nil {
-			err = os.CopyFS(to, os.DirFS(from))
-		}
-		if err == nil {
-			// etcd requires this mode of its directory.
-			err = os.Chmod(data, 0o700)
-		}
-		if err != nil {
+		if err := copies(); err != nil {
 			t.Fatal(err)
 		}
 		start()
 	}
-	again(data, backup)
-	return func() { again(backup, data) }
+	again(s.on.backup)
+	return func() { again(s.on.restore) }
+}
+
+func (s *local) backup() error  { return s.copyData("etcd", "etcd.backup") }
+func (s *local) restore() error { return s.copyData("etcd.backup", "etcd") }
+
+func (s *local) copyData(from, to string) error {
+	from, to = filepath.Join(s.dir, from), filepath.Join(s.dir, to)
+	if err := os.RemoveAll(to); err != nil {
+		return err
+	}
+	if err := os.CopyFS(to, os.DirFS(from)); err != nil {
+		return err
+	}
+	return os.Chmod(to, 0o700) // etcd requires this mode of its directory
 }
 
 func (s *local) kill() error {

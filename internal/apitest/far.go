@@ -63,7 +63,8 @@ func (h *Host) end() {
 
 // Do calls a method of place by its name.
 func (h *Host) Do(what string, _ *bool) error {
-	do := map[string]func() error{"freeze": h.server.on.freeze, "thaw": h.server.on.thaw, "kill": h.server.on.kill, "start": h.server.on.start}[what]
+	do := map[string]func() error{"freeze": h.server.on.freeze, "thaw": h.server.on.thaw, "kill": h.server.on.kill, "start": h.server.on.start,
+		"backup": h.server.on.backup, "restore": h.server.on.restore}[what]
 	if do == nil {
 		return fmt.Errorf("nobody can %s an API server", what)
 	}
@@ -91,9 +92,11 @@ func launchFar(address string, flags []string) (*Server, error) {
 
 func (f far) do(what string) error { return f.Call("Host.Do", what, new(bool)) }
 
-func (f far) freeze() error { return f.do("freeze") }
-func (f far) thaw() error   { return f.do("thaw") }
-func (f far) kill() error   { return f.do("kill") }
-func (f far) start() error  { return f.do("start") }
+func (f far) freeze() error  { return f.do("freeze") }
+func (f far) thaw() error    { return f.do("thaw") }
+func (f far) kill() error    { return f.do("kill") }
+func (f far) start() error   { return f.do("start") }
+func (f far) backup() error  { return f.do("backup") }
+func (f far) restore() error { return f.do("restore") }
 
 func (f far) stop() { _ = f.Close() } // the host ends it with the connection, which may have ended before

@@ -150,6 +150,29 @@ func TestReplicaMovesAtRest(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicasMoveToOneNode: both legs of a volume in use are asked to move to the same node, as two nodes are emptied at once. One of them does; the other stays,
+// and moves when it is asked to move elsewhere.
+func TestReplicasMoveToOneNode(t *testing.T) {
+	w, v, s, a, b, c := legsAtRest(t)
+	first, second := w.legsOf("v")[0], w.legsOf("v")[1]
+	_, err := s.Claim(w.ctx, v.ID, on(a.name))
+	check.OK(t, err)
+	w.becomes("v", first.Name, second.Name)
+	w.legMovesTo(first, c.name)
+	w.legMovesTo(second, c.name)
+	w.eventually("one gets another in its place", func() bool { return slices.Contains(w.homes("v"), c.name) })
+	next := w.legsOf("v")[2]
+	w.becomes("v", first.Name, second.Name, next.Name)
+	stay := []string{second.Name, next.Name}
+	w.eventually("the first one is to go", func() bool { return slices.Equal(w.whole("v").Spec.Legs, stay) })
+	w.becomes("v", stay...)
+	w.eventually("the other one stays", func() bool { return slices.Equal(w.homes("v"), []string{b.name, c.name}) })
+	w.legMovesTo(second, a.name)
+	w.eventually("it moves elsewhere", func() bool { return slices.Contains(w.homes("v"), a.name) })
+	check.OK(t, s.Release(w.ctx, v.ID, a.name))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicaDeletedAsItLeft: a leg of a volume has moved, and its old node still has the bytes. The volume is deleted only when that node has given them
 // back: otherwise they would stay there.
 func TestReplicaDeletedAsItLeft(t *testing.T) {

@@ -91,10 +91,14 @@ func (a *Agent) checkApart(ctx context.Context, v *v1alpha1.Volume) error {
 	if err := a.kube.Client.List(ctx, &here, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list the volumes of node "+a.local.Node(), err)
 	}
-	if other := v.OtherLeg(a.local.Node(), here.Pointers()); other != nil {
+	switch other := v.OtherLeg(a.local.Node(), here.Pointers()); {
+	case other == nil:
+		return nil
+	case other.Spec.NodeName != a.local.Node():
+		return fmt.Errorf("%w: replica %s of its volume, on node %s, is to move to node %s as well: take one of the two moves back", errWaits, other.Name, other.Spec.NodeName, a.local.Node())
+	default:
 		return fmt.Errorf("%w: node %s has another replica of its volume, %s", errWaits, a.local.Node(), other.Name)
 	}
-	return nil
 }
 
 // checkKnowsPools is ErrUnavailable if a volume is to move to a pool of another name, and the driver of its home, or of the node that uses it, is too old for

@@ -113,9 +113,19 @@ func (p *Replicator) assessPlace(ctx context.Context, r *v1alpha1.ReplicatedVolu
 
 // isToLeave reports whether a leg is to be replaced, as it was asked to move and its volume is used. While the volume is not used, nothing can make another
 // leg equal, and the bytes of the leg are moved instead (package mover). The leg stays if another leg is on the node where it is to move, unless the volume
-// has more legs than it is to have.
+// has more legs than it is to have. Of several that are asked to move to one node the first one does: two nodes may be emptied at once.
 func isToLeave(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume) bool {
-	return r.Spec.Claim != nil && v.Moving() && (len(r.Spec.Legs) > r.Spec.Replicas || !isAt(r, legs, v.Spec.Move.Node))
+	return r.Spec.Claim != nil && v.Moving() && (len(r.Spec.Legs) > r.Spec.Replicas || !isAt(r, legs, v.Spec.Move.Node)) && firstTo(r, legs, v.Spec.Move.Node) == v
+}
+
+// firstTo returns the first leg of a volume that is asked to move to a node; nil if there is none.
+func firstTo(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, node string) *v1alpha1.Volume {
+	for _, name := range r.Spec.Legs {
+		if v := legs[name]; v != nil && v.Moving() && v.Spec.Move.Node == node && !v1alpha1.Going(v) {
+			return v
+		}
+	}
+	return nil
 }
 
 // isAt reports whether a volume has a leg on a node.

@@ -43,7 +43,7 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 		network = cmp.Or(network, networks[v.Spec.NodeName])
 	}
 	if instead != nil {
-		others = kept(others, instead.Name)
+		others = stayFor(instead, kept(others, instead.Name))
 	}
 	var list corev1.NodeList
 	if err := s.kube.Cache.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
@@ -76,6 +76,19 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 		unfit[p.Name] = errors.New(why)
 	}
 	return unfit, err
+}
+
+// stayFor returns the legs beside which one is placed that takes the place of instead. Others that are asked to move to the same node stay where they are: if each
+// waited for the other, none would ever move.
+func stayFor(instead *v1alpha1.Volume, others []*v1alpha1.Volume) []*v1alpha1.Volume {
+	others = slices.Clone(others)
+	for i, v := range others {
+		if v.Moving() && v.Spec.Move.Node == instead.Spec.Move.Node {
+			others[i] = v.DeepCopy()
+			others[i].Spec.Move = nil
+		}
+	}
+	return others
 }
 
 // nodeNamed returns a Node object from the cache, or one with nothing but its name if there is none.
