@@ -1,7 +1,6 @@
 package cluster
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -151,14 +150,26 @@ func SyncLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
 
 // KeepSize gives the object of a volume the size that all its legs have, if that is larger, and reports whether that changes it: the object was restored to before
 // the volume grew. Through a smaller mirror its users would not find what they have, and behind its end no leg would be made equal to the others. legs are those of
-// spec.legs that are there; as long as one is not, or has not grown, the volume has not grown either.
+// spec.legs that are there. As long as one that is current is not there, or one has not grown, the volume has not grown either. But a volume grows without legs
+// that are lost, or still to be made: the object may be of before such a one was replaced, and its successor would be too small for the volume.
 func KeepSize(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) (changed bool) {
-	if len(legs) == 0 || len(legs) < len(r.Spec.Legs) {
-		return false
+	least := int64(0)
+	for _, name := range r.Spec.Legs {
+		l := r.Leg(name)
+		listed := l != nil && l.Current
+		i := slices.IndexFunc(legs, func(v *v1alpha1.Volume) bool { return v.Name == name })
+		switch {
+		case i < 0 && listed:
+			return false
+		case i < 0 || v1alpha1.IsLost(legs[i]) || legs[i].Status.Created == nil && !listed:
+		case least == 0 || legs[i].Status.Size < least:
+			if least = legs[i].Status.Size; least == 0 {
+				return false
+			}
+		}
 	}
-	have := slices.MinFunc(legs, func(a, b *v1alpha1.Volume) int { return cmp.Compare(a.Status.Size, b.Status.Size) }).Status.Size
-	changed = have > r.Spec.Size
-	r.Spec.Size = max(r.Spec.Size, have)
+	changed = least > r.Spec.Size
+	r.Spec.Size = max(r.Spec.Size, least)
 	return changed
 }
 

@@ -1294,6 +1294,44 @@ func TestReplicatedBeforeGrowth(t *testing.T) {
 	w.eventually("it is deleted", func() bool { return s.Delete(soon(t), v.ID) == nil })
 }
 
+// TestKeepsSizeWithoutLost: the object of a volume is restored to before the volume grew, and to before one of its legs was replaced, which is lost since. The volume
+// keeps its size: the successor of that leg would be too small for it.
+func TestKeepsSizeWithoutLost(t *testing.T) {
+	now := metav1.NowMicro()
+	leg := func(name string, size int64) *v1alpha1.Volume {
+		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		v.Status.Created, v.Status.Size = &now, size
+		return v
+	}
+	lost, unmade := leg("b", 2*mib), &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: "c"}}
+	lost.Status.Conditions = []metav1.Condition{{Type: v1alpha1.Ready, Status: "False"}}
+	for what, c := range map[string]struct {
+		legs    []*v1alpha1.Volume
+		current []string
+		want    int64
+	}{
+		"all have grown":            {[]*v1alpha1.Volume{leg("a", 4*mib), leg("b", 4*mib), leg("c", 8*mib)}, []string{"a", "b", "c"}, 4 * mib},
+		"one has not":               {[]*v1alpha1.Volume{leg("a", 4*mib), leg("b", 2*mib), leg("c", 8*mib)}, []string{"a", "c"}, 2 * mib},
+		"one is lost":               {[]*v1alpha1.Volume{leg("a", 4*mib), lost, leg("c", 8*mib)}, []string{"a", "b"}, 4 * mib},
+		"one is lost, one not made": {[]*v1alpha1.Volume{leg("a", 4*mib), lost, unmade}, []string{"a", "b"}, 4 * mib},
+		"one is named":              {[]*v1alpha1.Volume{leg("a", 4*mib), lost}, []string{"a", "b"}, 4 * mib},
+		"one has no object":         {[]*v1alpha1.Volume{leg("a", 4*mib), lost}, []string{"a", "c"}, 2 * mib},
+		"one has not said its size": {[]*v1alpha1.Volume{leg("a", 4*mib), leg("b", 4*mib), unmade}, []string{"a", "c"}, 2 * mib},
+		"all are lost":              {[]*v1alpha1.Volume{lost}, []string{"b"}, 2 * mib},
+	} {
+		r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{Size: 2 * mib, Legs: []string{"a", "b", "c"}}}
+		for _, name := range r.Spec.Legs {
+			r.Status.Legs = append(r.Status.Legs, v1alpha1.Leg{Name: name, Current: slices.Contains(c.current, name)})
+		}
+		if what == "all are lost" {
+			r.Spec.Legs = []string{"b"}
+		}
+		if changed := cluster.KeepSize(r, c.legs); r.Spec.Size != c.want || changed != (c.want > 2*mib) {
+			t.Errorf("%s: it has %d bytes, %v", what, r.Spec.Size, changed)
+		}
+	}
+}
+
 // TestReplicatedOlder: an object is restored, with its status, to before all its legs were replaced. The present legs stay, as they alone have what was
 // written. Meanwhile its snapshots can be restored.
 func TestReplicatedOlder(t *testing.T) {
