@@ -158,8 +158,11 @@ func TestReplicasMoveToOneNode(t *testing.T) {
 	_, err := s.Claim(w.ctx, v.ID, on(a.name))
 	check.OK(t, err)
 	w.becomes("v", first.Name, second.Name)
+	w.cordoned(c.name, true)
 	w.legMovesTo(first, c.name)
 	w.legMovesTo(second, c.name)
+	time.Sleep(300 * time.Millisecond) // the controller knows of both
+	w.cordoned(c.name, false)
 	w.eventually("one gets another in its place", func() bool { return slices.Contains(w.homes("v"), c.name) })
 	next := w.legsOf("v")[2]
 	w.becomes("v", first.Name, second.Name, next.Name)
