@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -21,6 +22,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -677,6 +679,50 @@ func TestReplicaMoves(t *testing.T) {
 		m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
 		m.releases(node)
 	}
+}
+
+// TestReplicaRestoredBeforeGrowth: while a volume is used it grows, and one of its legs is replaced; then etcd is put back to before that, and everything is started
+// anew. The volume has the size that it had, with what was written behind the older end.
+func TestReplicaRestoredBeforeGrowth(t *testing.T) {
+	c := newNodes(t)
+	user, leaves, comes := home, consumers[0], consumers[1]
+	m := c.mirror("replica restored before growth", co.Block, user, leaves)
+	c.cordon(comes, false)
+	m.claims(user)
+	m.again("stage it", func(ctx context.Context) error { return m.up(ctx, user) })
+	restore := apitest.Get(t).Backup(t)
+	const size = 80 * mib
+	m.again("grow it", func(ctx context.Context) error {
+		_, err := c.controller.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: m.of.ID, CapacityRange: &csi.CapacityRange{RequiredBytes: size}, VolumeCapability: m.of.Capability})
+		return err
+	})
+	there := m.at(user)
+	m.again("its node knows", func(ctx context.Context) error { return there.NodeExpand(ctx, there.Target("pod")) })
+	m.put(user, 70)
+	m.moves(leaves, comes, user, comes)
+	restore()
+	for _, d := range append(slices.Collect(maps.Values(c.agents)), c.controller) {
+		d.Kill()
+		check.OK(t, d.Start())
+	}
+	m.eventually("it has its size", func() bool { return m.object().Spec.Size == size })
+	m.eventually("it has two current legs", func() bool { return len(m.object().Current()) == 2 && len(m.object().Spec.Legs) == 2 })
+	m.put(user, 71)
+	m.leave(user)
+	for _, node := range []string{comes, leaves} {
+		m.use(node, func(target string) {
+			f, err := os.Open(target)
+			check.OK(t, err)
+			defer f.Close()
+			for _, at := range []int64{70, 71} {
+				b := make([]byte, 1)
+				if _, err := f.ReadAt(b, at*mib); err != nil || b[0] != 1 {
+					t.Errorf("on %s, at %d MiB it has %d, %v", node, at, b[0], err)
+				}
+			}
+		})
+	}
+	m.deleteBeside()
 }
 
 // compared asks for the legs of the volume to be compared, and waits until that is done.
