@@ -41,7 +41,7 @@ func TestLegState(t *testing.T) {
 // TestNoEra: since NoEra all of a leg counts as written, however often its marks were begun.
 func TestNoEra(t *testing.T) {
 	for begun := uint32(1); begun < 1<<(32-eraBits); begun++ {
-		if since, known := (marking{begun, 1 << 20}).era(NoEra); known {
+		if since, known := (marking{begun: begun, block: 1 << 20}).era(NoEra); known {
 			t.Fatalf("since it what was marked since %d counts, of marks that were begun %d times", since, begun)
 		}
 	}

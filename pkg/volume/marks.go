@@ -36,18 +36,23 @@ const spareRoom = 4
 type marking struct {
 	begun uint32 // how often marks were begun; 1: once, before anything was written
 	block int64  // bytes that one mark is for; 0: not all writes are marked, until marks are begun anew
+	least uint32 // the kernel's era when the leg was attached last: marks that know only of earlier ones are an older copy; 0: not known
 }
 
 // markingOf returns the marking in a record. Without the label marks count as begun once, as something was written without them: the volume was not made
 // as a leg, or is a copy.
 func markingOf(r blockdev.Record) marking {
 	m := marking{begun: 1}
-	begun, block, on := strings.Cut(r.Labels[labelMarks], ":")
+	begun, rest, on := strings.Cut(r.Labels[labelMarks], ":")
+	block, least, _ := strings.Cut(rest, ":")
 	if n, err := strconv.ParseUint(begun, 10, 32-eraBits); err == nil {
 		m.begun = uint32(n)
 	}
 	if n, err := strconv.ParseInt(block, 10, 64); on && err == nil {
 		m.block = n
+	}
+	if n, err := strconv.ParseUint(least, 10, 32); err == nil && m.block > 0 {
+		m.least = uint32(n)
 	}
 	return m
 }
@@ -56,6 +61,9 @@ func (m marking) label() string {
 	label := strconv.FormatUint(uint64(m.begun), 10)
 	if m.block > 0 {
 		label += ":" + strconv.FormatInt(m.block, 10)
+		if m.least > 0 {
+			label += ":" + strconv.FormatUint(uint64(m.least), 10)
+		}
 	}
 	return label
 }
@@ -68,7 +76,7 @@ func (m marking) off() marking { return marking{begun: max(m.begun, 1)} }
 
 // next returns m with marks begun once more; false if there is no number left for that.
 func (m marking) next(block int64) (marking, bool) {
-	return marking{m.begun + 1, block}, m.begun+1 < 1<<(32-eraBits)
+	return marking{begun: m.begun + 1, block: block}, m.begun+1 < 1<<(32-eraBits)
 }
 
 // number returns the number by which other nodes know one of the kernel's eras; false if the kernel's number does not fit into eraBits.
@@ -157,7 +165,7 @@ func (l *Local) layWith(ctx context.Context, pool blockdev.Pool, record *blockde
 	defer func() { err = errors.Join(err, m.Metadata.Close()) }()
 	attached, err := attach(m)
 	if err == nil {
-		if err = l.tellMarks(ctx, pool, record, stack); err != nil {
+		if err = l.tellMarks(ctx, pool, record, stack, true); err != nil {
 			err = errors.Join(err, attached.Close())
 		}
 	}
@@ -177,7 +185,7 @@ func (l *Local) layAgain(ctx context.Context, pool blockdev.Pool, record *blockd
 		}
 	}
 	if err == nil {
-		if err = l.tellMarks(ctx, pool, record, stack); err != nil {
+		if err = l.tellMarks(ctx, pool, record, stack, false); err != nil {
 			err = errors.Join(err, attached.Close())
 		}
 	}
@@ -187,8 +195,9 @@ func (l *Local) layAgain(ctx context.Context, pool blockdev.Pool, record *blockd
 	return attached, nil
 }
 
-// tellMarks brings the marking in the record of an attached leg to what the kernel says. They differ after a crash.
-func (l *Local) tellMarks(ctx context.Context, pool blockdev.Pool, record *blockdev.Record, stack device.Stack) error {
+// tellMarks brings the marking in the record of an attached leg to what the kernel says. They differ after a crash. anew: the leg was attached just now, and
+// the record says in which era.
+func (l *Local) tellMarks(ctx context.Context, pool blockdev.Pool, record *blockdev.Record, stack device.Stack, anew bool) error {
 	now, err := stack.Marked(ctx)
 	if err != nil {
 		return err
@@ -198,9 +207,14 @@ func (l *Local) tellMarks(ctx context.Context, pool blockdev.Pool, record *block
 	case !now.Kept():
 		return setMarking(ctx, pool, record, m.off())
 	case m.block == 0 && can:
-		return setMarking(ctx, pool, record, next)
+		m = next
+	case m.block == 0:
+		return nil
 	}
-	return nil
+	if anew {
+		m.least = now.Era
+	}
+	return setMarking(ctx, pool, record, m)
 }
 
 // unmark ends the marks of an attached leg, which stays in use. Its record says so first.
@@ -212,7 +226,9 @@ func (l *Local) unmark(ctx context.Context, pool blockdev.Pool, record *blockdev
 	return stack.Unmark()
 }
 
-// openMarks opens the marks of a leg whose record says that writes are marked. ErrDataLoss if there are none.
+// openMarks opens the marks of a leg whose record says that writes are marked. ErrDataLoss if there are none, or older ones: a backup may have been put back,
+// or the disk has lost what was written to it. Eras would be counted anew from there on, and what is marked in one would be taken for all that was written in
+// the earlier one of that number.
 func (l *Local) openMarks(ctx context.Context, pool blockdev.Pool, record *blockdev.Record) (device.Marking, error) {
 	if err := marksAvailable(); err != nil {
 		return device.Marking{}, err
@@ -221,14 +237,28 @@ func (l *Local) openMarks(ctx context.Context, pool blockdev.Pool, record *block
 	if err != nil {
 		return device.Marking{}, err
 	}
-	begun, err := era.Begun(metadata.Path)
-	if err == nil && !begun {
+	last, begun, err := era.Last(metadata.Path)
+	m := markingOf(*record)
+	switch least := m.leastOf(*record); {
+	case err != nil:
+	case !begun:
 		err = fmt.Errorf("%w: there is nothing at %s", errdefs.ErrDataLoss, metadata.Path)
+	case last < least:
+		err = fmt.Errorf("%w: those at %s are an older copy: they know of era %d, and era %d had begun", errdefs.ErrDataLoss, metadata.Path, last, least)
 	}
 	if err != nil {
 		return device.Marking{}, errors.Join(err, metadata.Close())
 	}
-	return device.Marking{Metadata: metadata, Block: markingOf(*record).block}, nil
+	return device.Marking{Metadata: metadata, Block: m.block}, nil
+}
+
+// leastOf returns the last of the kernel's eras of which the record of a leg knows that it has begun.
+func (m marking) leastOf(r blockdev.Record) uint32 {
+	s, err := legStateOf(r)
+	if common, known := m.era(s.Era); err == nil && known {
+		return max(m.least, common)
+	}
+	return m.least
 }
 
 // newMarks makes the object for the marks of a leg, or takes one that is large enough, and clears it. The record has to say already that not all writes

@@ -5,11 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -98,6 +100,11 @@ func (g *leg) detach() {
 // put writes 4 KiB into each of some blocks, past the page cache.
 func (g *leg) put(blocks ...int64) {
 	g.Helper()
+	check.OK(g, g.tryPut(blocks...))
+}
+
+func (g *leg) tryPut(blocks ...int64) error {
+	g.Helper()
 	f, err := os.OpenFile(g.path, os.O_WRONLY|unix.O_DIRECT, 0)
 	check.OK(g, err)
 	defer f.Close()
@@ -105,11 +112,14 @@ func (g *leg) put(blocks ...int64) {
 	check.OK(g, err)
 	page[0] = 1
 	for _, b := range blocks {
-		check.OK(g, second(f.WriteAt(page, b*mib+8192)))
+		if _, err := f.WriteAt(page, b*mib+8192); err != nil {
+			return err
+		}
 		for _, since := range g.written {
 			since[b] = true
 		}
 	}
+	return nil
 }
 
 // begin begins an era; 0 if writes are not marked.
@@ -304,6 +314,63 @@ func TestLVMMarksLost(t *testing.T) {
 		begun = g.begin()
 		g.put(3)
 		g.exact(begun, "a kernel that has it again")
+	})
+}
+
+// marksBytes reads the metadata of the marks of a leg that is not attached, or writes them.
+func (g *leg) marksBytes(write []byte) (have []byte) {
+	g.Helper()
+	device, err := g.pool.Attach(g.Context(), blockdev.Ref{Kind: blockdev.Marks, Key: g.v.ID.Key}, blockdev.Attachment{})
+	check.OK(g, err)
+	f, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	check.OK(g, err)
+	if write != nil {
+		check.OK(g, second(f.WriteAt(write, 0)))
+	} else {
+		have, err = io.ReadAll(f)
+		check.OK(g, err)
+	}
+	check.OK(g, errors.Join(f.Sync(), f.Close(), device.Close()))
+	return have
+}
+
+// TestLVMMarksOlder: marks are put back as they were before the leg was attached last, or before its last common moment. All of the leg counts as written,
+// also once as many eras have begun as there were.
+func TestLVMMarksOlder(t *testing.T) {
+	overLegs(t, volume.Spec{}, func(g *leg) {
+		g.attach()
+		g.put(1)
+		for _, when := range []string{"attached", "in a common moment"} {
+			g.detach()
+			saved := g.marksBytes(nil)
+			g.attach()
+			var common uint32
+			for n := range int64(3) {
+				common = g.begin()
+				g.put(3 + n)
+			}
+			if when != "attached" {
+				check.OK(g, g.l.SetCommonEra(g.Context(), g.v.ID, common))
+			}
+			g.detach()
+			if when != "attached" { // it does not say in which era it was attached
+				check.OK(g, second(g.pool.SetLabels(g.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: g.v.ID.Key}, func(labels map[string]string) error {
+					labels["marks"] = labels["marks"][:strings.LastIndex(labels["marks"], ":")]
+					return nil
+				})))
+				g.start()
+			}
+			g.marksBytes(saved)
+			g.attach()
+			g.safe("older than when it was " + when)
+			for range 8 {
+				g.begin()
+				g.safe("older than when it was " + when + ", and more eras began")
+			}
+			begun := g.begin()
+			g.put(9)
+			g.exact(begun, "begun again")
+		}
 	})
 }
 

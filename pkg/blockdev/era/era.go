@@ -20,6 +20,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/persistent"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -145,14 +146,21 @@ func Clear(path string) error {
 	})
 }
 
-// Begun reports whether a device has metadata that are not new. Whether they are good, the kernel finds when a device is made with them.
-func Begun(path string) (is bool, err error) {
+// Last returns the last era that began by the metadata on a device, which nobody uses; false: they are new. Whether they are good otherwise, the kernel finds
+// when a device is made with them.
+func Last(path string) (era uint32, begun bool, err error) {
 	err = metadata(path, os.O_RDONLY, func(f *os.File, page []byte) error {
-		_, err := f.ReadAt(page, 0)
-		is = slices.ContainsFunc(page, func(b byte) bool { return b != 0 })
+		if _, err := f.ReadAt(page, 0); err != nil {
+			return err
+		}
+		if begun = slices.ContainsFunc(page, func(b byte) bool { return b != 0 }); !begun {
+			return nil
+		}
+		s, err := superblockAt(persistent.File{File: f}, 0)
+		era = s.era
 		return err
 	})
-	return is, err
+	return era, begun, err
 }
 
 // metadata opens a device for metadata past the page cache, as the kernel writes there, and calls use with it and with memory for its first page.
