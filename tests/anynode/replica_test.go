@@ -52,11 +52,18 @@ func (c *nodes) mirror(name, filesystem string, on ...string) *mirrored {
 // mirrorOf is mirror, of a size.
 func (c *nodes) mirrorOf(size int64, name, filesystem string, on ...string) *mirrored {
 	c.Helper()
+	return c.mirrorWith(size, nil, name, filesystem, on...)
+}
+
+// mirrorWith is mirrorOf, with more parameters.
+func (c *nodes) mirrorWith(size int64, more map[string]string, name, filesystem string, on ...string) *mirrored {
+	c.Helper()
 	for _, node := range append([]string{home}, consumers...) {
 		c.cordon(node, !slices.Contains(on, node))
 	}
 	r := co.Request(name, filesystem, size)
 	r.Parameters = map[string]string{"access": "any", "replicas": strconv.Itoa(len(on))}
+	maps.Copy(r.Parameters, more)
 	r.AccessibilityRequirements = &csi.TopologyRequirement{Preferred: []*csi.Topology{csimap.Topology(on[0])}, Requisite: []*csi.Topology{csimap.Topology(on[0])}}
 	m := &mirrored{volume: &volume{nodes: c}, key: domain.KeyOf(name), on: on}
 	c.eventually("volume "+name+" has its legs where they are to be", func() bool {
