@@ -176,6 +176,71 @@ func TestReplicasMoveToOneNode(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestReplicasMoveToOneZone: as TestReplicasMoveToOneNode, with two nodes that have the same value of the label that the volume names.
+func TestReplicasMoveToOneZone(t *testing.T) {
+	w, _, s := legCluster(t, 4)
+	w.zones(s, map[string]string{"node-1": "a", "node-2": "b", "node-3": "c", "node-4": "c"})
+	cordon := func(is bool) {
+		w.cordoned("node-3", is)
+		w.cordoned("node-4", is)
+	}
+	cordon(true)
+	w.places(s, "", map[string]string{"node-1": "node-1", "node-2": "node-2"})
+	spec := replicas("v", 2, "node-1")
+	spec.Replicas.TopologyKey = "zone"
+	v, err := s.Create(w.ctx, spec)
+	check.OK(t, err)
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	first, other := w.legsOf("v")[0], w.legsOf("v")[1]
+	w.becomes("v", first.Name, other.Name)
+	w.legMovesTo(first, "node-3")
+	w.legMovesTo(other, "node-4")
+	time.Sleep(300 * time.Millisecond) // the controller knows of both
+	cordon(false)
+	w.eventually("the first gets another in its place", func() bool { return slices.Contains(w.homes("v"), "node-3") })
+	next := w.legsOf("v")[2]
+	w.becomes("v", first.Name, other.Name, next.Name)
+	stay := []string{other.Name, next.Name}
+	w.eventually("the first one is to go", func() bool { return slices.Equal(w.whole("v").Spec.Legs, stay) })
+	w.becomes("v", stay...)
+	w.eventually("it is gone, and the other stays", func() bool { return slices.Equal(w.homes("v"), []string{"node-2", "node-3"}) })
+	w.eventually("it is said why", func() bool {
+		return strings.Contains(w.whole("v").Status.Lacks, "is where node node-3 is, which has another replica of the volume")
+	})
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestReplicaLostBesideMoving: a leg of a volume in use was asked to move to where there is no room. Another one that is lost meanwhile does not wait for that.
+func TestReplicaLostBesideMoving(t *testing.T) {
+	w, all, s := legCluster(t, 4)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, second(s.Claim(w.ctx, v.ID, on("node-1"))))
+	lost, moves := w.legsOf("v")[0], w.legsOf("v")[1]
+	w.becomes("v", lost.Name, moves.Name)
+	var free []string
+	for name := range all {
+		if !slices.Contains(w.homes("v"), name) {
+			free = append(free, name)
+		}
+	}
+	w.cordoned(free[0], true)
+	w.legMovesTo(moves, free[0])
+	w.eventually("it is said why it does not move", func() bool { return strings.Contains(w.whole("v").Status.Lacks, "node "+free[0]+" is cordoned") })
+	w.becomes("v", moves.Name)
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.ReplaceAfter = 1 })
+	w.eventually("the lost one gets another in its place", func() bool { return slices.Contains(w.homes("v"), free[1]) })
+	next := w.legsOf("v")[2]
+	w.becomes("v", moves.Name, next.Name)
+	w.eventually("it is gone", func() bool { return slices.Equal(w.homes("v"), []string{moves.Spec.NodeName, free[1]}) })
+	w.becomes("v", moves.Name, next.Name)
+	w.cordoned(free[0], false)
+	w.eventually("the other one moves", func() bool { return slices.Contains(w.homes("v"), free[0]) })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestReplicaDeletedAsItLeft: a leg of a volume has moved, and its old node still has the bytes. The volume is deleted only when that node has given them
 // back: otherwise they would stay there.
 func TestReplicaDeletedAsItLeft(t *testing.T) {

@@ -1,13 +1,13 @@
 package replicator
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
 	"strings"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -24,7 +24,8 @@ type state int
 const (
 	good    state = iota // it is current, or will be
 	missing              // it is to be made
-	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, it has not been current for too long, it is to move, or cannot be made
+	moving               // it is to be replaced by a leg on the node that it was asked to move to, and none is there yet
+	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, it has not been current for too long, it cannot be made, or its successor is there
 )
 
 // assessment is what the replicator knows of a leg.
@@ -43,6 +44,10 @@ type assessment struct {
 
 // assess assesses the legs that a volume is to have (spec.legs). due is when some of them are to be replaced (dueLegs).
 func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, due map[string]time.Time) (all []assessment, _ error) {
+	at, err := p.places(ctx, r, legs)
+	if err != nil {
+		return nil, err
+	}
 	for _, name := range r.Spec.Legs {
 		l, v := r.Leg(name), legs[name]
 		one := assessment{name: name, current: l != nil && l.Current, ahead: l != nil && l.State == v1alpha1.LegAhead, fresh: l == nil || !l.Current && l.Sound == 0 && l.List == 0}
@@ -55,9 +60,7 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 			if err := p.assessPlace(ctx, r, v, due, &one); err != nil {
 				return nil, err
 			}
-			if isToLeave(r, v, legs) {
-				one.state = bad
-			}
+			one.state = max(one.state, stateOfMove(r, v, legs, at))
 			if refused := v.Common().Refused(v.Generation); one.state == good && v.Status.Created == nil && (refused != nil || !one.current && v.Spec.Make && l == nil) {
 				one.state = missing // if its node cannot make it, another node is asked
 			}
@@ -66,33 +69,50 @@ func (p *Replicator) assess(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 		}
 		all = append(all, one)
 	}
-	return all, p.findBeside(ctx, r, legs, all)
+	findBeside(r, legs, at, all)
+	return all, nil
+}
+
+// places returns where the nodes are that the legs of a volume are on or move to: the value of the label of nodes that the volume names (spec.topologyKey), or the
+// name of the node if there is none.
+func (p *Replicator) places(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (map[string]string, error) {
+	at := map[string]string{}
+	find := func(name string) error {
+		node := kube.Node(name)
+		if r.Spec.TopologyKey != "" && at[name] == "" {
+			if err := client.IgnoreNotFound(p.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node)); err != nil {
+				return kube.APIError("look at node "+name, err)
+			}
+		}
+		at[name] = cmp.Or(node.Labels[r.Spec.TopologyKey], name)
+		return nil
+	}
+	for _, v := range named(r, legs) {
+		if err := find(v.Spec.NodeName); err != nil {
+			return nil, err
+		}
+		if v.Moving() {
+			if err := find(v.Spec.Move.Node); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return at, nil
 }
 
 // findBeside sets beside: as a leg was replaced where it was (leavingLegs), and is back before it has gone, or as somebody has changed labels.
-func (p *Replicator) findBeside(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, all []assessment) error {
-	if r.Spec.TopologyKey == "" {
-		return nil
-	}
-	at := map[string][]int{} // by value of the label
+func findBeside(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, at map[string]string, all []assessment) {
+	same := map[string][]int{}
 	for i := range all {
-		v, node := legs[all[i].name], &corev1.Node{}
-		if v == nil {
-			continue
-		}
-		if err := client.IgnoreNotFound(p.kube.Cache.Get(ctx, client.ObjectKey{Name: v.Spec.NodeName}, node)); err != nil {
-			return kube.APIError("look at node "+v.Spec.NodeName, err)
-		}
-		if value := node.Labels[r.Spec.TopologyKey]; value != "" {
-			at[value] = append(at[value], i)
+		if v := legs[all[i].name]; v != nil && r.Spec.TopologyKey != "" {
+			same[at[v.Spec.NodeName]] = append(same[at[v.Spec.NodeName]], i)
 		}
 	}
-	for _, same := range at {
-		for _, i := range same {
-			all[i].beside = len(same) > 1
+	for _, legs := range same {
+		for _, i := range legs {
+			all[i].beside = len(legs) > 1
 		}
 	}
-	return nil
 }
 
 // assessPlace finds out whether a leg is to be replaced because of where it is: its node is gone for good, it is not current for too long, or it cannot be
@@ -111,17 +131,25 @@ func (p *Replicator) assessPlace(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	return nil
 }
 
-// isToLeave reports whether a leg is to be replaced, as it was asked to move and its volume is used. While the volume is not used, nothing can make another
-// leg equal, and the bytes of the leg are moved instead (package mover). The leg stays if another leg is on the node where it is to move, unless the volume
-// has more legs than it is to have. Of several that are asked to move to one node the first one does: two nodes may be emptied at once.
-func isToLeave(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume) bool {
-	return r.Spec.Claim != nil && v.Moving() && (len(r.Spec.Legs) > r.Spec.Replicas || !isAt(r, legs, v.Spec.Move.Node)) && firstTo(r, legs, v.Spec.Move.Node) == v
+// stateOfMove is moving or bad for a leg that is to be replaced, as it was asked to move and its volume is used. While the volume is not used, nothing can make
+// another leg equal, and the bytes of the leg are moved instead (package mover). The leg stays if another leg is on the node where it is to move, unless the
+// volume has more legs than it is to have. Of several that are asked to move to one place the first one does: two nodes may be emptied at once.
+func stateOfMove(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume, legs map[string]*v1alpha1.Volume, at map[string]string) state {
+	switch {
+	case r.Spec.Claim == nil || !v.Moving() || firstTo(r, legs, at, v.Spec.Move.Node) != v:
+		return good
+	case !isAt(r, legs, v.Spec.Move.Node):
+		return moving
+	case len(r.Spec.Legs) > r.Spec.Replicas:
+		return bad
+	}
+	return good
 }
 
-// firstTo returns the first leg of a volume that is asked to move to a node; nil if there is none.
-func firstTo(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, node string) *v1alpha1.Volume {
-	for _, name := range r.Spec.Legs {
-		if v := legs[name]; v != nil && v.Moving() && v.Spec.Move.Node == node && !v1alpha1.Going(v) {
+// firstTo returns the first leg of a volume that is asked to move to where a node is; nil if there is none.
+func firstTo(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, at map[string]string, node string) *v1alpha1.Volume {
+	for _, v := range named(r, legs) {
+		if v.Moving() && at[v.Spec.Move.Node] == at[node] && !v1alpha1.Going(v) {
 			return v
 		}
 	}
@@ -133,14 +161,24 @@ func isAt(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume, node s
 	return slices.ContainsFunc(r.Spec.Legs, func(name string) bool { return legs[name] != nil && legs[name].Spec.NodeName == node })
 }
 
-// legToReplace returns the leg whose place the next new leg takes: it is to leave, and no leg is where it is to move; nil if there is none.
-func legToReplace(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) *v1alpha1.Volume {
-	for _, name := range r.Spec.Legs {
-		if v := legs[name]; v != nil && isToLeave(r, v, legs) && !isAt(r, legs, v.Spec.Move.Node) {
-			return v
+// vacancies returns for what the volume's next new leg may be, in the order in which that is tried: nil is for a leg that it lacks, which may be on any node; a
+// Volume, for the leg that takes its place on the node that it is to move to. So what cannot move keeps nothing else from being replaced.
+func vacancies(r *v1alpha1.ReplicatedVolume, all []assessment, legs map[string]*v1alpha1.Volume) (next []*v1alpha1.Volume) {
+	n := 0
+	for _, l := range all {
+		switch l.state {
+		case moving:
+			next = append(next, legs[l.name])
+			n++
+		case good:
+			n++
+		case missing, bad:
 		}
 	}
-	return nil
+	if n < r.Spec.Replicas {
+		next = slices.Insert(next, 0, nil)
+	}
+	return next
 }
 
 // leavingLegs returns the names of the legs that are to be replaced where they are: where nodes have the same label (spec.topologyKey), another one may be. One
@@ -276,7 +314,7 @@ func whyLate(r *v1alpha1.ReplicatedVolume, all []assessment, legs map[string]*v1
 
 // surplusLeg returns the leg that goes next from a volume with more legs than it is to have, and how. A leg goes only if enough others are current, on nodes
 // that work: while nobody uses a volume, a leg whose node is down counts as current still. One that is not current goes first, then one that is bad, then one
-// beside another (spec.topologyKey), then one whose node is down, and last the one on the node that uses the volume. A leg that may have what the others lack stays, and so does one that is current after
+// that is to move, then one beside another (spec.topologyKey), then one whose node is down, and last the one on the node that uses the volume. A leg that may have what the others lack stays, and so does one that is current after
 // the user of the volume has died, until there is another one. One that was never current, and cannot be, goes in any case.
 func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ removal) {
 	for _, one := range all {
@@ -293,9 +331,11 @@ func surplusLeg(r *v1alpha1.ReplicatedVolume, all []assessment) (name string, _ 
 			victim = l
 		}
 	}
-	others := 0 // current and good ones beside the victim, that can be reached
+	others := 0                                      // current and good ones beside the victim, that can be reached
+	isNext := !victim.current && victim.state != bad // perhaps it is to take the place of one that is to move
 	for i := range all {
-		if l := &all[i]; l != victim && l.current && l.state == good && !l.down {
+		l := &all[i]
+		if l != victim && l.current && !l.down && (l.state == good || l.state == moving && !isNext) {
 			others++
 		}
 	}
@@ -315,6 +355,8 @@ func (l *assessment) goesBefore(other *assessment) bool {
 		return !l.current
 	case (l.state == bad) != (other.state == bad):
 		return l.state == bad
+	case (l.state == moving) != (other.state == moving):
+		return l.state == moving
 	case l.beside != other.beside:
 		return l.beside
 	case l.down != other.down:

@@ -2,6 +2,7 @@ package replicator
 
 import (
 	"context"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -23,6 +24,8 @@ func TestExcess(t *testing.T) {
 		listed  = assessment{state: bad, current: true}            // lost, and still current by the object
 		unfit   = assessment{state: bad, unfit: true, fresh: true} // it can never be made equal
 		stale   = assessment{state: bad, unfit: true}              // the same, and it was current before
+		moves   = assessment{state: moving, current: true}
+		moved   = assessment{state: bad, current: true} // its successor is there
 	)
 	const used, unused, died, next, closed = "used", "never used", "its user has died", "its user has died, and there is a next one", "closed"
 	for what, c := range map[string]struct {
@@ -55,6 +58,16 @@ func TestExcess(t *testing.T) {
 		"one of before cannot be made equal":     {2, used, []assessment{home, stale}, -1, stays},
 		"the only current one is lost":           {1, unused, []assessment{listed, joining}, -1, stays},
 		"one is where its successor is":          {2, used, []assessment{{current: true, beside: true}, current, {current: true, home: true, beside: true}}, 0, takeOut},
+		"one is to move":                         {2, used, []assessment{home, moves}, -1, stays},
+		"and its successor joins":                {2, used, []assessment{home, moved, joining}, -1, stays},
+		"and its successor is current":           {2, used, []assessment{home, moved, current}, 1, takeOut},
+		"both move, one successor joins":         {2, used, []assessment{moved, moves, joining}, -1, stays},
+		"both move, one successor is current":    {2, used, []assessment{moved, moves, current}, 0, takeOut},
+		"both move, the other cannot":            {2, used, []assessment{moves, moved, current}, 1, takeOut},
+		"one is lost, one is to move":            {2, used, []assessment{lost, moves, current}, 0, takeOut},
+		"the same, and its successor joins":      {2, used, []assessment{lost, moves, joining}, -1, stays},
+		"one is to move, its successor is named": {2, used, []assessment{home, moves, {state: missing}}, -1, stays},
+		"fewer are enough, and one is to move":   {1, used, []assessment{moves, current}, 0, takeOut},
 		"its user has died":                      {1, died, []assessment{current, current}, -1, stays},
 		"its user has died, and there is a next": {1, next, []assessment{current, current}, -1, stays},
 		"its user has died, one lacks something": {1, died, []assessment{current, joining}, 1, takeOut},
@@ -211,5 +224,30 @@ func TestQueues(t *testing.T) {
 			time.Sleep(time.Minute)
 			is("its turn has come", 9*time.Minute)
 		})
+	}
+}
+
+// TestVacancies: a leg that is lost is replaced before one that is to move, and does not wait for it.
+func TestVacancies(t *testing.T) {
+	legs := map[string]*v1alpha1.Volume{"a": {}, "b": {}, "c": {}}
+	for what, c := range map[string]struct {
+		states [3]state // of a, b and c
+		want   []*v1alpha1.Volume
+	}{
+		"all are good":                         {[3]state{good, good, good}, nil},
+		"one is lost":                          {[3]state{good, bad, good}, []*v1alpha1.Volume{nil}},
+		"one is to move":                       {[3]state{good, moving, good}, []*v1alpha1.Volume{legs["b"]}},
+		"two are":                              {[3]state{moving, good, moving}, []*v1alpha1.Volume{legs["a"], legs["c"]}},
+		"one is to move, one is lost":          {[3]state{moving, good, bad}, []*v1alpha1.Volume{nil, legs["a"]}},
+		"the same, and the next is to be made": {[3]state{moving, missing, bad}, []*v1alpha1.Volume{nil, legs["a"]}},
+	} {
+		r := &v1alpha1.ReplicatedVolume{Spec: v1alpha1.ReplicatedVolumeSpec{Replicas: 3}}
+		var all []assessment
+		for i, s := range c.states {
+			all = append(all, assessment{name: string(rune('a' + i)), state: s})
+		}
+		if have := vacancies(r, all, legs); !slices.Equal(have, c.want) {
+			t.Errorf("%s: %v, want %v", what, have, c.want)
+		}
 	}
 }

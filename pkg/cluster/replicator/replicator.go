@@ -266,7 +266,9 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 		if like == nil {
 			return nil // there is no leg to make it like
 		}
-		why, err := p.reportNoRoom(ctx, r, p.maker.BeginLeg(ctx, r, l.name, like, legToReplace(r, legs), leaving))
+		why, err := p.reportNoRoom(ctx, r, inTurn(vacancies(r, judged, legs), func(instead *v1alpha1.Volume) error {
+			return p.maker.BeginLeg(ctx, r, l.name, like, instead, leaving)
+		}))
 		if err != nil {
 			return err
 		}
@@ -278,16 +280,33 @@ func (p *Replicator) adjustLegs(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	case unlist:
 		return p.unlist(ctx, r, victim)
 	}
-	instead := legToReplace(r, legs)
-	switch late := whyLate(r, judged, legs); {
+	next, late := vacancies(r, judged, legs), whyLate(r, judged, legs)
+	if late != "" {
+		next = slices.DeleteFunc(next, func(instead *v1alpha1.Volume) bool { return instead == nil })
+	}
+	switch {
 	case like == nil || !lacksLegs(r, judged):
 		return p.reportWithout(ctx, r, without)
 	case len(r.Spec.Legs) >= mostLegs:
 		return p.reportWithout(ctx, r, cmp.Or(late, fmt.Sprintf("it has %d replicas already, which is the most, and too few of them are current", len(r.Spec.Legs))))
-	case instead == nil && late != "":
+	case len(next) == 0:
 		return p.reportWithout(ctx, r, late)
 	}
-	return p.add(ctx, r, like, instead, leaving)
+	return p.add(ctx, r, like, next, leaving)
+}
+
+// inTurn does something for each of some vacancies, until there is room for one. If there is for none, it returns the ErrNoSpace of the first one.
+func inTurn(vacancies []*v1alpha1.Volume, do func(instead *v1alpha1.Volume) error) (first error) {
+	for _, instead := range vacancies {
+		err := do(instead)
+		if !errors.Is(err, errdefs.ErrNoSpace) {
+			return err
+		}
+		if first == nil {
+			first = err
+		}
+	}
+	return first
 }
 
 // template returns the leg that new ones are made like: a current one, or else one that was made; nil if there is none.
@@ -329,16 +348,16 @@ func (p *Replicator) reportWithout(ctx context.Context, r *v1alpha1.ReplicatedVo
 	return kube.APIError("change the status of replicated volume "+r.Name, client.IgnoreNotFound(p.kube.Client.Status().Patch(ctx, r, client.MergeFrom(before))))
 }
 
-// add adds the name of one more leg to the object, if a node has room for it; the next step makes the leg. If no node has room, it reports that, and is
-// tried again later.
-func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like, instead *v1alpha1.Volume, leaving []string) error {
+// add adds the name of one more leg to the object, if a node has room for it as one of some vacancies; the next step makes the leg. If no node has room, it
+// reports that, and is tried again later.
+func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like *v1alpha1.Volume, vacancies []*v1alpha1.Volume, leaving []string) error {
 	before := r.DeepCopy()
 	name, there, err := p.unused(ctx, r)
 	if err != nil {
 		return err
 	}
 	if !there {
-		without, err := p.reportNoRoom(ctx, r, p.maker.HasRoom(ctx, r, name, like, instead, leaving))
+		without, err := p.reportNoRoom(ctx, r, inTurn(vacancies, func(instead *v1alpha1.Volume) error { return p.maker.HasRoom(ctx, r, name, like, instead, leaving) }))
 		if err != nil {
 			return err
 		}

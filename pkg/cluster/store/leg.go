@@ -42,9 +42,6 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	for _, v := range others {
 		network = cmp.Or(network, networks[v.Spec.NodeName])
 	}
-	if instead != nil {
-		others = stayFor(instead, kept(others, instead.Name))
-	}
 	var list corev1.NodeList
 	if err := s.kube.Cache.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, kube.APIError("list nodes", err)
@@ -54,6 +51,9 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 		nodes[list.Items[i].Name] = &list.Items[i]
 	}
 	labels := func(node string) map[string]string { return cmp.Or(nodes[node], &corev1.Node{}).Labels }
+	if instead != nil {
+		others = stayFor(instead, kept(others, instead.Name), func(node string) string { return cmp.Or(labels(node)[r.Spec.TopologyKey], node) })
+	}
 	keeps := r.Spec.Size + leg.Encryption.Scheme.Overhead()
 	pools, _, err := s.poolsOf(ctx, leg.Pool, nil)
 	unfit := refusals{}
@@ -78,12 +78,12 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	return unfit, err
 }
 
-// stayFor returns the legs beside which one is placed that takes the place of instead. Others that are asked to move to the same node stay where they are: if each
+// stayFor returns the legs beside which one is placed that takes the place of instead. Others that are asked to move to the same place stay where they are: if each
 // waited for the other, none would ever move.
-func stayFor(instead *v1alpha1.Volume, others []*v1alpha1.Volume) []*v1alpha1.Volume {
+func stayFor(instead *v1alpha1.Volume, others []*v1alpha1.Volume, place func(node string) string) []*v1alpha1.Volume {
 	others = slices.Clone(others)
 	for i, v := range others {
-		if v.Moving() && v.Spec.Move.Node == instead.Spec.Move.Node {
+		if v.Moving() && place(v.Spec.Move.Node) == place(instead.Spec.Move.Node) {
 			others[i] = v.DeepCopy()
 			others[i].Spec.Move = nil
 		}
