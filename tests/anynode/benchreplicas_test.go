@@ -254,7 +254,7 @@ func (p *pair) becomes(what string, says ...string) {
 }
 
 // BenchmarkReplicasBack: a replica is cut off for a while under a writer (4 KiB at random, one at a time): the longest that a write took, and from when it is reached again until it is current, with the writer going on;
-// and how often the API server was written to from the cut on. Beside it DRBD with the settings that it has by itself, by which it copies little as long as anything else is done.
+// and how often the API server was written to from the cut on. Beside it DRBD that copies as fast as it can, and with the settings that it has by itself, by which it copies little as long as anything else is done.
 func BenchmarkReplicasBack(b *testing.B) {
 	c := newNodes(b)
 	user := consumers[0]
@@ -265,13 +265,22 @@ func BenchmarkReplicasBack(b *testing.B) {
 		b.ReportMetric((writes(b)-before)/float64(b.N), "API-writes")
 	})
 	m.ends(user)
-	for _, minRate := range []string{"250", "0"} { // KiB in a second; 0: no matter what else is done
-		b.Run("drbd-c-min-rate-"+minRate, func(b *testing.B) {
+	for _, drbd := range []struct {
+		name    string
+		options []string
+	}{
+		{"drbd-100-MiB", []string{"--c-plan-ahead=0", "--resync-rate=102400", "--c-min-rate=0"}}, // KiB in a second, no matter what else is done
+		{"drbd", nil},
+	} {
+		b.Run(drbd.name, func(b *testing.B) {
 			in := *c
 			in.TB = b
 			p := in.drbd(0, true)
-			p.setup("disk-options", "0", "--c-min-rate="+minRate)
-			p.setup("disk-options", "1", "--c-min-rate="+minRate)
+			for minor := range 2 {
+				if len(drbd.options) > 0 {
+					p.setup(append([]string{"disk-options", strconv.Itoa(minor)}, drbd.options...)...)
+				}
+			}
 			comesBack(b, p.path(), func() { p.cut(true); p.becomes("cut off", "ds:UpToDate/DUnknown") }, func() { p.cut(false) }, func() { p.becomes("whole", "ds:UpToDate/UpToDate") })
 		})
 	}
