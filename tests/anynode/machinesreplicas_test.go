@@ -192,3 +192,110 @@ func (u *legged) survives() (wrote bool) {
 	u.Logf("the writer: %v", u.writer.err)
 	return u.writer.err == nil
 }
+
+// TestMachinesReplicasClose: whoever uses a volume gives it back, and machines lose their power shortly before that, in the middle of it, or right after: those of legs, or of the user. What was flushed is there, on whatever leg is used
+// next. If the legs count as closed, they are equal with nothing copied, and have also what was not flushed before.
+func TestMachinesReplicasClose(t *testing.T) {
+	c := newMachines(t, nil, home, away, beside)
+	t.Logf("-anynode.seed=%d", *seed)
+	random := rand.New(rand.NewPCG(*seed, 0))
+	rounds := 2
+	if *full {
+		rounds = 40
+	}
+	m := c.mirror("closed", co.Block, home, away)
+	u := &closer{legged: &legged{&used{volume: m.volume, c: c, kind: co.Block, at: home, flush: true}, m}}
+	for i := range rounds {
+		c.Logf("round %d", i)
+		u.round(random, []string{home, away, beside}[random.IntN(3)])
+	}
+	for _, node := range []string{home, away} { // each reads what it has itself
+		u.has(node)
+		u.m.current(u.m.legs...)
+		u.finds(node)
+		u.gives(node)
+	}
+	u.same()
+	u.again("delete it", u.of.Delete)
+	c.empty()
+}
+
+// closer is a volume that is given back in each round.
+type closer struct {
+	*legged
+	have []found // what it has; nil: what its last writer flushed, and perhaps more
+	rest string  // what else it has, as a checksum; empty: not known
+}
+
+// round has a machine use the volume, and give it back while machines lose their power.
+func (u *closer) round(random *rand.Rand, user string) {
+	u.Helper()
+	u.has(user)
+	if random.IntN(3) > 0 {
+		u.m.current(u.m.legs...)
+	}
+	u.finds(user)
+	u.writes(user)
+	time.Sleep(time.Duration(random.IntN(500)) * time.Millisecond)
+	u.ends()
+	u.c.run(user, "dd", "if=/dev/urandom", "of="+u.path, "bs=64k", "seek=16", "count=32", "oflag=direct", "conv=notrunc") // nobody flushes that
+	have, rest := u.reads(user), u.beyond(user)
+
+	given := make(chan error, 1)
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 2*callTime)
+		defer cancel()
+		given <- u.c.all[user].ask(ctx, "Down", u.as(), new(bool))
+	}()
+	closed := false
+	if random.IntN(2) == 0 {
+		err := <-given
+		given <- err
+		closed = err == nil
+		time.Sleep(time.Duration(random.IntN(300)) * time.Millisecond)
+	} else {
+		time.Sleep(time.Duration(random.IntN(2000)) * time.Millisecond)
+	}
+	victims := [][]string{{home}, {away}, {home, away}, {user}, {home, away, user}}[random.IntN(5)]
+	victims = slices.Compact(slices.Sorted(slices.Values(victims)))
+	u.Logf("%s gives it back (was done: %v), %v die, %v are current", user, closed, victims, u.m.object().Current())
+	for _, name := range victims {
+		u.c.all[name].cut()
+	}
+	time.Sleep(time.Duration(random.IntN(8000)) * time.Millisecond)
+	for _, name := range victims {
+		u.c.all[name].boot()
+	}
+	u.c.ready(victims...)
+	err := <-given
+	u.Logf("it was given back: %v", err)
+	u.gives(user)
+
+	now := u.m.object()
+	if settled := now.Settled(); settled && len(now.Current()) == 2 {
+		u.Log("its legs count as closed")
+		u.same()
+	}
+	u.have, u.rest = nil, ""
+	if closed || now.Settled() {
+		u.have, u.rest = have, rest
+	}
+}
+
+// finds makes sure that a machine finds what it is to find.
+func (u *closer) finds(node string) {
+	u.Helper()
+	if u.writer == nil {
+		return
+	}
+	u.holds(node)
+	if u.rest != "" && (!slices.Equal(u.reads(node), u.have) || u.beyond(node) != u.rest) {
+		u.Errorf("on %s it does not have what it had when it was closed", node)
+	}
+}
+
+// beyond is a checksum of what was written behind the blocks of writers.
+func (u *closer) beyond(node string) string {
+	u.Helper()
+	return u.c.run(node, "sh", "-c", "dd if="+u.path+" bs=64k skip=16 count=32 iflag=direct status=none | sha256sum")
+}
