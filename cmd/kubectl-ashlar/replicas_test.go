@@ -128,6 +128,16 @@ func TestReplicas(t *testing.T) {
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "there are 0", "pool n4.default is not well: PoolReadOnly: it takes nothing")
 	health(v1alpha1.Problem{Severity: "Degraded", Reason: "ImagesFragmented", Message: "it is slow"})
 	run(t, apitest.Admin, "replicas", "pvc-1", "3", "--wait=false").says(t, "and is to have 3")
+	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 2 })
+	granularity := func(bytes int64) {
+		check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(p), p))
+		p.Status.Granularity = bytes
+		check.OK(t, e.Status().Update(t.Context(), p))
+	}
+	granularity(8 * mib)
+	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "there are 0", "pool n4.default keeps volumes in steps of 8388608 bytes, and this one has 104857600")
+	granularity(4 * mib)
+	run(t, apitest.Admin, "replicas", "pvc-1", "3", "--wait=false").says(t, "and is to have 3")
 	e.says(r, func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas, r.Spec.TopologyKey = 2, "zone" })
 	run(t, apitest.Admin, "replicas", "pvc-1", "3").refused(t, "each replica needs a value of the label zone (parameter replicaTopologyKey) of its own, and of 1 further values that are needed there are 0", "node n4 has no label zone")
 	n := node("n4", corev1.ConditionTrue)
