@@ -147,7 +147,7 @@ func TestReplicas(t *testing.T) {
 		"of another": {[]string{"volumes", "--node=node-2"}, []string{"shop/orders"}, []string{"pvc-4"}},
 		"pools":      {[]string{"pools"}, nil, nil},
 		"describe": {[]string{"describe", "shop/orders"}, []string{"Replicas: 1 of 2 current", "node-1 (uses it)", "Waiting", "Joining", "30 %", "4m", "20m",
-			"replica on node-2: its node does not answer on the network; node node-2, which is not ready", "node node-2: it is not ready"}, nil},
+			"replica on node-2: its node does not answer on the network; node node-2, which is not ready", "Degraded: NodeNotReady", "node node-2: it is not ready"}, []string{"Inaccessible"}},
 	} {
 		out, err := run(source, c.args...)
 		if err != nil {
@@ -173,6 +173,9 @@ func TestReplicas(t *testing.T) {
 	source.o.Volumes[0].Replicas.Legs[0].Node = "node-2"
 	if out, err := run(source, "volumes"); err != nil || !strings.Contains(out, "NodeNotReady") {
 		t.Errorf("the node of its only current replica is away:\n%s", out)
+	}
+	if out, err := run(source, "describe", "shop/orders"); err != nil || !strings.Contains(out, "Inaccessible: NodeNotReady") {
+		t.Errorf("the node of its only current replica is away, and it is described:\n%s", out)
 	}
 	o := withReplicas()
 	o.Volumes = o.Volumes[1:]

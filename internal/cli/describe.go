@@ -22,6 +22,8 @@ type description struct {
 	Pool      []overview.Problem  `json:"poolProblems"` // of the pools that have its bytes
 	History   []Event             `json:"history"`
 	Missing   []string            `json:"missing,omitempty"`
+
+	elsewhere bool // a replica that is current is on a node and in a pool that are well, so the others make it no worse than degraded
 }
 
 func (c *commands) describe() *cobra.Command {
@@ -155,6 +157,7 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 	for _, p := range d.Volume.Places() {
 		d.Pool = append(d.Pool, places[overview.Subject{Kind: overview.KindPool, Name: overview.PoolName(p.Node, p.Pool)}]...)
 	}
+	d.elsewhere = d.Volume.Replicas != nil && len(places.Of(&d.Volume)) == len(d.Volume.Problems)
 	var missing []string
 	d.History, missing, err = source.Details(ctx, &d.Volume)
 	d.Missing = append(d.Missing, missing...)
@@ -166,11 +169,14 @@ func (d *description) print(to *screen, now time.Time) {
 	v := &d.Volume
 	to.print("%s\n\n", to.paint(bold, "Volume "+Title(v)))
 	for _, p := range append(append(append([]overview.Problem{}, v.Problems...), d.Pool...), d.Node...) {
-		to.print("%s\n", to.paint(colourOf(p.Severity), fmt.Sprintf("%s: %s", p.Severity, p.Reason)))
-		of := ""
+		severity, of := p.Severity, ""
 		if p.Subject.Kind != overview.KindVolume {
 			of = strings.ToLower(p.Subject.Kind) + " " + p.Subject.Name + ": "
+			if d.elsewhere && overview.Worse(severity, overview.Degraded) < 0 {
+				severity = overview.Degraded
+			}
 		}
+		to.print("%s\n", to.paint(colourOf(severity), fmt.Sprintf("%s: %s", severity, p.Reason)))
 		to.print("%s    See %s\n\n", wrapped(of+p.Message, "    ", to.width), p.Runbook)
 	}
 	d.facts(to, now)

@@ -84,10 +84,10 @@ func (t *taking) judge(n *overview.Node, held int) {
 	switch {
 	case !t.known:
 	case !there:
-		say(overview.Inaccessible, overview.NodeGone, fmt.Sprintf("Kubernetes has no such node, and %s on it; bring it back under this name, or delete their claims: then they are given up", objects(held)))
+		say(overview.Inaccessible, overview.NodeGone, fmt.Sprintf("Kubernetes has no such node, and %s on it; bring it back under this name, or delete the claims of what has no replicas on other nodes: then that is given up", objects(held)))
 		return
 	case m.gone:
-		say(overview.Inaccessible, overview.NodeGone, fmt.Sprintf("it has the taint %s, and %s on it; delete their claims, and then the node", v1alpha1.GoneTaint, objects(held)))
+		say(overview.Inaccessible, overview.NodeGone, fmt.Sprintf("it has the taint %s, and %s on it; delete the claims of what has no replicas on other nodes, and then the node", v1alpha1.GoneTaint, objects(held)))
 		return
 	case !m.ready:
 		say(overview.Inaccessible, overview.NodeNotReady, fmt.Sprintf("it is not ready, and %s on it; see what its kubelet says: kubectl describe node %s", objects(held), n.Name))
