@@ -223,7 +223,7 @@ func TestMachinesReplicasClose(t *testing.T) {
 // closer is a volume that is given back in each round.
 type closer struct {
 	*legged
-	have []found // what it has; nil: what its last writer flushed, and perhaps more
+	have []found // what it has; nil: what its last writer has flushed, and perhaps more
 	rest string  // what else it has, as a checksum; empty: not known
 }
 
@@ -238,27 +238,44 @@ func (u *closer) round(random *rand.Rand, user string) {
 	u.writes(user)
 	time.Sleep(time.Duration(random.IntN(500)) * time.Millisecond)
 	u.ends()
-	u.c.run(user, "dd", "if=/dev/urandom", "of="+u.path, "bs=64k", "seek=16", "count=32", "oflag=direct", "conv=notrunc") // nobody flushes that
-	have, rest := u.reads(user), u.beyond(user)
-
-	given := make(chan error, 1)
-	go func() {
+	at := fmt.Sprint("seek=", 16+random.IntN(96)) // another part each time, so that what differs is not written over
+	more := []string{"dd", "if=/dev/urandom", "of=" + u.path, "bs=64k", at, "count=32", "oflag=direct", "conv=notrunc"} // nobody flushes that
+	ask := func(method string, of, answer any) error {
 		ctx, cancel := context.WithTimeout(context.Background(), 2*callTime)
 		defer cancel()
-		given <- u.c.all[user].ask(ctx, "Down", u.as(), new(bool))
-	}()
+		return u.c.all[user].ask(ctx, method, of, answer)
+	}
+	when := []string{"before", "while", "after"}[random.IntN(3)]
+	var have []found
+	var rest string
+	wrote := make(chan error, 1)
+	if when == "before" {
+		go func() { wrote <- ask("Run", more, new(string)) }()
+	} else {
+		u.c.run(user, more...)
+		wrote <- nil
+		have, rest = u.reads(user), u.beyond(user)
+	}
+	gave := make(chan error, 1)
+	gives := func() { gave <- ask("Down", u.as(), new(bool)) }
 	closed := false
-	if random.IntN(2) == 0 {
-		err := <-given
-		given <- err
+	switch when {
+	case "before":
+		time.Sleep(time.Duration(random.IntN(300)) * time.Millisecond)
+		gave <- nil
+	case "while":
+		go gives()
+		time.Sleep(time.Duration(random.IntN(1500)) * time.Millisecond)
+	case "after":
+		gives()
+		err := <-gave
+		gave <- err
 		closed = err == nil
 		time.Sleep(time.Duration(random.IntN(300)) * time.Millisecond)
-	} else {
-		time.Sleep(time.Duration(random.IntN(2000)) * time.Millisecond)
 	}
 	victims := [][]string{{home}, {away}, {home, away}, {user}, {home, away, user}}[random.IntN(5)]
 	victims = slices.Compact(slices.Sorted(slices.Values(victims)))
-	u.Logf("%s gives it back (was done: %v), %v die, %v are current", user, closed, victims, u.m.object().Current())
+	u.Logf("%s %s gives it back (was done: %v), %v die, %v are current", when, user, closed, victims, u.m.object().Current())
 	for _, name := range victims {
 		u.c.all[name].cut()
 	}
@@ -267,8 +284,7 @@ func (u *closer) round(random *rand.Rand, user string) {
 		u.c.all[name].boot()
 	}
 	u.c.ready(victims...)
-	err := <-given
-	u.Logf("it was given back: %v", err)
+	u.Logf("what was written without a flush: %v; it was given back: %v", <-wrote, <-gave)
 	u.gives(user)
 
 	now := u.m.object()
@@ -278,7 +294,7 @@ func (u *closer) round(random *rand.Rand, user string) {
 	}
 	u.have, u.rest = nil, ""
 	if closed || now.Settled() {
-		u.have, u.rest = have, rest
+		u.have, u.rest = have, rest // if they are known
 	}
 }
 
@@ -297,5 +313,5 @@ func (u *closer) finds(node string) {
 // beyond is a checksum of what was written behind the blocks of writers.
 func (u *closer) beyond(node string) string {
 	u.Helper()
-	return u.c.run(node, "sh", "-c", "dd if="+u.path+" bs=64k skip=16 count=32 iflag=direct status=none | sha256sum")
+	return u.c.run(node, "sh", "-c", "dd if="+u.path+" bs=64k skip=16 count=128 iflag=direct status=none | sha256sum")
 }

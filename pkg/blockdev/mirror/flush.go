@@ -38,7 +38,7 @@ func FlushAll(ctx context.Context, name string) error {
 		if len(stay) == 0 || !slices.ContainsFunc(s.devices(), isLost) {
 			return nil
 		}
-		return s.hold(context.WithoutCancel(ctx), stay)
+		return s.hold(context.WithoutCancel(ctx), name, stay)
 	}))
 }
 

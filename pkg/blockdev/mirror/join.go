@@ -86,7 +86,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		return d.UUID + suffix
 	}
 	s.Joining = &Leg{Device: leg}
-	if err := s.current(ctx, s.devices(), func(table []dm.Line) error { return makeNoted(name+baseSuffix, uuid(baseSuffix), table) }); err != nil {
+	if err := s.current(ctx, name, s.devices(), func(table []dm.Line) error { return makeNoted(name+baseSuffix, uuid(baseSuffix), table) }); err != nil {
 		return err
 	}
 	all := unitsOf(s.Size) * unitOf(s.Size)
@@ -111,23 +111,23 @@ func join(ctx context.Context, name string, s State, leg uint64, differs func(co
 		if err != nil {
 			return err
 		}
-		log, number, err := inMemory(ctx, logOf(s.Size, ranges))
+		log, number, err := inMemory(ctx, logOf(s.Size, ranges), 0)
 		if err != nil {
 			return err
 		}
 		line := dm.Line{Length: all + unitOf(s.Size), Kind: target, Text: fmt.Sprintf("%s 2 %s %d%s%s", logged, dm.Number(number), unitOf(s.Size)/512, over(legs), features)}
-		err = tailed(ctx, line, func(table []dm.Line) error { return dm.Load(name, table) })
+		err = tailed(ctx, name, line, func(table []dm.Line) error { return dm.Load(name, table) })
 		return errors.Join(err, log.Close()) // the log goes with the table
 	})
 }
 
 // current calls bring with the table of the device over some current legs alone (inner). While a leg joins, that device is larger than the volume: by the
 // rest of the last unit, and by one more unit.
-func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm.Line) error) error {
+func (s State) current(ctx context.Context, name string, legs []uint64, bring func(table []dm.Line) error) error {
 	if s.Joining == nil {
-		return flat(ctx, s.Size, legs, bring)
+		return flat(ctx, name, s.Size, legs, bring)
 	}
-	return flat(ctx, s.Size, legs, func(table []dm.Line) error {
+	return flat(ctx, name, s.Size, legs, func(table []dm.Line) error {
 		return extended(ctx, table, joinSize(s.Size), unitOf(s.Size), bring)
 	})
 }
@@ -135,7 +135,7 @@ func (s State) current(ctx context.Context, legs []uint64, bring func(table []dm
 // extended calls bring with table, extended to size by memory that nobody uses: one piece of at most 16 MiB, mapped again and again.
 func extended(ctx context.Context, table []dm.Line, size, piece int64, bring func(table []dm.Line) error) error {
 	piece = min(piece, 16<<20)
-	held, number, err := inMemory(ctx, make([]byte, piece))
+	held, number, err := inMemory(ctx, make([]byte, piece), 0)
 	if err != nil {
 		return err
 	}
@@ -196,11 +196,11 @@ func (s State) resume(ctx context.Context, name string) error {
 	if s.Joining != nil || len(failed) == 0 || len(whole) == 0 {
 		return dm.Resume(name, dm.NoScan)
 	}
-	return s.current(ctx, whole, func(table []dm.Line) error { return dm.Load(name, table) })
+	return s.current(ctx, name, whole, func(table []dm.Line) error { return dm.Load(name, table) })
 }
 
 // inMemory makes a loop device over bytes in memory, which takes flushes and no discards. The device goes with its last user; the caller is one until it closes held.
-func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, err error) {
+func inMemory(ctx context.Context, bytes []byte, sectors uint32) (held *os.File, number uint64, err error) {
 	fd, err := unix.MemfdCreate("ashlar-mirror", unix.MFD_CLOEXEC)
 	if err != nil {
 		return nil, 0, fmt.Errorf("memory for a device: %w", errdefs.FromErrno(err))
@@ -210,7 +210,7 @@ func inMemory(ctx context.Context, bytes []byte) (held *os.File, number uint64, 
 	if _, err := memory.Write(bytes); err != nil {
 		return nil, 0, errdefs.FromErrno(err)
 	}
-	held, n, err := loop.Attach(ctx, memory, loop.Config{Label: "ashlar-mirror", Autoclear: true})
+	held, n, err := loop.Attach(ctx, memory, loop.Config{Label: "ashlar-mirror", Autoclear: true, Sector: sectors})
 	return held, unix.Mkdev(loop.Major, uint32(n)), err
 }
 

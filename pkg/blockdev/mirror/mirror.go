@@ -97,17 +97,17 @@ func Make(ctx context.Context, name, uuid string, size int64, legs ...uint64) er
 		if err := requireStableWrites(legs); err != nil {
 			return err
 		}
-		return flat(ctx, size, legs, func(table []dm.Line) error { return makeNoted(name, uuid, table) })
+		return flat(ctx, name, size, legs, func(table []dm.Line) error { return makeNoted(name, uuid, table) })
 	})
 }
 
-// flat calls bring with the table of a mirror whose legs are equal: of a single leg it is linear.
-func flat(ctx context.Context, size int64, legs []uint64, bring func(table []dm.Line) error) error {
+// flat calls bring with the table of a mirror whose legs are equal, or of the device over its current legs: of a single leg it is linear. name is that of the mirror.
+func flat(ctx context.Context, name string, size int64, legs []uint64, bring func(table []dm.Line) error) error {
 	line := dm.Line{Length: size, Kind: target, Text: fmt.Sprintf("core 2 %d nosync%s%s", fit(region, size)/512, over(legs), features)}
 	if len(legs) == 1 {
 		line = dm.Linear(legs[0], size)[0]
 	}
-	return tailed(ctx, line, bring)
+	return tailed(ctx, name, line, bring)
 }
 
 // fit halves unit, a power of two, until it is not larger than size.
@@ -346,7 +346,7 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 			checked = nil // none is better
 		}
 		if s.Joining != nil && len(stays) < len(s.Legs) { // first of all: a suspension of the mirror waits for what they hold
-			if err := s.current(ctx, stays, func(table []dm.Line) error { return switched(ctx, name, s.inner, checked, table) }); err != nil {
+			if err := s.current(ctx, name, stays, func(table []dm.Line) error { return switched(ctx, name, s.inner, checked, table) }); err != nil {
 				return err
 			}
 		}
@@ -401,7 +401,7 @@ func removeBelow(ctx context.Context, name string) (err error) {
 
 // replace gives a mirror the table of legs that are equal. errdefs.ErrUnavailable if one of stay has failed by then: see switched.
 func replace(ctx context.Context, name string, size int64, legs, stay []uint64) error {
-	return flat(ctx, size, legs, func(table []dm.Line) error { return switched(ctx, name, name, stay, table) })
+	return flat(ctx, name, size, legs, func(table []dm.Line) error { return switched(ctx, name, name, stay, table) })
 }
 
 // switched brings a table into effect, of a device that is the mirror, or the one over its current legs; stay are legs that stay in the mirror. What these have
@@ -421,7 +421,7 @@ func switched(ctx context.Context, name, device string, stay []uint64, table []d
 		lost := s.lacking(s.devices())
 		whole := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(lost, l) })
 		if s.inner == device && len(whole) > 0 {
-			err = errors.Join(err, s.hold(ctx, whole))
+			err = errors.Join(err, s.hold(ctx, name, whole))
 		}
 		return err
 	}

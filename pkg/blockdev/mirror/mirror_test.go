@@ -44,10 +44,11 @@ type leg struct {
 	number uint64
 }
 
-func newLeg(t *testing.T, name string) *leg {
+// newLeg makes one. options are of losetup.
+func newLeg(t *testing.T, name string, options ...string) *leg {
 	l := &leg{t: t, name: "test-" + name, image: filepath.Join(drivertest.Dir(t), name)}
 	check.OK(t, errors.Join(os.WriteFile(l.image, nil, 0o600), os.Truncate(l.image, 2*size)))
-	device := drivertest.Loop(t, l.image)
+	device := drivertest.Loop(t, l.image, options...)
 	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", device) })
 	var st unix.Stat_t
 	check.OK(t, unix.Stat(device, &st))
@@ -465,26 +466,52 @@ func TestJoinsUnderLoad(t *testing.T) {
 	f.equal(0, 1, 2)
 }
 
+// largeSectors have a disk with logical sectors of 4096 bytes (losetup).
+var largeSectors = []string{"--sector-size", "4096"}
+
+// sectors makes sure what logical sectors the mirror has.
+func (f *fixture) sectors(when string, want uint32) {
+	f.t.Helper()
+	if have, err := ioctl.SectorSize(f.open()); err != nil || have != want {
+		f.t.Errorf("%s the mirror has sectors of %d bytes, %v, want %d", when, have, err, want)
+	}
+}
+
 // TestLargerSectors: a leg on a disk with larger logical sectors does not join, and what uses the mirror goes on in its own.
 func TestLargerSectors(t *testing.T) {
-	ctx := context.Background()
-	image := filepath.Join(drivertest.Dir(t), "large")
-	check.OK(t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, size)))
-	device := drivertest.Loop(t, image, "--sector-size", "4096")
-	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", device) })
-	var st unix.Stat_t
-	check.OK(t, unix.Stat(device, &st))
-	f := newMirror(t, 1, 1)
-	large := f.legs[1]
-	large.loop = st.Rdev
-	large.mend() // the table takes the sectors over
-	is(t, mirror.Join(ctx, f.name, large.number, differs(dm.Range{Length: size})), errdefs.ErrPrecondition)
+	f := newMirror(t, 1, 0)
+	large := newLeg(t, "large", largeSectors...)
+	is(t, mirror.Join(context.Background(), f.name, large.number, differs(dm.Range{Length: size})), errdefs.ErrPrecondition)
 	if s := f.look(); s.Joining != nil || len(s.Legs) != 1 {
 		t.Errorf("it is %+v", s)
 	}
-	if sector, err := ioctl.SectorSize(f.open()); err != nil || sector != 512 {
-		t.Errorf("the mirror has sectors of %d bytes, %v", sector, err)
+	f.sectors("after that", 512)
+}
+
+// TestKeepsSectors: a mirror keeps the largest logical sectors that it had, as long as it is there. So the leg that has them can leave, and join again.
+func TestKeepsSectors(t *testing.T) {
+	ctx := context.Background()
+	need(t)
+	f := &fixture{t: t, name: "ashlar-test-mirror", legs: []*leg{newLeg(t, "leg0"), newLeg(t, "leg1", largeSectors...), newLeg(t, "leg2")}}
+	f.over(3)
+	f.sectors("at first", 4096)
+	f.write(1, mib)
+	for _, leaves := range [][]int{{1}, {1, 2}} { // to a mirror, and to a linear target
+		f.leave(leaves...)
+		f.sectors("without the leg", 4096)
+		check.OK(t, errors.Join(mirror.Resize(ctx, f.name, size/2), mirror.Resize(ctx, f.name, size)))
+		f.sectors("when it has grown", 4096)
+		f.write(2, 2*mib)
+		for _, i := range leaves {
+			seen := f.look().Event
+			check.OK(t, mirror.Join(ctx, f.name, f.legs[i].number, differs(dm.Range{Length: size})))
+			f.sectors("while a leg joins", 4096)
+			f.watch(seen, "a leg that is equal", mirror.State.Equal)
+			check.OK(t, mirror.Finish(ctx, f.name, 0))
+		}
+		f.equal(0, 1, 2)
 	}
+	f.sectors("in the end", 4096)
 }
 
 // TestJoinsByWhatWasWritten: a leg that was away joins by the ranges that were written meanwhile, beside a writer that goes on. No write is under way when

@@ -23,3 +23,13 @@ func checkSectors(mirror, leg uint64) error {
 	}
 	return err
 }
+
+// sectorsOf returns the logical sectors of a mirror, in bytes; 0 if there is none yet.
+func sectorsOf(name string) (uint32, error) {
+	d, err := dm.Find(name)
+	if err != nil || d == nil || !d.Live {
+		return 0, err
+	}
+	size, err := dm.SectorSize(d.Number)
+	return uint32(size), err
+}

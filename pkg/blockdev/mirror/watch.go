@@ -76,7 +76,7 @@ func (s *State) holdForgotten(ctx context.Context, name string) (err error) {
 			return err
 		}
 	}
-	if err := s.hold(ctx, []uint64{has}); err != nil {
+	if err := s.hold(ctx, name, []uint64{has}); err != nil {
 		return err
 	}
 	*s, err = state(name)
@@ -84,8 +84,8 @@ func (s *State) holdForgotten(ctx context.Context, name string) (err error) {
 }
 
 // hold suspends a mirror, if it is not, with a table loaded over some of its legs: it is Held until the others leave.
-func (s *State) hold(ctx context.Context, stay []uint64) error {
-	if err := s.current(ctx, stay, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
+func (s *State) hold(ctx context.Context, name string, stay []uint64) error {
+	if err := s.current(ctx, name, stay, func(table []dm.Line) error { return dm.Load(s.inner, table) }); err != nil {
 		return err
 	}
 	if err := dm.HoldNow(s.inner); err != nil {
