@@ -575,12 +575,14 @@ func withdrawAndRemove(ctx context.Context, exporter Exporter, nqn string) error
 }
 
 // endMirrored ends the export of what may be mirrored, and flushes it: with multipath the consumer's kernel takes a flush that was under way for one that was carried out.
+// A leg that could not be flushed is not used next, if there is another one.
 func (l *Local) endMirrored(ctx context.Context, pool blockdev.Pool, record blockdev.Record, exporter Exporter, nqn string) error {
 	if err := withdrawAndRemove(ctx, exporter, nqn); err != nil {
 		return err
 	}
 	if err := l.stacks.Of(pool, record.Ref).Flush(ctx); err != nil {
-		klog.FromContext(ctx).Error(err, "Could not flush a volume whose export has ended; should its machine lose power, it may lack what its consumer had flushed", "volume", record.Ref.String())
+		err = errors.Join(err, noteLoss(context.WithoutCancel(ctx), pool, record.Ref)) // at once: the disk tells only once
+		klog.FromContext(ctx).Error(err, "Could not flush a volume whose export has ended; it may lack what its consumer has written last", "volume", record.Ref.String())
 	}
 	return nil
 }

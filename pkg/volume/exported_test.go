@@ -368,6 +368,39 @@ func TestLegExportEnds(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), leg.ID, 0))
 }
 
+// TestLegCannotBeFlushed: a leg is taken from its consumer, and cannot be flushed. It counts as one whose machine has lost power: the next user takes another one.
+// A disk tells only once what it could not flush. That does not hold for a leg that was closed before: nothing was written to it since it was flushed.
+func TestLegCannotBeFlushed(t *testing.T) {
+	for _, c := range []struct{ closed, bad, lost bool }{{false, false, false}, {false, true, true}, {true, true, false}} {
+		t.Run(fmt.Sprintf("%+v", c), func(t *testing.T) {
+			bad := false
+			l := start(t, 0, unflushable{open(t, "default", filesURL(t)), &bad})
+			serve(t, l, newTarget(t), &consumer{})
+			e := volume.NewEverywhere(l, start(t, 0, memory.NewDisk(1<<30).Open("others", nil)), nowhere{})
+			leg, err := l.Create(t.Context(), volume.Spec{Name: "leg", Size: volume.Range{Required: mib}, Access: volume.AccessAny, ReplicaOf: "ff"})
+			check.OK(t, err)
+			is, err := e.Leg(t.Context(), leg.ID)
+			check.OK(t, err)
+			state := volume.LegState{Sound: 1, Opened: 1, Closed: c.closed, Boot: is.Now, Common: "X", Era: 7, List: 3, Listed: 2}
+			check.OK(t, e.ChangeLeg(t.Context(), leg.ID, func(s *volume.LegState, _ map[string]string) error {
+				*s = state
+				return nil
+			}))
+			check.OK(t, second(l.Export(t.Context(), leg.ID, grant(1, "b"))))
+			bad = c.bad
+			check.OK(t, l.Unexport(t.Context(), leg.ID, 1))
+			bad = false
+			is, err = e.Leg(t.Context(), leg.ID)
+			if check.OK(t, err); is.LostPower() != c.lost {
+				t.Errorf("it may lack what was not flushed: %v", is.LostPower())
+			}
+			if is.Boot = state.Boot; is.LegState != state {
+				t.Errorf("it is %+v, not %+v", is.LegState, state)
+			}
+		})
+	}
+}
+
 // TestExportTLS: the export of each generation has a TLS key of its own, which is in the answer only. A repeated Export returns the same key. An export
 // that was made without TLS stays as it is until it ends.
 func TestExportTLS(t *testing.T) {

@@ -108,7 +108,7 @@ func (l *Local) listOf(ctx context.Context, o origin) (list int64, err error) {
 	case leg.IsOlder(on), on.Closed && on.Sound > 0 && !leg.Closed: // or it is being opened at this moment
 		err = fmt.Errorf("copy leg %s, which is an older copy, by its record (claim %d, list %d), or is being opened; its volume was used by claim %d, and has list %d; use the volume once, and the leg is copied anew: %w", o.id(), leg.Sound, leg.Knows(), on.Sound, on.Number, ErrNotCurrent)
 	case on.Legs > 1 && leg.LostPower():
-		err = fmt.Errorf("copy leg %s, whose machine has started anew since its volume was used, so that it may lack what was not flushed; use the volume once, or make a snapshot of it, which is taken of another leg if the machine of one has not: %w", o.id(), ErrNotCurrent)
+		err = fmt.Errorf("copy leg %s, whose machine has started anew since its volume was used, or whose disk could not be flushed, so that it may lack what was not flushed; use the volume once, or make a snapshot of it, which is taken of another leg if the machine of one has not: %w", o.id(), ErrNotCurrent)
 	}
 	return on.Number, err
 }

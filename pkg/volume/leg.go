@@ -101,8 +101,24 @@ type Leg struct {
 	Data blockdev.Record // its record, as its consumer may see it
 }
 
-// LostPower reports whether a leg may lack writes that it acknowledged and had not flushed: its machine was restarted while it was open.
+// LostPower reports whether a leg may lack writes that it acknowledged and had not flushed: its machine was restarted while it was open, or its disk could not
+// be flushed (noteLoss).
 func (l Leg) LostPower() bool { return !l.Closed && (l.Boot == "" || l.Boot != l.Now) }
+
+// noteLoss writes into the record of an object that its disk could not be flushed, if it is a leg that is not closed. A disk tells only once what it could not
+// flush.
+func noteLoss(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
+	_, err := pool.SetLabels(ctx, ref, func(labels map[string]string) error {
+		s, err := legStateOf(blockdev.Record{Ref: ref, Labels: labels})
+		if err != nil || s.Closed {
+			return err
+		}
+		s.Boot = ""
+		setLabel(labels, labelLeg, s.label())
+		return nil
+	})
+	return err
+}
 
 // leg returns a leg by its record. ErrNotFound while it is being copied; ErrUnavailable if its node does not answer.
 func (l *Local) leg(ctx context.Context, id ID) (leg Leg, err error) {

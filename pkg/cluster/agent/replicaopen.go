@@ -196,7 +196,7 @@ func chooseCurrent(v *v1alpha1.ReplicatedVolume, opened, others []openedLeg, awa
 		return cmp.Or(volume.TrueFirst(slices.Contains(v.Spec.Legs, a.name), slices.Contains(v.Spec.Legs, b.name)), volume.TrueFirst(a.name == v.Status.Reads, b.name == v.Status.Reads))
 	}))
 	if best := chosen[0]; best.LostPower() && len(away) > 0 {
-		return nil, errdefs.Recast(errdefs.ErrUnavailable, failed, "the machine of leg %s of the replicated volume %s has started anew since it was used, so that what was not flushed may be lost there; leg %s has it, and is waited for", best.name, v.Name, strings.Join(away, ", leg "))
+		return nil, errdefs.Recast(errdefs.ErrUnavailable, failed, "the machine of leg %s of the replicated volume %s has started anew since it was used, or its disk could not be flushed, so that what was not flushed may be lost there; leg %s has it, and is waited for", best.name, v.Name, strings.Join(away, ", leg "))
 	}
 	return chosen, nil
 }
