@@ -112,6 +112,7 @@ func (m *mirrorReconciler) run(ctx context.Context) {
 		klog.FromContext(ctx).Error(err, "Could not put right what a driver before this one may have left of a mirror")
 	}
 	defer m.runAlongside(ctx, m.runScrubs)()
+	defer m.runAlongside(ctx, m.holdForgotten)()
 	defer m.releaseSlot(ctx)
 	m.markSeen()
 	for ctx.Err() == nil {
@@ -138,6 +139,22 @@ func (m *mirrorReconciler) run(ctx context.Context) {
 			m.seenEvent = (<-next).Event // not the event of a later Look: Watch has to tell what the kernel forgets in between
 		case !late:
 			_ = pause(ctx, busyRetry)
+		}
+	}
+}
+
+// holdForgotten has what the kernel forgets held at once (mirror.Watch), also while a step waits for the API server, or for a leg.
+func (m *mirrorReconciler) holdForgotten(ctx context.Context) {
+	var seen mirror.Event
+	for ctx.Err() == nil {
+		s, err := mirror.Watch(ctx, m.name, seen)
+		switch {
+		case errors.Is(err, errdefs.ErrNotFound):
+			return
+		case err != nil:
+			_ = pause(ctx, busyRetry)
+		default:
+			seen = s.Event
 		}
 	}
 }
