@@ -238,7 +238,7 @@ func (u *closer) round(random *rand.Rand, user string) {
 	u.writes(user)
 	time.Sleep(time.Duration(random.IntN(500)) * time.Millisecond)
 	u.ends()
-	at := fmt.Sprint("seek=", 16+random.IntN(96)) // another part each time, so that what differs is not written over
+	at := fmt.Sprint("seek=", 16+random.IntN(96))                                                                       // another part each time, so that what differs is not written over
 	more := []string{"dd", "if=/dev/urandom", "of=" + u.path, "bs=64k", at, "count=32", "oflag=direct", "conv=notrunc"} // nobody flushes that
 	ask := func(method string, of, answer any) error {
 		ctx, cancel := context.WithTimeout(context.Background(), 2*callTime)
@@ -261,7 +261,7 @@ func (u *closer) round(random *rand.Rand, user string) {
 	closed := false
 	switch when {
 	case "before":
-		time.Sleep(time.Duration(random.IntN(300)) * time.Millisecond)
+		time.Sleep(time.Duration(random.IntN(2000)) * time.Millisecond)
 		gave <- nil
 	case "while":
 		go gives()
