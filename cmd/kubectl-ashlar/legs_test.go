@@ -59,6 +59,16 @@ func TestMoveReplicas(t *testing.T) {
 	check.OK(t, r.err)
 	r.says(t, "shop/data, replica on n1: it is on node n5\n", "No volume is left on node n1.\n")
 
+	coarse := networked("n3", 0)
+	granularity := func(bytes int64) {
+		check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(coarse), coarse))
+		coarse.Status.Granularity = bytes
+		check.OK(t, e.Status().Update(t.Context(), coarse))
+	}
+	granularity(64 * mib)
+	run(t, apitest.Admin, "move", second.Name, "--to=n3", "--wait=false").refused(t, "pool n3.default keeps volumes in steps of 67108864 bytes, and this one has 52428800")
+	granularity(mib)
+
 	third := of("leg-3", "n3", true)
 	program := start(t, apitest.Admin, "evacuate", "n2")
 	becomes(e, second, (*v1alpha1.Volume).Moving)
