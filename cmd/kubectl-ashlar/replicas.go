@@ -279,10 +279,8 @@ func (r *room) refusesReplica(p *v1alpha1.Pool, v *overview.Volume, bytes int64)
 		return fmt.Sprintf("pool %s is not well: %s: %s", name, p.Status.Health[bad].Reason, p.Status.Health[bad].Message)
 	case min(p.Status.Available-r.promised[name], p.Status.MaxVolume) < bytes:
 		return fmt.Sprintf("pool %s has no room for %s", name, cli.Size(bytes))
-	case bytes%max(p.Status.Granularity, 1) != 0:
-		return fmt.Sprintf("pool %s keeps volumes in steps of %d bytes, and this one has %d", name, p.Status.Granularity, bytes)
 	}
-	return ""
+	return p.NotInSteps(bytes)
 }
 
 // unfitFor returns why a node cannot have one more leg of a volume beside those that there are, by the controller's rules; empty if it can. key is the label

@@ -157,8 +157,8 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 		return fmt.Errorf("it is in the network %s, and node %s in %s: a volume stays in its network, which its PersistentVolume names", network, v.Spec.NodeName, home)
 	case len(p.Status.Health) > 0:
 		return fmt.Errorf("pool %s is not well: %s: %s", name, p.Status.Health[0].Reason, p.Status.Health[0].Message)
-	case v.Spec.ReplicaOf != "" && v.Spec.Claim != nil && need%max(p.Status.Granularity, 1) != 0: // another leg is to take its place, and has the size of the others
-		return fmt.Errorf("pool %s keeps volumes in steps of %d bytes, and this one has %d; choose another node, or have the replica move while nobody uses the volume", name, p.Status.Granularity, need)
+	case v.Spec.ReplicaOf != "" && v.Spec.Claim != nil && p.NotInSteps(need) != "": // another leg is to take its place, and has the size of the others
+		return fmt.Errorf("%s; choose another node, or have the replica move while nobody uses the volume", p.NotInSteps(need))
 	case need > available:
 		return fmt.Errorf("pool %s has no room: %s are needed, and a volume of %s could come at most; make room there, or choose another node (kubectl ashlar pools)", name,
 			cli.Size(need), cli.Size(max(available, 0)))

@@ -2,6 +2,7 @@ package v1alpha1
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 	"strings"
 
@@ -164,6 +165,14 @@ func (s *Snapshot) Of(v *Volume) bool {
 // InGroup reports whether a snapshot has the label of the group that it says it belongs to.
 func (s *Snapshot) InGroup() bool {
 	return s.Spec.Group != nil && s.Labels[GroupLabel] == s.Spec.Group.Key
+}
+
+// NotInSteps is why the pool cannot keep a volume of exactly so many bytes, in words; empty if it can.
+func (p *Pool) NotInSteps(bytes int64) string {
+	if bytes%max(p.Status.Granularity, 1) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("pool %s keeps volumes in steps of %d bytes, and this one has %d", p.Name, p.Status.Granularity, bytes)
 }
 
 // Adopting returns what AdoptAnnotation of a pool asks for.

@@ -146,15 +146,20 @@ func newObject(t *testing.T, current int, names ...string) *tended {
 // tendedPatience is how long the tests wait for anything that has to end.
 const tendedPatience = time.Minute
 
-func (f *tended) device(name string) {
+// loop makes a disk, a loop device, and returns its number.
+func (f *tended) loop(name string, size int64) uint64 {
 	image := filepath.Join(drivertest.Dir(f.t), name)
-	check.OK(f.t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, tendedSize)))
+	check.OK(f.t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, size)))
 	loop := drivertest.Loop(f.t, image)
 	f.t.Cleanup(func() { drivertest.Run(f.t, "losetup", "-d", loop) })
 	var st unix.Stat_t
 	check.OK(f.t, unix.Stat(loop, &st))
+	return st.Rdev
+}
+
+func (f *tended) device(name string) {
 	l := f.legs[name]
-	l.disk = st.Rdev
+	l.disk = f.loop(name, tendedSize)
 	check.OK(f.t, dm.Make(l.name, "", dm.Linear(l.disk, tendedSize)))
 	f.t.Cleanup(func() { drivertest.Run(f.t, "dmsetup", "remove", "--retry", l.name) })
 	d, err := dm.Find(l.name)

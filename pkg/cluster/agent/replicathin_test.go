@@ -8,8 +8,6 @@ import (
 	"path/filepath"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
@@ -20,16 +18,7 @@ import (
 // thinly has the disk of a leg be a thin volume, in a pool that has room for a part of it. extend gives the pool room for all of it.
 func (f *tended) thinly(name string, room int64, features string) (extend func()) {
 	t, l := f.t, f.legs[name]
-	disk := func(what string, size int64) uint64 {
-		image := filepath.Join(drivertest.Dir(t), what)
-		check.OK(t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, size)))
-		loop := drivertest.Loop(t, image)
-		t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", loop) })
-		var st unix.Stat_t
-		check.OK(t, unix.Stat(loop, &st))
-		return st.Rdev
-	}
-	meta, data := disk("meta", 4<<20), disk("data", 2*tendedSize)
+	meta, data := f.loop("meta", 4<<20), f.loop("data", 2*tendedSize)
 	pool, thin := l.name+"-pool", l.name+"-thin"
 	table := func(size int64) []dm.Line {
 		return []dm.Line{{Length: size, Kind: "thin-pool", Text: fmt.Sprintf("%s %s 128 0 %s", dm.Number(meta), dm.Number(data), features)}}

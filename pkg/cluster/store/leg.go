@@ -59,7 +59,7 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	unfit := refusals{}
 	for _, p := range pools {
 		node, why := p.Spec.NodeName, ""
-		switch step := max(p.Status.Granularity, blockdev.Granularity); {
+		switch {
 		case network != "" && networks[node] != network:
 			why = fmt.Sprintf("node %s is not in the network %q of the other replicas", node, network)
 		case r.NotBeside(others, leaving, node, labels) != "":
@@ -68,8 +68,8 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 			why = fmt.Sprintf("node %s %s", node, r.Unfit(node, time.Now()))
 		case nodes[node] != nil && nodes[node].Spec.Unschedulable:
 			why = fmt.Sprintf("node %s is cordoned", node)
-		case keeps%step != 0:
-			why = fmt.Sprintf("pool %s keeps volumes in steps of %d bytes, and this one has %d", p.Name, step, keeps)
+		case p.NotInSteps(keeps) != "":
+			why = p.NotInSteps(keeps)
 		default:
 			continue
 		}
